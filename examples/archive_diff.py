@@ -1,7 +1,7 @@
-"""Archives for sandboxes on another machine: pack files, and find what changed between two.
+"""Archives for sandboxes on another machine: pack files, and compare two archives.
 
-The other machine is not trusted: nothing is unpacked, no link is followed, names that lead out of
-the folder are left out with a note, and everything is limited.
+The other machine is not trusted: nothing is unpacked, no link is followed, names that leave the
+folder are left out with a note, and sizes are limited.
 """
 
 from __future__ import annotations
@@ -55,15 +55,16 @@ def pack_files(files: Mapping[str, Content]) -> bytes:
 def diff_archives(before: BinaryIO, after: BinaryIO, limits: PatchLimits | None = None) -> Patch:
     """Return the changes between two tar archives of a workdir, for remote sandboxes.
 
-    Both must be seekable; nothing is unpacked. Raises `SandboxError` for what is no archive.
+    Both must be seekable; nothing is unpacked. Raises `SandboxError` for invalid
+    archives.
     """
     # Only digests of the old files are kept: it may be a whole repository.
     known = {path: _member_digest(tar, member) for tar, path, member in _read_members(before)}
 
     def collect(collector: ChangeCollector) -> None:
-        seen = set()
+        paths = set()
         for tar, path, member in _read_members(after):
-            seen.add(path)
+            paths.add(path)
             if known.get(path) == _member_digest(tar, member):
                 continue
             collector.count()
@@ -72,7 +73,7 @@ def diff_archives(before: BinaryIO, after: BinaryIO, limits: PatchLimits | None 
                 collector.add(path, change)
             else:
                 collector.note(path, change)
-        for path in known.keys() - seen:
+        for path in known.keys() - paths:
             collector.add_removed(path)
 
     return collect_patch(ChangeCollector(limits or PatchLimits(), lambda _path: None), collect)
@@ -108,12 +109,12 @@ def _read_member(tar: tarfile.TarFile, member: tarfile.TarInfo, max_bytes: int) 
 def _open_member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes] | None:
     try:
         return tar.extractfile(member) if member.isfile() or member.islnk() else None
-    except KeyError:  # a hard link to what is not in it
+    except KeyError:  # a hard link whose target is not in the archive
         return None
 
 
 def _member_digest(tar: tarfile.TarFile, member: tarfile.TarInfo) -> tuple[str, bytes, bool]:
-    """Return its kind, a digest of its content and whether it is executable."""
+    """Return a member's kind, a digest of its content, and whether it is executable."""
     digest = sha256(os.fsencode(member.linkname) if member.issym() else b"")
     file = _open_member(tar, member)
     while file is not None and (block := file.read(_BLOCK)):

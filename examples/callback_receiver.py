@@ -1,8 +1,8 @@
-"""Receive callbacks of a Tugline server with nothing but the standard library (docs/callbacks.md).
+"""Receive callbacks of a Tugline server, with the standard library only (docs/callbacks.md).
 
     TUGLINE_CALLBACK_SECRET=whsec_... python3 callback_receiver.py 9000
 
-Prints a line for each callback, once, and answers 401 to whatever is not signed by the server.
+Prints a line for each new callback, and answers 401 to requests that the server did not sign.
 """
 
 import base64
@@ -15,26 +15,26 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 KEY = base64.b64decode(os.environ["TUGLINE_CALLBACK_SECRET"].removeprefix("whsec_"))
-SEEN: set[str] = set()  # of a real receiver, in a database: a callback may come twice
+SEEN: set[str] = set()  # a real receiver needs a database: a callback may be sent twice
 
 
 class Receiver(BaseHTTPRequestHandler):
-    """Answers one callback."""
+    """Handles callbacks."""
 
     def do_POST(self) -> None:
-        """Verify, note it, answer."""
+        """Verify the signature, process the callback, and answer."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         name, at = self.headers.get("webhook-id", ""), self.headers.get("webhook-timestamp", "")
         digest = hmac.digest(KEY, f"{name}.{at}.".encode() + body, hashlib.sha256)
-        right = "v1," + base64.b64encode(digest).decode()
+        expected = "v1," + base64.b64encode(digest).decode()
         signatures = self.headers.get("webhook-signature", "").split()
-        genuine = any(hmac.compare_digest(right, one) for one in signatures)
+        genuine = any(hmac.compare_digest(expected, each) for each in signatures)
         recent = at.isdigit() and abs(time.time() - int(at)) < 300
         if genuine and recent and name not in SEEN:
-            told = json.loads(body)
-            print(told["kind"], told["task"], told.get("result", {}).get("reward"), flush=True)
+            event = json.loads(body)
+            print(event["kind"], event["task"], event.get("result", {}).get("reward"), flush=True)
             SEEN.add(name)
-        self.send_response(204 if genuine and recent else 401)  # what is answered is safe
+        self.send_response(204 if genuine and recent else 401)  # only after it is processed
         self.end_headers()
 
 

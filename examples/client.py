@@ -1,11 +1,11 @@
-"""A trainer's main loop without the training: submit groups, learn from them, go on after any stop.
+"""The main loop of a trainer, without training: submit tasks, consume groups, resume after a stop.
 
     tugline up &                       # a server, a node and an engine
     python examples/client.py task.yaml --rounds 3
 
-The task is submitted once for each round, under an id of its own; its groups are learned from when
-they are whole, and acknowledged. Stop the program at any moment and start it again: nothing is
-submitted twice, and it goes on with the group that was not acknowledged.
+The task is submitted once for each round, with its own id. A group is consumed when it is complete,
+and then acknowledged. The program can be stopped at any time and started again: nothing is
+submitted twice, and it continues with the first group that is not acknowledged.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ CONSUMER = "example"
 
 
 def learn(group: GroupResults) -> None:
-    """Where a trainer would make a batch of the trajectories."""
-    rewards = [one.view.reward for one in group.results if one.view.reward is not None]
+    """Print a group; a trainer would make a batch of its trajectories."""
+    rewards = [result.view.reward for result in group.results if result.view.reward is not None]
     trained = sum(
         int(trace.mask.sum())
-        for one in group.results
-        if one.trajectory is not None
-        for trace in one.trajectory.traces
+        for result in group.results
+        if result.trajectory is not None
+        for trace in result.trajectory.traces
     )
     mean = sum(rewards) / len(rewards) if rewards else 0.0
     missing = f", missing samples {list(group.view.missing)}" if group.view.missing else ""
@@ -36,7 +36,7 @@ def learn(group: GroupResults) -> None:
 
 
 async def main(path: str, rounds: int) -> None:
-    """One group after the other."""
+    """Submit the rounds, and consume their groups."""
     (task,) = load_tasks([path])
     async with Client() as client:
         names = [f"{task.id}-round{number}" for number in range(rounds)]
@@ -51,7 +51,7 @@ async def main(path: str, rounds: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("path", help="a file with one task")
+    parser.add_argument("path", help="file with one task")
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
     asyncio.run(main(options.path, options.rounds))

@@ -1,8 +1,8 @@
-"""Read a recording without Tugline: zstandard, msgspec and numpy are all it takes (docs/format.md).
+"""Read a recording without Tugline, with zstandard, msgspec and numpy (docs/format.md).
 
     python3 read_recording.py runs/demo/recordings/some-session.0.rec [--json]
 
-Prints a line per call; with --json an object per call, with ids, logprobs and messages.
+Prints a line per call, or with --json an object per call with ids, logprobs and messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TYPES = {b"i": "<i4", b"f": "<f4"}
 
 
 def records(data: bytes) -> Iterator[dict[str, Any]]:
-    """Yield each record, and one of the type "section" where a section begins."""
+    """Yield all records, and a record of the type "section" at the begin of each section."""
     at = 0
     while at + len(MAGIC) <= len(data):
         if data.startswith(MAGIC, at):
@@ -33,25 +33,25 @@ def records(data: bytes) -> Iterator[dict[str, Any]]:
             yield {"type": "section"}
             continue
         if at + HEAD.size > len(data):
-            return  # cut off in the middle of a head
-        length, crc, own = HEAD.unpack_from(data, at)
+            return  # truncated within a head
+        length, body_crc, head_crc = HEAD.unpack_from(data, at)
         body = at + HEAD.size
         end = body + length
         if end > len(data):
-            return  # cut off in the middle of a record
-        if zlib.crc32(data[at : body - 4]) != own or zlib.crc32(data[body:end]) != crc:
+            return  # truncated within a record
+        if zlib.crc32(data[at : body - 4]) != head_crc or zlib.crc32(data[body:end]) != body_crc:
             sys.exit(f"damaged at offset {at}")
         yield msgspec.msgpack.decode(stream.decompress(data[body:end]))
         at = end
 
 
 def array(value: bytes) -> np.ndarray:
-    """The numbers of a byte string that begins with their type."""
+    """Decode an array, whose first byte is its type."""
     return np.frombuffer(value, TYPES[value[:1]], offset=1)
 
 
 def calls(data: bytes) -> Iterator[dict[str, Any]]:
-    """Yield every call with the parts that its record shares with earlier ones."""
+    """Yield every call, completed with the parts that it shares with earlier calls."""
     images: dict[str, str] = {}
     for record in records(data):
         if record["type"] == "section":
@@ -73,8 +73,8 @@ def calls(data: bytes) -> Iterator[dict[str, Any]]:
             yield {**call, "tools": tools, **{name: a.tolist() for name, a in numbers.items()}}
 
 
-for one in calls(Path(sys.argv[1]).read_bytes()):
-    size = f"{len(one['prompt_ids'])} prompt + {len(one['sampled_ids'])} sampled"
-    answer = (one["answer"] or {}).get("content")
-    line = f"call {one['number']}: {size}, {one['finish']}, {answer!r}"
-    print(json.dumps(one) if "--json" in sys.argv else line)
+for call in calls(Path(sys.argv[1]).read_bytes()):
+    size = f"{len(call['prompt_ids'])} prompt + {len(call['sampled_ids'])} sampled"
+    answer = (call["answer"] or {}).get("content")
+    line = f"call {call['number']}: {size}, {call['finish']}, {answer!r}"
+    print(json.dumps(call) if "--json" in sys.argv else line)

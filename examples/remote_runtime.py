@@ -1,14 +1,15 @@
-"""A runtime of your own: boxes on another machine, behind a command that runs a shell line there.
+"""A custom runtime: sandboxes on another machine, through a command that runs a shell line there.
 
 With ``connect: [ssh, -o, BatchMode=yes, worker-1]`` that machine is worker-1; the default is this
-one, to try it. Replace `call` and the command in `run` by your provider's. To use it, put this
-folder on the node's PYTHONPATH and write ``runtime: {name: "remote_runtime:Remote"}`` in the task,
-or make it an entry point of a package, in the group ``tugline.runtime``.
+machine, for a test. Replace `call` and the command in `run` by those of your provider. To use it,
+add this folder to the node's PYTHONPATH and write ``runtime: {name: "remote_runtime:Remote"}`` in
+the task, or make it an entry point of a package, in the group ``tugline.runtime``.
 
-Files travel as tar archives, what was done is the difference of two of them, output comes while it
-is written, a program is ended with all its group, and what a killed node left is found by a note.
-Left out, because a provider has its own: keeping boxes apart, a bound for logs, a way to the model
-(`reach`) where the other machine does not reach this one, such as ``ssh -R``.
+Files are transferred as tar archives, and the patch is the difference of two archives. Output is
+logged as it is written. A program is killed with its process group. After a crash of the node, a
+note on disk has what to clean up. Not included, because providers have their own: isolation between
+sandboxes, a limit for logs, and a route to the model (`expose`) if the other machine does not reach
+this one, such as ``ssh -R``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ KILL = "test ! -e {0}/pid || kill -s KILL -- -$(cat {0}/pid) 2>/dev/null || true
 
 
 class Remote(Runtime):
-    """Boxes below `folder` of the machine that `connect` leads to."""
+    """Sandboxes below `folder` on the machine that `connect` reaches."""
 
     def __init__(self, *, connect: Sequence[str] = ("sh", "-c"), folder: str = "/var/lib") -> None:
         self.connect, self.folder = tuple(connect), folder
@@ -52,26 +53,26 @@ class Remote(Runtime):
     async def open(
         self, directory: Path, spec: SandboxSpec | None = None
     ) -> AsyncIterator[RemoteSandbox]:
-        """Folders there; only logs and a note are here."""
+        """Make the folders there; only logs and a note are on this machine."""
         spec = spec or SandboxSpec()
         if spec.mounts or spec.workspace != Workspace():
             msg = "runtime 'remote' takes files only: no workspace or mounts"
             raise UsageError(msg)
-        box = RemoteSandbox(
+        sandbox = RemoteSandbox(
             self.connect, f"{self.folder}/{secrets.token_hex(8)}", directory / "logs"
         )
-        box.logs.mkdir(parents=True)
-        (directory / "remote.txt").write_text(box.root)  # before there is anything to be found
+        sandbox.logs.mkdir(parents=True)
+        (directory / "remote.txt").write_text(sandbox.root)  # before anything is created there
         try:
-            await box.call(f"mkdir -p {box.workdir} {box.home}")
-            await box.put(box.workdir, spec.files)
-            box.before = await box.call(f"tar -c -C {box.workdir} .")
-            yield box
+            await sandbox.call(f"mkdir -p {sandbox.workdir} {sandbox.home}")
+            await sandbox.put(sandbox.workdir, spec.files)
+            sandbox.before = await sandbox.call(f"tar -c -C {sandbox.workdir} .")
+            yield sandbox
         finally:
             await asyncio.shield(asyncio.to_thread(self.reap, directory))
 
     def reap(self, directory: Path) -> int:
-        """End and remove what the notes below `directory` tell of."""
+        """Kill and remove the sandboxes whose notes are below `directory`."""
         notes = list(directory.rglob("remote.txt"))
         for note in notes:
             end = f"{KILL}; rm -rf {{0}}".format(note.read_text())
@@ -80,14 +81,14 @@ class Remote(Runtime):
         return len(notes)
 
     def check_available(self) -> str | None:
-        """Whether the machine answers and has what is needed."""
-        look = [*self.connect, "command -v tar && command -v setsid"]
-        done = subprocess.run(look, capture_output=True, check=False, timeout=60)
-        return f"no tar or setsid by {self.connect}: {done.stderr!r}" if done.returncode else None
+        """Check that the machine answers, and has the needed programs."""
+        check = [*self.connect, "command -v tar && command -v setsid"]
+        done = subprocess.run(check, capture_output=True, check=False, timeout=60)
+        return f"no tar or setsid at {self.connect}: {done.stderr!r}" if done.returncode else None
 
     def list_weaknesses(self) -> Sequence[str]:
-        """What the other machine must see to."""
-        return ("boxes on the other machine are not kept apart",)
+        """List what the other machine has to isolate."""
+        return ("sandboxes on the other machine are not isolated from each other",)
 
 
 class RemoteSandbox(Sandbox):
@@ -98,7 +99,7 @@ class RemoteSandbox(Sandbox):
         self.workdir, self.home = PurePosixPath(root, "work"), PurePosixPath(root, "home")
 
     async def call(self, line: str, data: bytes = b"") -> bytes:
-        """What a shell line says there."""
+        """Run a shell line there; return its output."""
         argv = [*self.connect, line]
         done = await asyncio.to_thread(subprocess.run, argv, input=data, capture_output=True)
         if done.returncode:
@@ -107,25 +108,25 @@ class RemoteSandbox(Sandbox):
         return done.stdout
 
     async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
-        """Remove what is in the way, unpack an archive."""
+        """Remove existing files, and unpack an archive."""
         archive = pack_files(files)
         await self.call(f"cd {root} && rm -rf -- {shlex.join(files)} && tar -x", archive)
 
     async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
-        """An empty line, and then the file."""
+        """Read a file; the output begins with an empty line if it exists."""
         at = shlex.quote(str(path))
         head = f"echo; head -c {max_bytes + 1} {at}"
         data = await self.call(f"if test -f {at} && test ! -L {at}; then {head}; fi")
         return data[1:] if 0 < len(data) <= max_bytes + 1 else None
 
     async def diff(self, limits: PatchLimits | None = None) -> Patch:
-        """The difference of two archives."""
+        """Compare two archives of the workdir."""
         before = io.BytesIO(self.before)
         now = io.BytesIO(await self.call(f"tar -c -C {self.workdir} ."))
         return await asyncio.to_thread(diff_archives, before, now, limits)
 
     async def expose(self, url: str) -> str:
-        """The same, where that machine reaches this one."""
+        """Return the URL unchanged: the other machine must reach this one."""
         return url
 
     async def run(
@@ -136,12 +137,12 @@ class RemoteSandbox(Sandbox):
         timeout_s: float | PausableTimeout,
         log_name: str = "agent",
     ) -> Exit:
-        """In a session of its own, which is ended whatever happens."""
+        """Run a program in its own session, which is killed in any case."""
         began, timed_out = time.monotonic(), False
-        around = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(self.home), **env}
-        words = shlex.join(["env", "-i", *(f"{k}={v}" for k, v in around.items()), *argv])
+        variables = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(self.home), **env}
+        command = shlex.join(["env", "-i", *(f"{k}={v}" for k, v in variables.items()), *argv])
         start = 'echo $$ >"$0/pid"; exec "$@" 2>&1'
-        line = f"cd {self.workdir} && setsid -w sh -c '{start}' {self.root} {words} </dev/null"
+        line = f"cd {self.workdir} && setsid -w sh -c '{start}' {self.root} {command} </dev/null"
         with (self.logs / f"{log_name}.log").open("ab") as log:
             child = await asyncio.create_subprocess_exec(*self.connect, line, stdout=log)
         try:

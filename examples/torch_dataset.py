@@ -1,4 +1,4 @@
-"""Graded groups in PyTorch's DataLoader: read by its worker, acknowledged by the training loop.
+"""Graded groups in a PyTorch DataLoader: read in its worker, acknowledged by the training loop.
 
 python examples/torch_dataset.py my-trainer
 """
@@ -14,13 +14,13 @@ from tugline.stream import GradedGroup, GroupStream
 
 
 class GroupDataset(IterableDataset[GradedGroup]):
-    """The groups of a `GroupStream`, opened where they are read; its options are the stream's."""
+    """The groups of a `GroupStream`, opened in the worker with these options."""
 
     def __init__(self, consumer: str, **options: Any) -> None:
         self.consumer, self.options = consumer, options
 
     def __iter__(self) -> Iterator[GradedGroup]:
-        """Yield groups. Raises `UsageError` in one of several workers, which would all get them."""
+        """Yield groups. Raises `UsageError` with several workers, as each would get all groups."""
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1:
             msg = f"num_workers is {worker.num_workers}, must be 0 or 1"
@@ -30,7 +30,7 @@ class GroupDataset(IterableDataset[GradedGroup]):
 
 
 def main() -> None:
-    """Take every group that is there now."""
+    """Consume all groups that are available now."""
     consumer = sys.argv[1]
     dataset = GroupDataset(consumer, follow=False)
     loader = DataLoader(
@@ -38,7 +38,7 @@ def main() -> None:
     )
     with GroupStream(consumer) as stream:
         for group in loader:
-            print(group.id, *(f"{one.session}={one.reward:g}" for one in group.samples))
+            print(group.id, *(f"{sample.session}={sample.reward:g}" for sample in group.samples))
             # train on it and save a checkpoint here
             stream.acknowledge(group)
 

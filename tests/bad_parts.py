@@ -1,4 +1,4 @@
-"""Parts that fail on purpose, named in tasks as ``bad_parts:Class``."""
+"""Plug-ins that fail on purpose, named in tasks as ``bad_parts:Class``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tugline.types import Reward
 
 
 class Uninstallable(Harness):
-    """A harness whose program cannot be had."""
+    """A harness that cannot be installed."""
 
     name, version = "uninstallable", "1"
     error: Exception = HarnessError("uninstallable 1 cannot be installed: no such version")
 
     async def install(self) -> None:
-        """Fails as a registry that does not know the version would."""
+        """Fail, as for a version that the registry does not have."""
         raise self.error
 
     def launch(self, context: LaunchContext) -> Launch:
@@ -34,13 +34,13 @@ class Uninstallable(Harness):
 
 
 class Needy(Uninstallable):
-    """A harness that needs what this node does not have."""
+    """A harness with a requirement that this node does not meet."""
 
     error = ConfigError("there is no Node here")
 
 
 class Hanging(Evaluator):
-    """An evaluator that waits for ever."""
+    """An evaluator that never returns."""
 
     opens_sandbox = False
 
@@ -61,7 +61,7 @@ class Crashing(Evaluator):
 
 
 class Moody(Evaluator):
-    """An evaluator that fails so many times, with an error of a kind."""
+    """An evaluator that fails a number of times with an error of a given kind."""
 
     def __init__(self, *, failures: int, kind: str = "EvaluatorError") -> None:
         self.failures, self.error = failures, getattr(errors, kind)
@@ -76,7 +76,7 @@ class Moody(Evaluator):
 
 
 class Noting(Evaluator):
-    """An evaluator that tells what was left out of the agent's work."""
+    """An evaluator that reports what was left out of the patch."""
 
     opens_sandbox = False
 
@@ -86,7 +86,7 @@ class Noting(Evaluator):
 
 
 class Slow(LocalRuntime):
-    """A runtime that takes its time to start."""
+    """A runtime that is slow to start."""
 
     @contextlib.asynccontextmanager
     async def open(self, *args: Any) -> AsyncIterator[Sandbox]:
@@ -97,7 +97,7 @@ class Slow(LocalRuntime):
 
 
 class Dying(LocalRuntime):
-    """A runtime that is lost as soon as the agent has done its work."""
+    """A runtime whose sandbox is lost as soon as the agent has ended."""
 
     @contextlib.asynccontextmanager
     async def open(self, *args: Any) -> AsyncIterator[Sandbox]:
@@ -105,17 +105,17 @@ class Dying(LocalRuntime):
         async with super().open(*args) as sandbox:
             run = sandbox.run
 
-            async def lose(*args: Any, **how: Any) -> None:
-                await run(*args, **how)
+            async def run_and_fail(*args: Any, **options: Any) -> None:
+                await run(*args, **options)
                 msg = "the machine is gone"
                 raise SandboxError(msg)
 
-            sandbox.run = lose  # type: ignore[method-assign,assignment]
+            sandbox.run = run_and_fail  # type: ignore[method-assign,assignment]
             yield sandbox
 
 
 class Unclosed(LocalRuntime):
-    """A runtime that cannot clear up."""
+    """A runtime that fails to clean up."""
 
     @contextlib.asynccontextmanager
     async def open(self, *args: Any) -> AsyncIterator[Sandbox]:
@@ -135,7 +135,7 @@ class Broken(Builder):
 
 
 class Sleepy(PrefixMerging):
-    """A builder that takes its time."""
+    """A slow builder."""
 
     def build(self, calls: Sequence[Any]) -> Built:
         """Waits first."""

@@ -47,7 +47,7 @@ def make_call(
 
 
 def read_calls(rows: Iterable[Sequence[Any]], make: Callable[..., Call] = make_call) -> list[Call]:
-    """Calls of a data file: prompt, sampled ids and, if there are any, other fields of each."""
+    """Calls from rows: prompt ids, sampled ids, and optionally a mapping of other fields."""
     types = {field.name: field.type for field in msgspec.structs.fields(Call)}
     calls = []
     for number, (prompt, sampled, *more) in enumerate(rows):
@@ -77,7 +77,7 @@ def make_header(
 
 
 def write_calls(path: Path, calls: Iterable[Call], header: Header | None = None) -> list[int]:
-    """Write a recording, or go on with one; returns where the first record begins and each ends."""
+    """Write or extend a recording; returns the offsets of the first record and of each end."""
     with Writer(path, header) as writer:
         ends = [writer.size]
         for call in calls:

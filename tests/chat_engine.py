@@ -1,4 +1,4 @@
-"""An engine that renders prompts itself: vLLM's chat route over a scripted engine."""
+"""An engine with vLLM's chat route, which renders prompts itself, over a scripted engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tugline.testing import ScriptedEngine
 
 
 def create_chat_app(engine: ScriptedEngine, tokenizer: Tokenizer) -> Starlette:
-    """The engine's own app, with ``/v1/chat/completions``; a streamed answer is one event."""
+    """The scripted engine's app with ``/v1/chat/completions``; a stream has one event."""
     renderer = create_renderer(tokenizer, Qwen3RendererConfig(thinking_retention="all"))
     stops = tuple(renderer.get_stop_token_ids())
 

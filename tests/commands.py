@@ -31,7 +31,7 @@ def run_command(
     env: dict[str, str] | None = None,
     timeout: float = 60,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``tugline WORDS`` in `cwd`, with `env` added to the environment, to its end."""
+    """Run ``tugline`` with arguments in `cwd`, with `env` added to the environment, to its end."""
     argv = [str(TUGLINE), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
@@ -52,10 +52,8 @@ def run_program(
     *argv: object, timeout: float = 110, check: bool = False, **how: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run another program to its end."""
-    words = [str(word) for word in argv]
-    return subprocess.run(
-        words, capture_output=True, text=True, timeout=timeout, check=check, **how
-    )
+    text = [str(part) for part in argv]
+    return subprocess.run(text, capture_output=True, text=True, timeout=timeout, check=check, **how)
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
@@ -64,7 +62,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def _run(argv: list[str], cwd: Path, variables: dict[str, str], out: Path, err: Path) -> None:
-    """Become the command: its streams, environment, folder and arguments."""
+    """Run the command in this process, with its own streams, environment and folder."""
     for path, number in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
     os.environ.clear()

@@ -11,7 +11,7 @@ import pytest
 import structlog
 from hypothesis import settings
 
-from house import House
+from live_server import LiveServer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts what runs in the background with this signal ignored, and so would its children.
@@ -29,9 +29,9 @@ def own_log() -> Iterator[None]:
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
+async def live(tmp_path: Path) -> AsyncIterator[LiveServer]:
     """A server that is up."""
-    made = House(tmp_path)
+    made = LiveServer(tmp_path)
     await made.start()
     try:
         yield made

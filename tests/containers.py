@@ -44,7 +44,7 @@ def podman() -> Iterator[str]:
 
 @contextlib.contextmanager
 def serving(folder: Path, *before: str) -> Iterator[str]:
-    """A service of Podman in a folder, until left; its URL. `before` stands before its command."""
+    """A Podman service in a folder, and its URL; `before` is put before its command line."""
     path = folder / "podman.sock"
     path.unlink(missing_ok=True)
     with (folder / "log").open("wb") as log:
@@ -66,22 +66,22 @@ def serving(folder: Path, *before: str) -> Iterator[str]:
 
 @pytest.fixture
 def container(podman: str) -> Container:
-    """Boxes that are containers of it, with little memory; the image is Debian's by default."""
+    """A runtime of containers with little memory; their image is Debian's by default."""
     return Container(engine=podman, image=DEBIAN, memory_mb=512, processes=200)
 
 
 def host_programs() -> tuple[Mount, ...]:
-    """Mounts of this machine's programs over those of a Debian image, which has no build tools."""
+    """Mounts of this machine's programs over those of an image without build tools."""
     return tuple(Mount(path, path) for path in ("/usr", "/etc/alternatives"))
 
 
 def left(engine: str, directory: Path) -> list[str]:
-    """Containers of boxes below `directory`, and mounts there."""
+    """Containers of sandboxes below `directory`, and mounts there."""
     # Podman answers 500 while another process removes one.
-    found = ContainerEngine(engine).run_blocking(
+    listed = ContainerEngine(engine).run_blocking(
         lambda docker: retry(partial(docker.containers.list, all=True), 0.1, 0.3, 1.0)
     )
-    places = [one["Labels"].get(DIRECTORY, "") for one in found or ()]
+    places = [one["Labels"].get(DIRECTORY, "") for one in listed or ()]
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     return [one for one in places + mounts if str(directory) in one]
 
@@ -94,7 +94,7 @@ def exists(engine: str, image: str) -> bool:
 
 
 def unbuilt(engine: str, *images: str) -> None:
-    """Remove what a test has built, and what was made of it."""
+    """Remove images that a test has built."""
 
     async def remove(docker: Docker) -> None:
         for name in images:

@@ -31,24 +31,24 @@ from tugline.types import (
 
 
 def showing(*urls: str) -> tuple[Message, ...]:
-    """The messages of a call that adds these pictures."""
+    """Messages with these pictures."""
     return tuple(Message(Role.USER, images=(Image(url),)) for url in urls)
 
 
-def whole(one: Call) -> list[int]:
-    """All ids that a call leaves behind."""
-    return [*one.prompt_ids.tolist(), *one.sampled_ids.tolist()]
+def whole(call: Call) -> list[int]:
+    """Prompt and sampled ids of a call."""
+    return [*call.prompt_ids.tolist(), *call.sampled_ids.tolist()]
 
 
 class Drawn(NamedTuple):
-    """A session in an order of arrival, and which pictures each call's prompt holds."""
+    """A session's calls in order of arrival, and the pictures in each call's prompt."""
 
     calls: list[Call]
     images: dict[int, tuple[str, ...]]
 
 
 class _Bytes:
-    """Choices read from drawn bytes; 0 once they are used up."""
+    """Choices read from drawn bytes; 0 after their end."""
 
     def __init__(self, data: bytes) -> None:
         self._left = iter(data)
@@ -71,13 +71,13 @@ _OUTCOME = (
 
 
 def session(data: bytes, name: str = "s") -> Drawn:
-    """The session that these bytes spell."""
+    """Decode a session from bytes."""
     draw = _Bytes(data)
     grown: list[Call] = []
     seen: dict[int, tuple[str, ...]] = {}
     for number in range(1 + draw.below(9)):
         one, pictures = _next(draw, number, grown, seen)
-        grown.append(_ended(draw, one, name))
+        grown.append(_with_answer(draw, one, name))
         seen[number] = pictures
     random.Random(draw.below(256)).shuffle(grown)
     return Drawn(grown, seen)
@@ -86,7 +86,7 @@ def session(data: bytes, name: str = "s") -> Drawn:
 def _next(
     draw: _Bytes, number: int, grown: list[Call], seen: dict[int, tuple[str, ...]]
 ) -> tuple[Call, tuple[str, ...]]:
-    """A call's question: its prompt, its links, and the pictures that its prompt holds."""
+    """A call without its answer, and the pictures that its prompt holds."""
     back = draw.below(2 * len(grown)) if grown else 0
     base = grown[-1 - back if back < len(grown) else -1] if grown else None
     way = _WAYS[draw.below(len(_WAYS))]
@@ -113,8 +113,8 @@ def _next(
     prompt = base.prompt_ids.tolist() or fresh
     if way == "again":
         known = seen[base.number]
-        shown = showing(*(_URL[one] for one in known))
-        links |= {"parent": None, "messages": shown}
+        messages = showing(*(_URL[one] for one in known))
+        links |= {"parent": None, "messages": messages}
         return make_call(number, prompt, [], **links), known
     if way == "edit":
         prompt = whole(base)[: draw.below(len(whole(base)) + 1)] + fresh
@@ -132,7 +132,7 @@ def _next(
     return make_call(number, prompt, [], **(links | {"messages": added})), _digests(added)
 
 
-def _ended(draw: _Bytes, asked: Call, name: str) -> Call:
+def _with_answer(draw: _Bytes, asked: Call, name: str) -> Call:
     """The same call with an answer."""
     sampled = draw.ids()
     swap = draw.below(len(sampled) + 1)
@@ -149,8 +149,8 @@ def _ended(draw: _Bytes, asked: Call, name: str) -> Call:
         nothing = asked.sampled_ids
         text = {"mode": Mode.TEXT, "unreported_tokens": 5, "versions": ()}
         return replace(ended, prompt_ids=nothing, **text)
-    said = make_call(asked.number, asked.prompt_ids, sampled)
-    return replace(ended, sampled_ids=said.sampled_ids, logprobs=said.logprobs)
+    answered = make_call(asked.number, asked.prompt_ids, sampled)
+    return replace(ended, sampled_ids=answered.sampled_ids, logprobs=answered.logprobs)
 
 
 _URL = {Image(url).digest: url for url in ("data:a", "data:b")}

@@ -1,4 +1,4 @@
-"""A session in front of an engine that fails, spoken to in every dialect in raw HTTP."""
+"""A session in front of a failing engine, with requests in every dialect as raw HTTP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tugline.web.serve import serve
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one of the four is spoken to, and how it says that something is wrong."""
+    """Requests and errors of an API."""
 
     name: str
     path: str
@@ -40,12 +40,12 @@ class Dialect:
     """Field of an error that says of which kind it is."""
 
     def ask(self, text: str) -> bytes:
-        """The body of a question."""
+        """The body of a request."""
         return json.dumps(self.body(text)).encode()
 
 
 def say(text: str) -> dict[str, Any]:
-    """A question as Anthropic and Chat have it."""
+    """A request body of Anthropic and Chat."""
     return {"model": "m", "max_tokens": 500, "messages": [{"role": "user", "content": text}]}
 
 
@@ -76,7 +76,7 @@ each_dialect = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: 
 # --------------------------------------------------------------------------- an engine that fails
 @dataclass
 class Faulty:
-    """An engine that answers as `answer` says, and counts."""
+    """An engine that responds with `answer`, and counts requests."""
 
     answer: Callable[[Request], Any]
     requests: int = 0
@@ -86,13 +86,13 @@ class Faulty:
         return JSONResponse({"data": [{"id": "m", "max_model_len": 4000}]})
 
     async def generate(self, request: Request) -> Response:
-        """The fault."""
+        """Respond with the fault."""
         self.requests += 1
         return await self.answer(request)
 
     @property
     def app(self) -> Starlette:
-        """To be served."""
+        """Its routes."""
         return Starlette(
             routes=[
                 Route("/v1/models", self.models),
@@ -102,12 +102,12 @@ class Faulty:
 
 
 def dashed(headers: Mapping[str, str]) -> dict[str, str]:
-    """Headers that are given as keywords."""
+    """Header names from keywords."""
     return {name.replace("_", "-"): value for name, value in headers.items()}
 
 
 def status(code: int, **headers: str) -> Callable[[Request], Any]:
-    """Refuses everything."""
+    """Refuse every request with this status."""
 
     async def answer(_: Request) -> Response:
         error = {"error": {"message": "no", "type": "x", "param": None, "code": code}}
@@ -117,7 +117,7 @@ def status(code: int, **headers: str) -> Callable[[Request], Any]:
 
 
 def chunk(tokens: list[int], finish: str | None = None, at: int = 0) -> bytes:
-    """One event of a generation, whose first token is the answer's token `at`."""
+    """One event of a stream, whose first token is token `at` of the answer."""
     content = [{"logprob": -0.5} for _ in tokens]
     spans = [{"version": "0", "start": at, "end": at + len(tokens)}]
     choice = {
@@ -144,7 +144,7 @@ async def garbage(_: Request) -> Response:
 
 
 async def cut(request: Request) -> Response:
-    """Ten tokens, and then nothing but the end of the connection."""
+    """Ten tokens, then the end of the connection."""
 
     async def body() -> AsyncIterator[bytes]:
         yield chunk(ids("Half an answer")[:10])
@@ -157,12 +157,12 @@ async def cut(request: Request) -> Response:
 # --------------------------------------------------------------------------- the rig
 @dataclass
 class Client(Rig):
-    """An open session, spoken to in every dialect."""
+    """An open session with requests in every dialect."""
 
     engine: Faulty
 
     def headers(self, dialect: Dialect, key: str | None = None) -> dict[str, str]:
-        """The secret where this dialect's clients put it."""
+        """Headers with the key as this dialect's clients send it."""
         secret = self.key if key is None else key
         value = f"Bearer {secret}" if dialect.key == "authorization" else secret
         more = {"anthropic-version": "2023-06-01"} if dialect.name == "anthropic" else {}
@@ -175,7 +175,7 @@ class Client(Rig):
         key: str | None = None,
         **headers: str,
     ) -> tuple[int, Mapping[str, str], Any]:
-        """Status, headers and JSON of the reply to this question, or to a body of bytes."""
+        """Status, headers and JSON of the response to a question, or to a body of bytes."""
         data = dialect.ask(body) if isinstance(body, str) else body
         head = {**self.headers(dialect, key), **dashed(headers)}
         sent = io.BytesIO(data)
@@ -183,12 +183,12 @@ class Client(Rig):
             return response.status, response.headers, await response.json()
 
     async def expect(
-        self, dialect: Dialect, codes: int | set[int], words: str, **sent: Any
+        self, dialect: Dialect, codes: int | set[int], text: str, **sent: Any
     ) -> tuple[int, Mapping[str, str]]:
-        """Status and headers of an error with one of these codes; `sent` is what is sent."""
+        """Status and headers of an error with one of these codes; `sent` goes to `send`."""
         code, headers, reply = await self.send(dialect, **sent)
         assert code in ({codes} if isinstance(codes, int) else codes)
-        check(dialect, code, reply, words)
+        check(dialect, code, reply, text)
         return code, headers
 
     async def stream(self, dialect: Dialect) -> tuple[int, str]:
@@ -213,7 +213,7 @@ async def client(
     idle_s: float = 300.0,
     **tuning: Any,
 ) -> AsyncIterator[Client]:
-    """A session in front of a faulty engine."""
+    """A session in front of a failing engine."""
     engine = Faulty(answer)
     settings = CallSettings(backoff_s=0.001, grace_s=0.01, **tuning)
     async with (
@@ -239,8 +239,8 @@ KINDS = {
 }
 
 
-def check(dialect: Dialect, code: int, reply: Any, words: str) -> None:
-    """The dialect's own shape, a kind that goes with the status, and a message that helps."""
+def check(dialect: Dialect, code: int, reply: Any, text: str) -> None:
+    """An error has the dialect's shape, a kind that fits its status, and this text."""
     kind = reply["error"][dialect.kind]
     assert kind in KINDS[code], f"{dialect.name}: {kind} with {code}"
-    assert words in reply["error"]["message"], reply
+    assert text in reply["error"]["message"], reply

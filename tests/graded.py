@@ -1,14 +1,11 @@
-"""Graded groups of a real server, from a node that a test plays."""
+"""Graded groups on a real server."""
 
 from __future__ import annotations
 
 import numpy as np
 import zstandard
 
-from house import House, task
-from served import TOKENS
-from tugline.client.nodes import NodeClient
-from tugline.protocol import LeaseRequest, NodeRegistration
+from live_server import LiveServer, leased, task
 from tugline.types import (
     Boundary,
     Distribution,
@@ -53,14 +50,12 @@ ONCE = Group(attempts=1, retry_s=0)
 """Nothing is tried again."""
 
 
-async def finish(house: House, traces: int = 1, **tasks: list[float | None]) -> None:
-    """Submit these tasks, and play a node that earns these rewards, task by task."""
-    async with house.client() as client, NodeClient(house.url, TOKENS.join) as node:
-        welcome = await node.register(NodeRegistration(name="played", slots=99, capacity=99))
+async def finish(live: LiveServer, traces: int = 1, **tasks: list[float | None]) -> None:
+    """Submit tasks, and commit sessions with these rewards, task by task."""
+    async with live.client() as client:
         for name, rewards in tasks.items():
             await client.submit(task(name, samples=len(rewards), group=ONCE))
-            ask = LeaseRequest(capacity=99, applied=welcome.control.generation, wait_s=5.0)
-            for one in (await node.lease(welcome.node, ask)).work:
-                of = one.session
-                done = trajectory(of.id, name, of.sample, rewards[of.sample], traces)
-                await node.commit(of.id, of.epoch, zstandard.compress(encode(done)))
+            async with leased(live.url, 99) as (node, _, *work):
+                for of in (each.session for each in work):
+                    done = trajectory(of.id, name, of.sample, rewards[of.sample], traces)
+                    await node.commit(of.id, of.epoch, zstandard.compress(encode(done)))

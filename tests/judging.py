@@ -1,4 +1,4 @@
-"""Boxes and outcomes for tests of evaluators."""
+"""Sandboxes and session outcomes for tests of evaluators."""
 
 from __future__ import annotations
 
@@ -6,43 +6,38 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
+from leased import a_task
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.sandbox.base import Content, Exit, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
 from tugline.sandbox.patch import FileChange, Patch
-from tugline.types import PluginSpec, Task, Workspace
+from tugline.types import Task, Workspace
 
 DONE = Exit(0, timed_out=False, seconds=1.0)
 
 
 def task(files: Mapping[str, str] | None = None, workspace: Workspace | None = None) -> Task:
     """A task with these files."""
-    return Task(
-        id="t",
-        instruction="Mend the bill.",
-        harness=PluginSpec("shell"),
-        evaluator=PluginSpec("tests"),
-        files=dict(files or {}),
-        workspace=workspace or Workspace(),
-    )
+    given = {"files": dict(files or {}), "workspace": workspace or Workspace()}
+    return a_task("t", instruction="Mend the bill.", **given)
 
 
 def change(content: str | bytes | FileChange | None) -> FileChange | None:
-    """What a patch has for it."""
+    """The content of a file in a patch."""
     if content is None or isinstance(content, FileChange):
         return content
     return FileChange(content.encode() if isinstance(content, str) else content)
 
 
 def patch(files: Mapping[str, str | FileChange | None]) -> Patch:
-    """A patch to texts."""
+    """A patch of files."""
     return Patch({path: change(content) for path, content in files.items()})
 
 
 class Judge:
-    """Judges patches of a task in sandboxes under a folder, which begin with `base`.
+    """Evaluates patches of a task in sandboxes that begin with the files `base`.
 
-    They are opened with `spec` by `runtime`, the local one if none is given.
+    They are opened with `spec` by `runtime`, by default the local one.
     """
 
     def __init__(
@@ -69,7 +64,7 @@ class Judge:
             yield sandbox
 
     def outcome(self, files: Mapping[str, str | FileChange | None] | None = None) -> SessionOutcome:
-        """What an agent left that made this patch."""
+        """The outcome of a session with this patch."""
         return SessionOutcome(
             self.task, patch(files or {}), self.open_sandbox, self.timeout_s, exit=DONE
         )

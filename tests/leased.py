@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from tugline.server.store.base import Tx
 from tugline.server.store.database import Database
 from tugline.server.store.results import End
 from tugline.types import HANDLING, Boundary, Cause, Failure, PluginSpec, Session, Status, Task
+from waiting import until
 
 Open = Callable[..., ControlPlane]
 """Makes a control plane on the same store, as often as it is called."""
@@ -79,7 +79,7 @@ def finish(
 
 @contextlib.contextmanager
 def statements(tx: Tx) -> Iterator[list[str]]:
-    """The SQL that runs inside the block."""
+    """SQL statements that run inside the block."""
     seen: list[str] = []
 
     def noted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +93,7 @@ def statements(tx: Tx) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def limited_files(size: int) -> Iterator[None]:
-    """No file grows beyond `size` bytes inside the block, as on a disk that is full."""
+    """No file can grow beyond `size` bytes inside the block, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -114,7 +114,7 @@ async def read_pages(control: ControlPlane, op: Callable[..., Page], query: Any)
 
 
 class Clock:
-    """A clock of the database that a test moves forward."""
+    """A database clock that a test can move forward."""
 
     def __init__(self, ahead_s: float = 0.0) -> None:
         self.ahead_s = ahead_s
@@ -128,16 +128,6 @@ async def pass_time(control: ControlPlane, seconds: float, *, lease_s: float = 3
     """Move the clock of a control plane's database forward, and expire what is due."""
     control.database.clock.ahead_s += seconds
     await control.database.write(expire, lease_s=lease_s)
-
-
-async def until(check: Callable[[], Any], within_s: float = 20.0) -> None:
-    """Wait until a check, which may be asynchronous, is true."""
-    async with asyncio.timeout(within_s):
-        while True:
-            value = check()
-            if await value if inspect.isawaitable(value) else value:
-                return
-            await asyncio.sleep(0.005)
 
 
 class Idler:

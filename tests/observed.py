@@ -1,4 +1,4 @@
-"""A server and a node in one process, with all that watches them, over a scripted engine."""
+"""A server and a node in one process, with their metrics, over a scripted engine."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ Values = dict[tuple[str, ...], float]
 
 def read(page: bytes) -> dict[str, Values]:
     """Samples by name and by the values of their labels, which are in order of their names."""
-    found: dict[str, Values] = {}
+    samples: dict[str, Values] = {}
     for family in text_string_to_metric_families(page.decode()):
         for sample in family.samples:
-            found.setdefault(sample.name, {})[
+            samples.setdefault(sample.name, {})[
                 tuple(value for _, value in sorted(sample.labels.items()))
             ] = sample.value
-    return found
+    return samples
 
 
 @dataclass
 class Observed:
-    """What runs."""
+    """Parts of the running process."""
 
     control: ControlPlane
     node: Node
@@ -76,21 +76,21 @@ class Observed:
     pages: ServerMetrics
 
     async def run(self, *tasks: Task) -> None:
-        """Submit, and wait until all of it is over."""
+        """Submit tasks, and wait until all have ended."""
         await self.control.submit(tasks)
         left = sum(each.samples for each in tasks)
         query = ResultQuery(after=0, wait_s=60, task=tuple(each.id for each in tasks))
         while left > 0:
-            found = await self.control.results(query)
-            assert found.items, "nothing has ended within a minute"
-            left, query = left - len(found.items), replace(query, after=found.cursor)
+            page = await self.control.results(query)
+            assert page.items, "nothing has ended within a minute"
+            left, query = left - len(page.items), replace(query, after=page.cursor)
 
 
 @contextlib.asynccontextmanager
 async def observed(
     folder: Path, play: Play | None = None, tracer: Tracer | None = None
 ) -> AsyncIterator[Observed]:
-    """All of it, up while the block lasts."""
+    """A server and a node that run while the block lasts."""
     engine = ScriptedEngine(play or says("Hello."), vocab_size=RENDERING.tokenizer.size)
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context

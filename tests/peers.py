@@ -1,15 +1,19 @@
-"""The engine's end of a connection, played by a test byte by byte."""
+"""Servers on this machine that a test plays connection by connection, byte by byte."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple
 
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
 
 class Peer(NamedTuple):
-    """The engine's end of a connection."""
+    """A connection from the server's end."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -27,20 +31,25 @@ class Peer(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def listen(handle: Callable[[Peer], Awaitable[None]]) -> AsyncIterator[str]:
-    """The URL of a server that does with each connection what `handle` does, and closes it."""
-    served: list[asyncio.Task[None]] = []
+async def serve(handle: Handler, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    """The port of a server that handles each connection and closes it."""
+    connections: list[asyncio.Task[None]] = []
 
-    async def serve(peer: Peer) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            await handle(peer)
-        peer.writer.close()
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(asyncio.current_task())  # type: ignore[arg-type]
+        with contextlib.closing(writer), contextlib.suppress(OSError, EOFError):
+            await handle(reader, writer)
 
-    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        served.append(asyncio.create_task(serve(Peer(reader, writer, len(served) + 1))))
-
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=tls)
+    yield server.sockets[0].getsockname()[1]
     server.close()
-    async with asyncio.timeout(5):
-        await asyncio.gather(*served)
+    async with asyncio.timeout(20):
+        await asyncio.gather(*connections)
+
+
+@contextlib.asynccontextmanager
+async def listen(handle: Callable[[Peer], Awaitable[None]]) -> AsyncIterator[str]:
+    """The URL of such a server, whose connections are numbered."""
+    numbers = itertools.count(1)
+    async with serve(lambda *streams: handle(Peer(*streams, next(numbers)))) as port:
+        yield f"http://127.0.0.1:{port}"

@@ -1,4 +1,4 @@
-"""Git, as somebody who has a name uses it."""
+"""Git repositories for tests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _CONFIG = {"GIT_CONFIG_GLOBAL": os.devnull}
 
 
 def git(folder: Path, *arguments: str, code: int = 0) -> str:
-    """What git says in a folder."""
+    """Run git in a folder; its output."""
     done = run_program("git", *_WHO, *arguments, cwd=folder, env={**os.environ, **_CONFIG})
     assert done.returncode == code, done.stderr
     return done.stdout.strip()
 
 
 class Clone:
-    """A repository with a past, a present that is checked out, and a future nobody may see."""
+    """A repository with commits before and after the one that is checked out."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,7 +37,7 @@ class Clone:
         self.git("checkout", "-q", self.present)
 
     def git(self, *arguments: str, code: int = 0) -> str:
-        """What git says."""
+        """Run git; its output."""
         return git(self.folder, *arguments, code=code)
 
     def commit(self, text: str) -> str:

@@ -1,8 +1,7 @@
-"""Engines, gateway and an open session for tests, spoken to in raw HTTP."""
+"""Engines, gateway and an open session for tests, with requests as raw HTTP."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import aiohttp
 from msgspec.structs import replace
 
+from leased import a_task
 from tiny import rendering
 from tugline.chat.engines.base import EngineFormat, EngineRequest, Feature, Post
 from tugline.chat.engines.generate import Embedded
@@ -25,10 +25,12 @@ from tugline.gateway.session import LiveSession
 from tugline.inference.server import create_app
 from tugline.recording.file import Recording, read
 from tugline.testing import Reply, ScriptedEngine
-from tugline.types import Call, Ids, Limits, PluginSpec, Policy, Sampling, Session, Task
+from tugline.types import Call, Ids, Limits, Policy, Sampling, Session
 from tugline.web.engine_http import ModelCard
 from tugline.web.serve import serve
+from waiting import until
 
+__all__ = ["until"]
 RENDERING = rendering()
 TOOLS = [{"name": "read", "description": "Read", "input_schema": {"type": "object"}}]
 ASK = [{"role": "user", "content": "Mend it."}]
@@ -41,7 +43,7 @@ def ids(text: str, *, end: bool = True) -> list[int]:
 
 
 def says(text: str, **how: Any) -> Play:
-    """An engine that always gives this answer, whatever the prompt already holds of it."""
+    """An engine that always gives this answer, less what the prompt already has of it."""
 
     def reply(prompt: Ids, _request: str) -> Reply:
         whole = ids(text)
@@ -53,7 +55,7 @@ def says(text: str, **how: Any) -> Play:
 
 
 def in_turn(*texts: str, **how: Any) -> Play:
-    """An engine that gives these answers one after the other, then the last one for ever."""
+    """An engine that gives these answers one after the other, then always the last one."""
     rest = list(texts)
 
     def reply(prompt: Ids, request: str) -> Reply:
@@ -63,7 +65,7 @@ def in_turn(*texts: str, **how: Any) -> Play:
 
 
 def cut_once(text: str, after: int) -> Play:
-    """An engine that drops its first connection after so many tokens."""
+    """An engine that drops its first connection after this many tokens."""
     times = iter((True,))
 
     def reply(prompt: Ids, request: str) -> Reply:
@@ -74,7 +76,7 @@ def cut_once(text: str, after: int) -> Play:
 
 
 class Constrained(Embedded):
-    """An engine format with constrained decoding; keeps what it is asked for."""
+    """An engine format with constrained decoding, which keeps the constraints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +128,7 @@ class Rig:
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """What is on disk."""
+        """Recorded calls."""
         return self.gateway.read_calls("s1")
 
     async def read(self, messages: Sequence[Any] = ASK, **fields: Any) -> str:
@@ -161,7 +163,7 @@ class Rig:
 
     @property
     def running(self) -> int:
-        """Requests that the engines are working on."""
+        """Requests in progress on the engines."""
         return sum(engine.stats().running for engine in self.engines)
 
 
@@ -191,15 +193,8 @@ async def rig(
         for play in plays
         if not isinstance(play, str)
     ]
-    task = Task(
-        id="t",
-        instruction="",
-        harness=PluginSpec("shell"),
-        evaluator=PluginSpec("tests"),
-        limits=limits or Limits(),
-        sampling=sampling or Sampling(),
-        sampling_policy=policy,
-    )
+    given = {"limits": limits or Limits(), "sampling": sampling or Sampling()}
+    task = a_task("t", instruction="", sampling_policy=policy, **given)
     async with contextlib.AsyncExitStack() as stack:
         urls = [play for play in plays if isinstance(play, str)]
         for engine in engines:
@@ -229,13 +224,6 @@ async def rig(
             )
         )
         yield Rig(engines, upstream, gateway, opened.base_url, opened.key, http)
-
-
-async def until(holds: Callable[[], Any], within_s: float = 20.0) -> None:
-    """Wait for a condition."""
-    async with asyncio.timeout(within_s):
-        while not holds():  # noqa: ASYNC110 - bounded just above
-            await asyncio.sleep(0.005)
 
 
 def text_of(stream: str) -> str:

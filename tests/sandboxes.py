@@ -1,8 +1,8 @@
-"""Every sandbox driver for tests, each with a workspace that all of them can run programs in.
+"""Every sandbox driver for tests, each with a workspace in which programs can run.
 
-Apptainer is replaced by a stand-in where it is not installed: bubblewrap behind the command line
-that we use, so all of our own side is exercised everywhere. What Apptainer itself makes of those
-options is only tested where it is.
+Where Apptainer is not installed, a stand-in replaces it: bubblewrap behind the command line that we
+use, so that our own side is tested everywhere. What Apptainer makes of those options is tested
+only where it is installed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import contextlib
 import os
 import secrets
 import shutil
-import ssl
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,15 @@ import msgspec
 import pytest
 
 from containers import DEBIAN, host_programs, left
+from peers import serve
 from tugline.plugins import find
 from tugline.sandbox.base import Exit, Mount, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.limits import RECORD
 from tugline.sandbox.patch import FileChange, Patch
 from tugline.types import Workspace
+from waiting import until
 
+__all__ = ["serve"]
 DRIVERS = [
     "local",
     "bubblewrap",
@@ -150,17 +152,18 @@ class Driver:
 
     def left(self, folder: Path) -> list[str]:
         """Processes, mounts, containers and records of sandboxes below `folder`."""
-        found = [f"process {pid}" for pid in users(folder)]
-        found += left(self.options["engine"], folder) if self.name == "container" else []
+        leftovers = [f"process {pid}" for pid in users(folder)]
+        leftovers += left(self.options["engine"], folder) if self.name == "container" else []
         records = {RECORD, ".started", "container.json"}
-        return found + [str(one) for one in folder.rglob("*") if one.name.endswith(tuple(records))]
+        files = [path for path in folder.rglob("*") if path.name.endswith(tuple(records))]
+        return leftovers + [str(path) for path in files]
 
 
 @pytest.fixture(params=DRIVERS)
 def driver(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Driver:
-    """Each driver that works here."""
+    """Each driver that works on this machine."""
     name = request.param
     if name == "container":
         engine = request.getfixturevalue("podman")
@@ -169,18 +172,18 @@ def driver(
     if name in {"stand-in", "apptainer"}:
         monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
         workspace = Workspace(image=str(request.getfixturevalue("image")))
-        found = Driver(name, workspace, {"disk_mb": 64})
+        made = Driver(name, workspace, {"disk_mb": 64})
     else:
-        found = Driver(name)
+        made = Driver(name)
     if name == "stand-in" and shutil.which("bwrap") is not None:
         program = tmp_path / "bin" / "apptainer"
         program.parent.mkdir()
         program.write_text(STAND_IN)
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    if problem := found.runtime.check_available():
+    if problem := made.runtime.check_available():
         pytest.skip(problem)
-    return found
+    return made
 
 
 @pytest.fixture
@@ -191,28 +194,8 @@ async def sandbox(driver: Driver, tmp_path: Path) -> AsyncIterator[Sandbox]:
         yield opened
 
 
-Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
-
-
-@contextlib.asynccontextmanager
-async def serve(talk: Talk, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
-    """Something that listens on this machine; its port."""
-    talks: list[asyncio.Task[None]] = []
-
-    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        talks.append(asyncio.current_task())  # type: ignore[arg-type]
-        with contextlib.closing(writer), contextlib.suppress(OSError, EOFError):
-            await talk(reader, writer)
-
-    listening = await asyncio.start_server(one, "127.0.0.1", 0, ssl=tls)
-    yield listening.sockets[0].getsockname()[1]
-    listening.close()
-    async with asyncio.timeout(20):
-        await asyncio.gather(*talks)
-
-
 async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer one HTTP request with what it was asked."""
+    """Respond to an HTTP request with its head."""
     head = await reader.readuntil(b"\r\n\r\n")
     writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + head)
     await writer.drain()
@@ -250,9 +233,7 @@ async def kill_node(
     node.stdin.write(msgspec.json.encode((runtime, options, str(folder), spec, argv)))
     node.stdin.close()
     try:
-        async with asyncio.timeout(60):
-            while not begun():  # noqa: ASYNC110 - of another process
-                await asyncio.sleep(0.02)
+        await until(begun, 60)
     finally:
         node.kill()
         await node.wait()
@@ -264,7 +245,7 @@ async def run_shell(sandbox: Sandbox, script: str, timeout_s: float = 20.0, **en
 
 
 async def run_session(sandbox: Sandbox) -> None:
-    """What every provider must do, for ``a.py`` and ``pkg/b.py``: files in, output, changes out."""
+    """The contract of providers, for ``a.py`` and ``pkg/b.py``: files in, output, changes out."""
     await sandbox.put(sandbox.home, {"settings.json": "{}"})
     script = (
         'cat ~/settings.json; echo "$A"; rm a.py; printf new > pkg/b.py; ln -s /etc out; exit 7'
@@ -278,31 +259,31 @@ async def run_session(sandbox: Sandbox) -> None:
 
 
 def read_log(sandbox: Sandbox) -> str:
-    """What programs have written so far."""
+    """Output of the programs so far."""
     return (sandbox.logs / "agent.log").read_text()
 
 
 def running(command: str) -> list[int]:
     """Processes of this machine with `command` in their command line."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             line = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
             if command.encode() in line and b"State:\tZ" not in (entry / "status").read_bytes():
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def users(folder: Path) -> list[int]:
-    """Processes that have something of `folder` in their command line or mounted."""
-    found = set(running(str(folder)))
+    """Processes that have `folder` in their command line or mounted."""
+    pids = set(running(str(folder)))
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if str(folder) in (entry / "mountinfo").read_text():
-                found.add(int(entry.name))
-    return sorted(found)
+                pids.add(int(entry.name))
+    return sorted(pids)
 
 
 def dig(folder: Path, names: Iterable[str]) -> Iterator[int]:
@@ -317,29 +298,25 @@ def dig(folder: Path, names: Iterable[str]) -> Iterator[int]:
 
 
 def open_files() -> int:
-    """How many files this process has open."""
+    """Number of open files of this process."""
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
 def unique_sleep() -> str:
-    """A command that can be told from all others."""
+    """A command that no other process has."""
     return f"sleep 99.{secrets.randbelow(10**9):09d}"
 
 
 async def wait_until_running(command: str) -> None:
     """Wait until a program has started."""
-    async with asyncio.timeout(20):
-        while not running(command):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: running(command))
 
 
 async def wait_until_gone(command: str) -> None:
-    """Wait until nothing of a program is left; the kernel may be slow to bury what was killed."""
-    async with asyncio.timeout(20):
-        while running(command):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    """Wait until a program has ended."""
+    await until(lambda: not running(command))
 
 
 def mount_table() -> str:
-    """What is mounted on this machine."""
+    """The mounts of this machine."""
     return Path("/proc/self/mountinfo").read_text()

@@ -1,4 +1,4 @@
-"""A real control plane on SQLite behind a real socket, and short words to ask it with."""
+"""A real control plane on SQLite behind a real socket, and requests to it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TASK = {
 
 
 class Answer(NamedTuple):
-    """What came back."""
+    """A response."""
 
     status: int
     headers: dict[str, str]
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
 
 @dataclass
 class Served:
-    """A server and somebody who asks."""
+    """A server and a client of it."""
 
     url: str
     app: Api
@@ -74,19 +74,19 @@ class Served:
         return self.http.request(method, self.url + path, headers=headers, **how)
 
     async def ask(self, method: str, path: str, key: str | None = "client", **how: Any) -> Answer:
-        """A request and its whole answer."""
+        """Send a request and read its whole response."""
         async with self.request(method, path, key, **how) as got:
             headers = {name.lower(): value for name, value in got.headers.items()}
             return Answer(got.status, headers, await got.read())
 
     async def submit(self, **changes: Any) -> Any:
-        """A task, or what became of it."""
+        """Submit a task; returns the response's body."""
         response = await self.ask("POST", "/v1/tasks", json={**TASK, **changes})
         assert response.status in {200, 201}, response
         return response.json
 
     async def join(self, name: str = "n") -> NodeRegistered:
-        """A new node."""
+        """Register a new node."""
         hello = msgspec.to_builtins(NodeRegistration(name=name, slots=8, capacity=8))
         response = await self.ask("POST", "/v1/nodes", "join", json=hello)
         assert response.status == 201, response
@@ -95,7 +95,7 @@ class Served:
     async def lease(
         self, node: NodeRegistered, room: int = 8, wait_s: float = 10.0, applied: int | None = None
     ) -> LeaseResponse:
-        """Work for a node, once there is some; at once if there are orders after `applied`."""
+        """Lease work for a node, waiting for it; at once if there are orders after `applied`."""
         known = node.control.generation if applied is None else applied
         how = {"capacity": room, "wait_s": wait_s, "applied": known}
         response = await self.ask("POST", f"/v1/nodes/{node.node}/lease", node.token, json=how)
@@ -112,17 +112,17 @@ class Served:
     async def write_log(
         self, node: NodeRegistered, epoch: int, data: bytes, *, offset: int = 0
     ) -> Answer:
-        """Add to the log of session ``t-0``."""
+        """Append to the log of session ``t-0``."""
         path = f"/v1/sessions/t-0/log?epoch={epoch}&offset={offset}"
         return await self.ask("POST", path, node.token, data=data)
 
     async def commit(self, node: NodeRegistered, session: str, epoch: int, data: bytes) -> Answer:
-        """Hand in a result."""
+        """Commit a result."""
         path = f"/v1/sessions/{session}/result?epoch={epoch}"
         return await self.ask("POST", path, node.token, data=data)
 
     async def finish(self, **changes: Any) -> list[str]:
-        """Submit a task and commit all its sessions; gives their ids."""
+        """Submit a task and commit all its sessions; returns their ids."""
         (accepted,) = await self.submit(**changes)
         node = await self.join()
         work = (await self.lease(node, len(accepted["sessions"]))).work
@@ -136,7 +136,7 @@ class Served:
 def result(
     session: str, task: str, sample: int = 0, reward: float | None = 1.0, **fields: Any
 ) -> bytes:
-    """A trajectory as its node sends it."""
+    """An encoded trajectory, as its node sends it."""
     rest = {"status": Status.COMPLETED, "traces": (), "ledger": Ledger(), **fields}
     verdict = None if reward is None else Reward(reward)
     trajectory = Trajectory(session=session, task=task, sample=sample, reward=verdict, **rest)
@@ -150,8 +150,8 @@ def flip_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def spoil(folder: Path, damaged: str, lost: str) -> str:
-    """Change one bit of a session's result and remove that of another; the name of the first."""
+def damage_results(folder: Path, damaged: str, lost: str) -> str:
+    """Flip a bit of one session's result and remove another's; the name of the first."""
     next(folder.rglob(f"{lost}.*")).unlink()
     path = next(folder.rglob(f"{damaged}.*"))
     flip_bit(path)
@@ -166,7 +166,7 @@ def make_control(
     check: Callable[[Task], None] = lambda _task: None,
     **settings: Any,
 ) -> ControlPlane:
-    """A control plane with all its files in a folder, which takes any task."""
+    """A control plane with all its files in a folder; by default it accepts any task."""
     parts = open_database(store, clock=clock), open_blobs(str(folder / "blobs"))
     return ControlPlane(*parts, folder=folder, check=check, settings=ServerSettings(**settings))
 
@@ -175,7 +175,7 @@ def make_control(
 async def serve(
     store: str, folder: Path, *, port: int = 0, **settings: Any
 ) -> AsyncIterator[Served]:
-    """A server with metrics, and somebody who asks."""
+    """A server with metrics, and a client of it."""
     connector = aiohttp.TCPConnector(limit=0)
     async with (
         make_control(store, folder, check=check_task, **settings) as control,

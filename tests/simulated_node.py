@@ -1,4 +1,4 @@
-"""A node with a simulated harness, runtime and evaluator, at work on a real control plane."""
+"""A node with a simulated harness, runtime and evaluator, on a real control plane."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_plane(folder: Path, lease_s: float = 1.0) -> ControlPlane:
 
 
 class Link:
-    """The control plane as a node sees it: it may be away, and its requests are noted."""
+    """The node's view of the control plane: it may be unreachable, and requests are noted."""
 
     def __init__(self, control: ControlPlane) -> None:
         self.control, self.away = control, False
@@ -61,7 +61,7 @@ class Link:
 
 
 class HoldingGateway:
-    """Holds agents while it is paused and notes what a node does to it; nobody calls a model."""
+    """A gateway that holds agents while paused and notes the node's actions, without a model."""
 
     url = "http://nowhere"
 
@@ -78,13 +78,13 @@ class HoldingGateway:
         yield Opened(f"{self.url}/s/{session.id}", "key")
 
     def read_calls(self, session: str) -> list[Call]:
-        """As many as were counted."""
+        """As many calls as were counted."""
         return [
             make_call(n, [1, 2, 3], [10, 11], session=session) for n in range(self.counts[session])
         ]
 
     async def write_result(self, session: str, result: RecordedResult) -> None:
-        """Forget it."""
+        """Discard it."""
 
     def describe(self, session: str) -> SessionState:
         """No failure, no budgets."""
@@ -96,7 +96,7 @@ class HoldingGateway:
         self.open_gate.clear()
 
     async def resume(self) -> None:
-        """Let them go on."""
+        """Let them continue."""
         self.actions.append("resume")
         self.open_gate.set()
 
@@ -106,7 +106,7 @@ class HoldingGateway:
 
 
 class Script(Harness, LocalRuntime):
-    """Harness and runtime, and the state of both and of the evaluator."""
+    """Harness and runtime, and the shared state of the simulation."""
 
     name = "simulated"
 
@@ -126,11 +126,11 @@ class Script(Harness, LocalRuntime):
         """Sessions whose agents did not end by themselves."""
 
     def hold(self, stage: str) -> None:
-        """Have all sessions wait in a stage until `release`."""
+        """Let all sessions wait in a stage until `release`."""
         self.held[stage].clear()
 
     def release(self, stage: str) -> None:
-        """Let them go on."""
+        """Let them continue."""
         self.held[stage].set()
 
     @contextlib.contextmanager
@@ -158,7 +158,7 @@ class Script(Harness, LocalRuntime):
 
 
 class SimulatedEvaluator(Evaluator):
-    """Half a point for everybody."""
+    """Rewards every session with 0.5."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -213,7 +213,7 @@ class SimulatedSandbox(LocalSandbox):
 
 
 class SimulatedParts(Parts):
-    """Everything but the builder is the script."""
+    """Plug-ins from the script, except the builder."""
 
     def __init__(self, script: Script) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class SimulatedParts(Parts):
 def make_task(
     name: str = "t", samples: int = 1, *, what: str = "work", group: Group = GROUP, **limits: float
 ) -> Task:
-    """Work for the script."""
+    """A task for the simulation."""
     parts = dict.fromkeys(("harness", "evaluator"), PluginSpec("simulated"))
     limited = Limits(**limits)
     return a_task(name, samples, instruction=what, group=group, limits=limited, **parts)
@@ -253,7 +253,7 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
-        """The node runs while the block lasts."""
+        """Run the node while the block lasts."""
         self.running = asyncio.create_task(self.node.run())
         try:
             yield

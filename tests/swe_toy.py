@@ -29,7 +29,7 @@ def make(folder: Path) -> list[dict[str, Any]]:
 
 
 def template(**values: Any) -> TaskTemplate:
-    """What all tasks have in common: an agent that does nothing."""
+    """Common fields of the tasks; the agent does nothing."""
     shell = {"name": "shell", "options": {"command": "true"}}
     return TaskTemplate.read({"harness": shell, **values}, "test", Path())
 
@@ -40,6 +40,6 @@ def tasks(taskset: SweTaskSet, **values: Any) -> list[Task]:
 
 
 def written(path: Path, *rows: object) -> str:
-    """Rows as a file of JSON lines."""
+    """Write rows as JSON lines."""
     path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     return str(path)

@@ -14,7 +14,7 @@ from tugline.schema import MAX_PROBLEMS, PositiveFloat, decode, read_values
 
 
 class Optimizer(Config, frozen=True):
-    """How weights move."""
+    """A nested configuration."""
 
     learning_rate: PositiveFloat = 2e-4
     """Peak learning rate."""
@@ -23,7 +23,7 @@ class Optimizer(Config, frozen=True):
 
 
 class Settings(Config, frozen=True, kw_only=True):
-    """A model such as a command has."""
+    """A configuration such as a command has."""
 
     name: str
     """What to call the run."""
@@ -53,8 +53,8 @@ def _write(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def test_yaml_and_toml_give_the_same_frozen_values(tmp_path: Path) -> None:
-    """The two file types are interchangeable, and what was read cannot be changed."""
+def test_yaml_and_toml_are_interchangeable(tmp_path: Path) -> None:
+    """Both give the same values, which cannot be changed."""
     yaml = load(_write(tmp_path, "a.yaml", "name: x\noptimizer: {learning_rate: 1e-3}\n"), Settings)
     toml = load(
         _write(tmp_path, "a.toml", 'name = "x"\n[optimizer]\nlearning_rate = 1e-3\n'), Settings
@@ -69,8 +69,8 @@ def test_yaml_and_toml_give_the_same_frozen_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "row", Path(__file__).with_name("wrong_settings.txt").read_text().splitlines()
 )
-def test_each_mistake_is_one_line_that_says_what_would_be_right(tmp_path: Path, row: str) -> None:
-    """File, key, value and remedy stand in one line, whatever the mistake."""
+def test_mistakes_are_reported_in_one_line(tmp_path: Path, row: str) -> None:
+    """File, key, value and what would be right."""
     text, message = codecs.decode(row, "unicode_escape").split("  =>  ")
     with pytest.raises(ConfigError) as caught:
         load(_write(tmp_path, "demo.yaml", text), Settings)
@@ -78,8 +78,8 @@ def test_each_mistake_is_one_line_that_says_what_would_be_right(tmp_path: Path, 
     assert "\n" not in str(caught.value)
 
 
-def test_a_configuration_made_in_python_is_checked_too() -> None:
-    """Bounds hold however a configuration comes about, and replacing a field checks again."""
+def test_configurations_made_in_python_are_checked() -> None:
+    """Also when a field is replaced."""
     with pytest.raises(ConfigError, match=r"^learning_rate is -1, must be a number > 0$"):
         Optimizer(learning_rate=-1)
     assert Settings(name="x", folder=Path("a")).folder == Path("a")
@@ -93,14 +93,14 @@ def test_numbers_of_yaml_1_2(tmp_path: Path) -> None:
     assert read_values(path) == [0.001, -200000.0, 150.0, "1e3", "1e", "12ab"]
 
 
-def test_broken_toml_says_where(tmp_path: Path) -> None:
-    """TOML errors carry line and column as well."""
+def test_broken_toml_is_located(tmp_path: Path) -> None:
+    """The message has line and column."""
     with pytest.raises(ConfigError, match=r"demo\.toml is not valid TOML: .*line 2, column 8"):
         load(_write(tmp_path, "demo.toml", "a = 1\nsteps =\n"), Settings)
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    """A missing file, a folder, a foreign type and binary data each say what is wrong."""
+def test_unreadable_files_are_reported(tmp_path: Path) -> None:
+    """A missing file, a folder, an unknown type and binary data."""
     with pytest.raises(ConfigError, match=r"absent\.yaml: No such file"):
         load(tmp_path / "absent.yaml", Settings)
     with pytest.raises(ConfigError, match="Is a directory"):
@@ -113,7 +113,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def test_long_values_are_shortened_in_errors() -> None:
-    """A pasted document in the wrong place does not fill the screen."""
+    """The message stays below 200 characters."""
     with pytest.raises(ConfigError) as caught:
         from_mapping({"name": "x", "steps": "9" * 10_000 + "x"}, Settings)
     assert len(str(caught.value)) < 200
@@ -149,7 +149,7 @@ def test_all_mistakes_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
     assert str(caught.value) == f"{path}: {'; '.join(problems)}"
 
 
-def test_the_search_for_mistakes_is_bounded() -> None:
+def test_reported_mistakes_are_bounded() -> None:
     """A body of a million mistakes is answered with the first 50."""
     with pytest.raises(ConfigError) as caught:
         decode([{"learning_rate": 0, f"x{n}": 1} for n in range(10_000)], list[Optimizer])

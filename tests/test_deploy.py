@@ -1,4 +1,4 @@
-"""The files of ``deploy/``: valid for their own tools, and true to our flags, keys and metrics.
+"""The files of ``deploy/``: valid for their own tools, consistent with our flags, keys and metrics.
 
 A tool that is not installed (extra ``dev`` has all of them) skips its test.
 """
@@ -42,14 +42,14 @@ CONDITIONS = {"service_started", "service_healthy", "service_completed_successfu
 def tool(name: str) -> str:
     """A program of this environment, or of the machine."""
     here = Path(sys.executable).with_name(name)
-    found = str(here) if here.exists() else shutil.which(name)
-    if found is None:
+    path = str(here) if here.exists() else shutil.which(name)
+    if path is None:
         pytest.skip(f"{name} is not installed")
-    return found
+    return path
 
 
 def check(*argv: str | Path) -> None:
-    """Run a program that says what is wrong."""
+    """Run a linter, which must succeed."""
     done = run_program(*argv)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -63,14 +63,14 @@ def documents() -> Iterator[dict[str, Any]]:
 
 
 def pods() -> dict[str, dict[str, Any]]:
-    """Name to the specification of its pod."""
-    found = {each["metadata"]["name"]: each["spec"].get("template") for each in documents()
+    """Specifications of pods, by name."""
+    templates = {each["metadata"]["name"]: each["spec"].get("template") for each in documents()
              if each["kind"] in {"Deployment", "StatefulSet"}}  # fmt: skip
-    return {name: template["spec"] for name, template in found.items()}
+    return {name: template["spec"] for name, template in templates.items()}
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Where ``tugline`` is called with what."""
+    """Calls of ``tugline``: where, and the arguments."""
     for name, service in COMPOSE["services"].items():
         if "tugline" in service["image"]:
             yield f"compose {name}", [re.sub(r"\$\{.*\}", "x", word) for word in service["command"]]
@@ -97,7 +97,7 @@ def test_the_dockerfile_is_clean() -> None:
 
 
 def test_the_scripts_are_clean() -> None:
-    """Shellcheck finds nothing in the shell scripts that we give away, judge or isolate with."""
+    """Shellcheck finds nothing in the shell scripts of the repository."""
     check(tool("shellcheck"), JOB, ROOT / ".ci" / "run")
     check(tool("shellcheck"), "--shell=sh", *(ROOT / "src/tugline/evaluators").glob("*.sh"))
     sandbox = (ROOT / "src/tugline/sandbox").glob("*.sh")
@@ -105,7 +105,7 @@ def test_the_scripts_are_clean() -> None:
 
 
 def test_the_manifests_are_valid() -> None:
-    """Each object is one of Kubernetes 1.37, without a key that it does not know."""
+    """Each object is one of Kubernetes 1.37, without unknown keys."""
     if importlib.util.find_spec("kubernetes_validate") is None:
         pytest.skip("kubernetes-validate is not installed")
     import kubernetes_validate  # noqa: PLC0415 - not everywhere
@@ -118,8 +118,8 @@ def test_the_manifests_are_valid() -> None:
     assert checked >= 7
 
 
-def test_the_kustomization_names_all_that_is_there() -> None:
-    """Its resources and settings are files, no manifest is left out, and images have a place."""
+def test_the_kustomization_is_complete() -> None:
+    """What it names exists, and it names all manifests."""
     folder = DEPLOY / "kubernetes"
     own = yaml.safe_load((folder / "kustomization.yaml").read_text())
     settings = [file.partition("=")[2] for each in own["configMapGenerator"]
@@ -137,7 +137,7 @@ def test_the_kustomization_names_all_that_is_there() -> None:
 
 
 def test_the_compose_file_is_consistent() -> None:
-    """Services have known keys; configs, volumes, images and services that they name are there."""
+    """Services have known keys; the configs, volumes, images and services that they name exist."""
     assert COMPOSE.keys() == {"name", "x-node", "services", "volumes", "configs"}
     targets = re.findall(
         r"^FROM .* AS ([\w-]+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE
@@ -159,8 +159,8 @@ def test_the_compose_file_is_consistent() -> None:
 
 
 # --------------------------------------------------------------------------- our own truth
-def test_every_command_is_understood() -> None:
-    """What containers, pods and jobs call is parsed by our own command line."""
+def test_every_command_is_parsed() -> None:
+    """Calls of containers, pods and jobs are valid for our command line."""
     called = list(commands())
     places = {where.partition(" ")[0] for where, _ in called}
     assert places == {"compose", "kubernetes", "Dockerfile", "sbatch"}
@@ -194,7 +194,7 @@ def test_every_setting_exists(tmp_path: Path) -> None:
 
 
 def test_every_variable_exists() -> None:
-    """Variables of ours are documented; those of the compose file are in the example, no others."""
+    """Our variables are documented; the example has those that the compose file requires."""
     texts = {path: path.read_text() for path in (DEPLOY / "Dockerfile", *MANIFESTS)}
     page = (ROOT / "docs" / "configuration.md").read_text()
     variables = {f"{name}" for service in COMPOSE["services"].values()
@@ -212,8 +212,8 @@ def test_every_variable_exists() -> None:
     assert [name for name in asked if not re.search(rf"`{name}[`=]|`{name} ", docs)] == []
 
 
-def test_pods_are_watched_and_scaled_by_what_there_is() -> None:
-    """Ports, labels, keys of the secret and the metric of the autoscaler exist."""
+def test_monitors_and_autoscalers_are_consistent() -> None:
+    """Their ports, labels, keys of the secret and metric exist."""
     kinds = {(each["kind"], each["metadata"]["name"]): each for each in documents()}
     labels = {name: pod["containers"][0]["ports"][0]["name"] for name, pod in pods().items()}
     for (kind, name), each in kinds.items():
@@ -233,7 +233,7 @@ def test_pods_are_watched_and_scaled_by_what_there_is() -> None:
 
 
 def test_the_ray_cluster_is_consistent() -> None:
-    """Options, variables, secrets and settings of its pods are those of other files here."""
+    """Options, variables, secrets and settings of its pods match the other files."""
     folder = DEPLOY / "kuberay"
     own = yaml.safe_load((folder / "kustomization.yaml").read_text())
     assert all((folder / each).exists() for each in (*own["resources"], *own["configurations"]))
@@ -264,8 +264,8 @@ def test_the_ray_cluster_is_consistent() -> None:
         assert one["name"] in {"TUGLINE_JOIN_TOKEN", "TUGLINE_TOKEN"}
 
 
-def test_containers_have_no_rights_to_spare() -> None:
-    """None runs as root, and each container of ours drops all capabilities."""
+def test_containers_have_no_privileges() -> None:
+    """None runs as root, and our containers drop all capabilities."""
     users = re.findall(r"^USER (\S+)", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     assert users[-1] == users[0] == "10001:10001"
     for name, pod in pods().items():

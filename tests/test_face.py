@@ -1,4 +1,4 @@
-"""What ``import tugline`` offers, and what it costs."""
+"""The public names of ``tugline``, and the cost of importing it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NAMES = [
 ]  # fmt: skip
 
 
-def test_the_public_names_are_these() -> None:
-    """Each can be had, and nothing else."""
+def test_public_names() -> None:
+    """These can be imported, and no others."""
     assert dir(tugline) == sorted(NAMES)
     for name in NAMES:
         assert getattr(tugline, name).__name__ == name
@@ -27,7 +27,7 @@ def test_the_public_names_are_these() -> None:
         _ = tugline.Klient
 
 
-def test_importing_it_loads_nothing() -> None:
-    """A name is paid for by who uses it."""
+def test_importing_tugline_loads_no_library() -> None:
+    """Libraries are loaded with the first name that needs them."""
     code = "import sys, tugline; print({'numpy', 'aiohttp', 'msgspec'} & sys.modules.keys())"
     assert run_python(code).stdout == "set()\n"

@@ -181,12 +181,12 @@ def test_every_config_key_is_documented() -> None:
     tables = re.findall(r"<!-- keys of (\w+) -->\n(.*?)<!-- end -->", page, re.DOTALL)
     models = {model.__name__: model for model in _configs()}
     assert {name for name, _ in tables} == {*models}
-    shown: set[str] = set()
+    documented: set[str] = set()
     for name, table in tables:
         written = [row for row in table.splitlines() if row.startswith("| `")]
-        wanted = [row for row in describe(models[name]) if row not in shown]
+        wanted = [row for row in describe(models[name]) if row not in documented]
         assert written == wanted, "the table should be:\n" + "\n".join(wanted)
-        shown.update(written)
+        documented.update(written)
 
 
 @pytest.mark.parametrize("kind", BUILT_IN)

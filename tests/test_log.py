@@ -5,7 +5,6 @@ import io
 import json
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ Lines = Callable[[], list[dict[str, Any]]]
 
 @pytest.fixture
 def lines(tmp_path: Path) -> Iterator[Lines]:
-    """What is logged from here on, read from its file."""
+    """Reads what is logged from here on."""
     path = tmp_path / "log.jsonl"
     log.configure(level="info", path=path)
     yield lambda: [json.loads(line) for line in path.read_text().splitlines()]
@@ -43,20 +42,20 @@ def lines(tmp_path: Path) -> Iterator[Lines]:
             logging.getLogger().removeHandler(handler)
 
 
-async def test_every_event_of_a_session_carries_its_ids(lines: Lines, tmp_path: Path) -> None:
-    """Node, task, session and epoch stand in what the node, its rollout and the gateway say."""
+async def test_events_of_a_session_have_its_ids(lines: Lines, tmp_path: Path) -> None:
+    """Node, task, session and epoch, in events of the node, its rollout and the gateway."""
     async with observed(tmp_path) as rig:
         await rig.run(replace(task("t", AGENT), files={}))
         epoch = (await rig.control.database.read(sessions.get, "t-0")).epoch
     log.get("test").info("after")
-    found = lines()
-    after = found.pop()
+    events = lines()
+    after = events.pop()
     assert after["event"] == "after"
     assert not {"task", "session", "node"} & after.keys()
-    assert [line["event"] for line in found].count("refused") == 2, "the second opens nothing"
+    assert [line["event"] for line in events].count("refused") == 2, "the second opens nothing"
     expected = ["refused", "evaluation repeated", "stage failed", "ended"]
     ours = [
-        line for line in found if line["event"] in expected and line.get("error") != "Unauthorized"
+        line for line in events if line["event"] in expected and line.get("error") != "Unauthorized"
     ]
     assert [line["event"] for line in ours] == expected
     for line in ours:
@@ -64,8 +63,8 @@ async def test_every_event_of_a_session_carries_its_ids(lines: Lines, tmp_path: 
         assert named == ("t", "t-0", epoch, "here"), line
 
 
-async def test_ids_reach_tasks_and_threads_and_end_with_the_block(lines: Lines) -> None:
-    """What is started inside goes on with the ids; what comes later does not have them."""
+async def test_bound_ids_reach_tasks_and_threads(lines: Lines) -> None:
+    """Those started inside the block have the ids; later events do not."""
     say = log.get("test").info
 
     async def task() -> None:
@@ -76,42 +75,29 @@ async def test_ids_reach_tasks_and_threads_and_end_with_the_block(lines: Lines) 
         await asyncio.to_thread(say, "thread")
     await inside
     say("outside")
-    found = {line["event"]: line.get("session") for line in lines()}
-    assert found == {"thread": "s", "task": "s", "outside": None}
+    by_event = {line["event"]: line.get("session") for line in lines()}
+    assert by_event == {"thread": "s", "task": "s", "outside": None}
 
 
-async def test_what_breaks_in_a_server_is_a_line_too(lines: Lines) -> None:
-    """A request that nobody foresaw leaves its traceback in the log, not on the terminal."""
+async def test_records_of_libraries_are_converted(lines: Lines) -> None:
+    """A server's unexpected exception with its traceback, and a formatted warning."""
 
     async def app(_scope: dict[str, Any], _receive: Any, _send: Any) -> None:
-        _divide()
+        raise ZeroDivisionError
 
     async with serve(app) as url, aiohttp.ClientSession() as http, http.get(url) as answer:
         assert answer.status == 500
-    (line,) = lines()
-    assert (line["part"], line["level"]) == ("uvicorn.error", "error")
-    assert "ZeroDivisionError" in line["exception"]
+    logging.getLogger("other.part").warning("it %s", "broke")
+    failed, warned = lines()
+    assert (failed["part"], failed["level"]) == ("uvicorn.error", "error")
+    assert "ZeroDivisionError" in failed["exception"]
+    assert (warned["part"], warned["level"], warned["event"]) == (
+        ("other.part", "warning", "it broke")
+    )
 
 
-def test_what_libraries_log_is_in_the_same_form(lines: Lines) -> None:
-    """A library's warning, with its traceback, is a line of JSON too."""
-    try:
-        _divide()
-    except ZeroDivisionError:
-        logging.getLogger("other.part").warning("it %s", "broke", exc_info=True)
-    (line,) = lines()
-    assert (line["part"], line["level"], line["event"]) == ("other.part", "warning", "it broke")
-    assert "ZeroDivisionError" in line["exception"]
-
-
-def _divide() -> float:
-    return len(threading.enumerate()) / 0
-
-
-def test_only_a_terminal_is_written_to_in_colour(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A file or a pipe behind stderr has no escape sequences."""
+def test_colours_need_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file or a pipe behind stderr gets no escape sequences."""
     with (tmp_path / "err").open("w") as file:
         monkeypatch.setattr(sys, "stderr", file)
         log.configure()
@@ -121,12 +107,12 @@ def test_only_a_terminal_is_written_to_in_colour(
     assert "\x1b" not in text
 
 
-def test_events_go_to_whatever_stderr_is_at_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream that was stderr once and is closed by now breaks nothing."""
+def test_events_go_to_the_current_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that was stderr before and is closed now breaks nothing."""
     first, second = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", first)
     log.configure()
     monkeypatch.setattr(sys, "stderr", second)
     first.close()
-    log.get("test").warning("told")
-    assert "told" in second.getvalue()
+    log.get("test").warning("event")
+    assert "event" in second.getvalue()

@@ -1,4 +1,4 @@
-"""The page about metrics and the dashboard are what the code says."""
+"""The documented metrics and the dashboard match the code."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Metric]
     return asyncio.run(look())
 
 
-def full(metric: Metric) -> str:
-    """Its name as it is scraped."""
+def full_name(metric: Metric) -> str:
+    """The name as it is scraped."""
     return metric.name + ("_total" if metric.type == "counter" else "")
 
 
-def row(metric: Metric) -> str:
-    """Its row in the table."""
+def make_row(metric: Metric) -> str:
+    """Its row in the table of the docs."""
     labels = ", ".join(f"`{label}`" for label in metric._labelnames)  # type: ignore[attr-defined]
-    return f"| `{full(metric)}` | {metric.type} | {labels} | {metric.documentation} |"
+    return f"| `{full_name(metric)}` | {metric.type} | {labels} | {metric.documentation} |"
 
 
 @pytest.mark.parametrize("whose", ["the server", "a node"])
 def test_every_metric_is_documented(whose: str, families: dict[str, list[Metric]]) -> None:
-    """Name, kind, labels and meaning stand in docs/observability.md, row by row."""
+    """Name, kind, labels and meaning are in docs/observability.md, row by row."""
     page = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
     table = re.search(rf"<!-- metrics of {whose} -->\n(.*?)<!-- end -->", page, re.DOTALL)
     assert table
     written = [line for line in table[1].splitlines() if line.startswith("| `")]
-    expected = [row(metric) for metric in families[whose]]
+    expected = [make_row(metric) for metric in families[whose]]
     assert written == expected, "the table should be:\n" + "\n".join(expected)
 
 
-def test_the_dashboard_shows_metrics_that_there_are(families: dict[str, list[Metric]]) -> None:
-    """Each query names metrics and labels of ours, and each panel has one."""
+def test_the_dashboard_queries_existing_metrics(families: dict[str, list[Metric]]) -> None:
+    """Each query has metrics and labels of ours."""
     known: dict[str, set[str]] = {}
     for metric in (*families["the server"], *families["a node"]):
         labels = {*metric._labelnames, "instance"}  # type: ignore[attr-defined]
-        names = [full(metric)]
+        names = [full_name(metric)]
         if metric.type == "histogram":
             names = [f"{metric.name}_{part}" for part in ("bucket", "sum", "count")]
             labels.add("le")

@@ -11,8 +11,8 @@ from tugline.plugins import BUILT_IN, find, list_names
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind, table in BUILT_IN.items() for name in table]
 )
-def test_every_built_in_name_leads_to_a_class(kind: str, name: str) -> None:
-    """The table names nothing that is not there."""
+def test_built_in_names_are_classes(kind: str, name: str) -> None:
+    """Each entry of the table can be imported."""
     assert isinstance(find(kind, name), type)
     assert name in list_names(kind)
 
@@ -35,8 +35,8 @@ def test_entry_points_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "mine" not in list_names("runtime")
 
 
-def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
-    """The error is the documentation of what can be chosen."""
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    """The message suggests the nearest name."""
     with pytest.raises(UnknownPlugin) as caught:
         find("harness", "shel")
     assert "unknown harness 'shel'; did you mean 'shell'?" in str(caught.value)
@@ -52,8 +52,8 @@ def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
         (":X", "mpty module name"),
     ],
 )
-def test_a_target_that_cannot_be_loaded_says_why(target: str, reason: str) -> None:
-    """A misspelt module or class is an error at the door, with Python's own reason."""
+def test_import_errors_are_reported(target: str, reason: str) -> None:
+    """With Python's own reason."""
     with pytest.raises(UnknownPlugin) as caught:
         find("harness", target)
     assert target in str(caught.value)

@@ -10,16 +10,16 @@ from tugline.signing import key_of, new_secret, sign, verify
 SECRET = new_secret()
 
 
-def test_a_signature_is_that_of_the_standard() -> None:
-    """The example that the Standard Webhooks libraries are tested with."""
+def test_signatures_follow_standard_webhooks() -> None:
+    """The example of the Standard Webhooks libraries."""
     key = key_of("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
     body = b'{"test": 2432232314}'
     signature = sign(key, "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, body)
     assert signature == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
 
 
-def test_a_genuine_callback_is_known_by_its_id() -> None:
-    """Header names in any case, several signatures while a secret is being replaced."""
+def test_a_genuine_callback_is_verified() -> None:
+    """Header names in any case; several signatures while a secret is being replaced."""
     now, body = int(time.time()), b"{}"
     right = sign(key_of(SECRET), "x_1", now, body)
     other = sign(key_of(new_secret()), "x_1", now, body)
@@ -41,10 +41,10 @@ def test_a_genuine_callback_is_known_by_its_id() -> None:
         ({}, b"{}", -400),
     ],
 )
-def test_a_callback_that_was_changed_or_is_old_is_refused(
+def test_changed_or_old_callbacks_are_refused(
     change: dict[str, str], body: bytes, age_s: int
 ) -> None:
-    """Neither id, time, signature nor body can be another, and none is good for much later."""
+    """Id, time, signature and body are protected; the time may be off by minutes only."""
     when = int(time.time()) - age_s
     headers = {"webhook-id": "x_1", "webhook-timestamp": str(when)}
     headers["webhook-signature"] = sign(key_of(SECRET), "x_1", when, b"{}")
@@ -61,7 +61,7 @@ def test_a_callback_without_a_signature_is_refused() -> None:
 @pytest.mark.parametrize(
     "secret", ["", "whsec_", "whsec_AAAA", "whsec_!", "bm8gcHJlZml4LCBzbyBub3Qgb25lIG9mIG91cnM="]
 )
-def test_a_secret_must_be_one(secret: str) -> None:
-    """An empty or mistyped secret is an error, not an open door."""
+def test_invalid_secrets_are_refused(secret: str) -> None:
+    """An empty or mistyped secret is an error."""
     with pytest.raises(UsageError, match="must be whsec_ and 24 to 64 bytes"):
         verify(secret, {}, b"")

@@ -1,4 +1,4 @@
-"""Task files: what is read, and what a mistake is called."""
+"""Task files and the errors in them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ RIGHT = YAML.format(id="t")
 WANTED = Task(id="t", instruction="do", harness=PluginSpec("pi"), evaluator=PluginSpec("tests"))
 
 
-def written(folder: Path, name: str, text: str) -> Path:
-    """A file."""
+def make_file(folder: Path, name: str, text: str) -> Path:
+    """Write a file, and its folder."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
 
 
-def test_every_form_of_file_is_read(tmp_path: Path) -> None:
+def test_file_formats(tmp_path: Path) -> None:
     """YAML, TOML, JSON, JSON lines; one task or many."""
     raw = {"id": "t", "instruction": "do", "harness": {"name": "pi"}}
     raw["evaluator"] = {"name": "tests"}
@@ -45,15 +45,15 @@ def test_every_form_of_file_is_read(tmp_path: Path) -> None:
         "lines.jsonl": f"{line}\n\n",
     }
     for name, text in forms.items():
-        assert load_tasks([written(tmp_path, name, text)]) == [WANTED], name
+        assert load_tasks([make_file(tmp_path, name, text)]) == [WANTED], name
 
 
 def test_folders_and_patterns_are_searched(tmp_path: Path) -> None:
-    """In order of names; a folder not below itself, where the tasks' own files are."""
+    """In order of names, without subfolders, which may hold the tasks' own files."""
     for name in ("b", "a"):
-        written(tmp_path, f"{name}.yaml", YAML.format(id=name))
-    written(tmp_path, "workspace/package.json", "{}")
-    written(tmp_path, "notes.txt", "no task")
+        make_file(tmp_path, f"{name}.yaml", YAML.format(id=name))
+    make_file(tmp_path, "workspace/package.json", "{}")
+    make_file(tmp_path, "notes.txt", "no task")
     assert [task.id for task in load_tasks([tmp_path])] == ["a", "b"]
     assert [task.id for task in load_tasks([f"{tmp_path}/[b].yaml"])] == ["b"]
     for nothing in (tmp_path / "c.yaml", f"{tmp_path}/*.toml"):
@@ -64,11 +64,11 @@ def test_folders_and_patterns_are_searched(tmp_path: Path) -> None:
         load_tasks([tmp_path / "empty"])
 
 
-def test_texts_may_lie_beside(tmp_path: Path) -> None:
-    """Relative to the task file, wherever the command is started."""
-    written(tmp_path, "texts/ask.md", "Please mend it.\n")
-    written(tmp_path, "texts/calc.py", "def add(): ...\n")
-    path = written(
+def test_texts_can_be_read_from_files(tmp_path: Path) -> None:
+    """Their paths are relative to the task file."""
+    make_file(tmp_path, "texts/ask.md", "Please mend it.\n")
+    make_file(tmp_path, "texts/calc.py", "def add(): ...\n")
+    path = make_file(
         tmp_path,
         "t.yaml",
         "id: t\ninstruction_file: texts/ask.md\nharness: {name: pi}\nevaluator: {name: tests}\n"
@@ -94,11 +94,11 @@ def test_texts_may_lie_beside(tmp_path: Path) -> None:
         ("t.txt", "", "file type '.txt' is unknown; use one of .yaml"),
     ],
 )
-def test_a_mistake_names_file_field_and_value(
+def test_mistakes_have_file_field_and_value(
     tmp_path: Path, name: str, text: str, expected: str
 ) -> None:
-    """One line that says what would be right, with the place in the file."""
-    path = written(tmp_path, name, text)
+    """In one line, with what would be right."""
+    path = make_file(tmp_path, name, text)
     with pytest.raises(ConfigError) as raised:
         load_tasks([path])
     assert expected in str(raised.value)
@@ -106,13 +106,13 @@ def test_a_mistake_names_file_field_and_value(
 
 
 def test_the_mistakes_of_all_tasks_of_a_file_are_reported(tmp_path: Path) -> None:
-    """Also of a text that is not there; every problem names its task."""
+    """Each with its task; also text files that do not exist."""
     text = """
 - {id: a, instruction_file: no.md, harness: pi, evaluator: tests, samples: 0}
 - {id: b, instruction: do, harness: pi, evaluator: tests}
 - {id: c, instruction: do, evaluator: tests, limits: {agent_s: x}}
 """
-    path = written(tmp_path, "t.yaml", text)
+    path = make_file(tmp_path, "t.yaml", text)
     with pytest.raises(ConfigError) as raised:
         load_tasks([path])
     assert [str(each) for each in raised.value.problems] == [
@@ -123,48 +123,48 @@ def test_the_mistakes_of_all_tasks_of_a_file_are_reported(tmp_path: Path) -> Non
     ]
 
 
-def test_a_plugin_may_be_its_name_alone(tmp_path: Path) -> None:
-    """A harness, evaluator or runtime without options, as the schema says; a number is none."""
+def test_a_plugin_may_be_given_by_its_name(tmp_path: Path) -> None:
+    """For a harness, evaluator or runtime without options, as in the schema."""
     text = "id: t\ninstruction: do\nharness: pi\nevaluator: tests\nruntime: local\n"
-    (read,) = load_tasks([written(tmp_path, "t.yaml", text)])
+    (read,) = load_tasks([make_file(tmp_path, "t.yaml", text)])
     assert read == msgspec.structs.replace(WANTED, runtime=PluginSpec("local"))
     assert {"type": "string"} in make_json_schema()["$defs"]["Task"]["properties"]["harness"][
         "anyOf"
     ]
-    wrong = written(tmp_path, "u.yaml", text.replace("pi", "3"))
+    wrong = make_file(tmp_path, "u.yaml", text.replace("pi", "3"))
     with pytest.raises(ConfigError, match="harness is 3, must be an object"):
         load_tasks([wrong])
 
 
 def test_paths_of_a_workspace_are_relative_to_the_file(tmp_path: Path) -> None:
-    """Those that exist there; others are the node's."""
+    """If they exist there; others are paths on the node."""
     (tmp_path / "tasks/project").mkdir(parents=True)
     text = YAML.format(id="t") + "workspace:\n  folder: "
     for number, (given, wanted) in enumerate(
         {"project": f"{tmp_path}/tasks/project", "elsewhere": "elsewhere", "/srv": "/srv"}.items()
     ):
-        file = written(tmp_path, f"tasks/{number}.yaml", text + given)
+        file = make_file(tmp_path, f"tasks/{number}.yaml", text + given)
         assert load_tasks([file])[0].workspace.folder == wanted
 
 
-def test_an_id_stands_once(tmp_path: Path) -> None:
+def test_ids_are_unique(tmp_path: Path) -> None:
     """Over all files together; the error names both."""
-    written(tmp_path, "a.yaml", YAML.format(id="t"))
-    written(tmp_path, "b.yaml", YAML.format(id="t"))
+    make_file(tmp_path, "a.yaml", YAML.format(id="t"))
+    make_file(tmp_path, "b.yaml", YAML.format(id="t"))
     with pytest.raises(ConfigError, match=r"b\.yaml: id 't' is taken, by .*a\.yaml"):
         load_tasks([tmp_path])
 
 
-def test_the_template_says_every_field(tmp_path: Path) -> None:
-    """With its default, which is what stands there once the line is no comment any more."""
+def test_the_template_has_every_field(tmp_path: Path) -> None:
+    """With its default as a comment."""
     text = make_template()
-    (task,) = load_tasks([written(tmp_path, "t.yaml", text)])
+    (task,) = load_tasks([make_file(tmp_path, "t.yaml", text)])
     lines = [line.removeprefix("# ") for line in text.splitlines()]
     start = lines.index("runtime:")
     callback = lines.index("callback:")
-    kept = [line for line in lines[start - 1 : callback - 1] if ":" in line and line[0] != "-"]
-    told = [line for line in kept if not line[0].isupper()]
-    (full,) = load_tasks([written(tmp_path, "f.yaml", text + "\n".join(told))])
+    fields = [line for line in lines[start - 1 : callback - 1] if ":" in line and line[0] != "-"]
+    settings = [line for line in fields if not line[0].isupper()]
+    (full,) = load_tasks([make_file(tmp_path, "f.yaml", text + "\n".join(settings))])
     assert full == task
     for kind in (Task, Limits, Sampling, Group, Callback, PluginSpec):
         for name, sentence in field_docs(kind).items():
@@ -172,7 +172,7 @@ def test_the_template_says_every_field(tmp_path: Path) -> None:
             assert f"{name}:" in text
 
 
-def test_the_documented_schema_is_made_from_the_types() -> None:
-    """Made with ``python tools/docs/task_schema.py``."""
+def test_the_documented_schema_is_up_to_date() -> None:
+    """Written by ``python tools/docs/task_schema.py``."""
     made = msgspec.json.encode(make_json_schema())
     assert msgspec.json.decode(SCHEMA.read_bytes()) == msgspec.json.decode(made)

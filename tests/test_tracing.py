@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from commands import run_python
 from observed import CALL, observed, task
 from tugline.errors import UsageError
 from tugline.node.telemetry import ENDPOINTS, Rollout, Tracer, open_tracer
@@ -29,7 +29,7 @@ SESSION = Session(id="t-0", task="t", sample=0, epoch=3)
 
 
 class Collector:
-    """Keeps the spans that it is sent."""
+    """Keeps the spans that it receives."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -39,14 +39,14 @@ class Collector:
         """The OTLP route for traces."""
         sent = ExportTraceServiceRequest.FromString(await request.body())
         for part in sent.resource_spans:
-            found = part.resource.attributes
-            self.resource |= {one.key: one.value.string_value for one in found}
+            attributes = part.resource.attributes
+            self.resource |= {one.key: one.value.string_value for one in attributes}
             self.spans += [span for scope in part.scope_spans for span in scope.spans]
         return Response(media_type="application/x-protobuf")
 
 
 @contextlib.asynccontextmanager
-async def collecting() -> AsyncIterator[tuple[Collector, str]]:
+async def collect() -> AsyncIterator[tuple[Collector, str]]:
     """A real receiver on loopback, and its address."""
     taking = Collector()
     routes = [Route("/v1/traces", taking.take, methods=["POST"])]
@@ -55,25 +55,25 @@ async def collecting() -> AsyncIterator[tuple[Collector, str]]:
 
 
 def tracer_to(url: str) -> Tracer:
-    """A tracer that tells this collector."""
+    """A tracer that exports to this collector."""
     return open_tracer({"OTEL_EXPORTER_OTLP_ENDPOINT": url}, node="here")
 
 
 def values(span: Span) -> dict[str, Any]:
     """The attributes as plain values."""
-    found: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     for one in span.attributes:
         kind = one.value.WhichOneof("value")
         value = getattr(one.value, kind)
         if kind == "array_value":
             value = [each.string_value for each in value.values]
-        found[one.key] = value
-    return found
+        plain[one.key] = value
+    return plain
 
 
 async def test_a_session_is_one_trace(tmp_path: Path) -> None:
-    """Root, stages and model calls arrive at a real collector, with the counts of the capture."""
-    async with collecting() as (collector, url):
+    """Root, stages and model calls arrive at a real collector, with the recorded counts."""
+    async with collect() as (collector, url):
         tracer = tracer_to(url)
         async with observed(tmp_path, tracer=tracer) as rig:
             await rig.run(task("t", TWICE))
@@ -95,27 +95,27 @@ async def test_a_session_is_one_trace(tmp_path: Path) -> None:
     assert attributes["tugline.node"] == "here"
     assert attributes["tugline.status"] == "completed"
     assert attributes["tugline.tokens.sampled"] == sum(len(call.sampled_ids) for call in calls)
-    (judged,) = by_name["eval"].events
-    assert judged.name == "gen_ai.evaluation.result"
+    (evaluation,) = by_name["eval"].events
+    assert evaluation.name == "gen_ai.evaluation.result"
 
     chats = [span for span in collector.spans if span.parent_span_id == run.span_id]
     assert [span.name for span in chats] == ["chat scripted"] * 2
     assert all(span.kind == Span.SPAN_KIND_CLIENT for span in chats)
     for span, call in zip(chats, calls, strict=True):
-        found = values(span)
-        assert found["gen_ai.operation.name"] == "chat"
-        assert found["gen_ai.provider.name"] == "embedded"
-        assert found["gen_ai.usage.input_tokens"] == len(call.prompt_ids)
-        assert found["gen_ai.usage.output_tokens"] == len(call.sampled_ids) > 0
-        assert found["gen_ai.response.finish_reasons"] == ["stop"]
-        assert found["gen_ai.request.temperature"] == 1.0
-        assert found["gen_ai.response.time_to_first_chunk"] >= 0
+        attributes = values(span)
+        assert attributes["gen_ai.operation.name"] == "chat"
+        assert attributes["gen_ai.provider.name"] == "embedded"
+        assert attributes["gen_ai.usage.input_tokens"] == len(call.prompt_ids)
+        assert attributes["gen_ai.usage.output_tokens"] == len(call.sampled_ids) > 0
+        assert attributes["gen_ai.response.finish_reasons"] == ["stop"]
+        assert attributes["gen_ai.request.temperature"] == 1.0
+        assert attributes["gen_ai.response.time_to_first_chunk"] >= 0
         assert run.start_time_unix_nano <= span.start_time_unix_nano
         assert span.start_time_unix_nano <= span.end_time_unix_nano <= run.end_time_unix_nano
 
 
 def failed_rollout() -> Rollout:
-    """A session whose harness is not there."""
+    """A session whose harness is missing."""
     failure = Failure(Boundary.HARNESS, "no such program")
     ended = {"status": Stage.FAILED, "traces": (), "ledger": Ledger(), "failure": failure}
     stages = [(Stage.INIT, 10.0), (Stage.READY, 11.0), (Stage.RUN, 12.0)]
@@ -125,8 +125,8 @@ def failed_rollout() -> Rollout:
     )
 
 
-async def test_a_dead_collector_holds_nothing_up() -> None:
-    """Telling returns at once, closing within its bound, whoever does not listen."""
+async def test_an_unreachable_collector_does_not_block() -> None:
+    """Exporting returns at once, closing within its bound."""
     rollout = failed_rollout()
     before = set(threading.enumerate())  # of other tracers in this process
     tracer = tracer_to("http://127.0.0.1:9")
@@ -142,9 +142,9 @@ async def test_a_dead_collector_holds_nothing_up() -> None:
             assert not thread.is_alive()
 
 
-async def test_a_failure_is_reported_where_it_happened() -> None:
-    """The root and the stage that failed have the error; the stages before it do not."""
-    async with collecting() as (collector, url):
+async def test_errors_are_on_the_failed_stage() -> None:
+    """And on the root; earlier stages have none."""
+    async with collect() as (collector, url):
         tracer = tracer_to(url)
         await asyncio.to_thread(tracer.export, failed_rollout())
         await asyncio.to_thread(tracer.close)
@@ -163,8 +163,8 @@ async def test_a_failure_is_reported_where_it_happened() -> None:
     assert values(root)["error.type"] == "harness"
 
 
-def test_the_environment_switches_it_on() -> None:
-    """Nothing is imported or sent unless an address is given; another protocol is refused."""
+def test_tracing_is_enabled_by_the_environment() -> None:
+    """Without an address nothing is imported or sent; other protocols are refused."""
     assert open_tracer({}, node="n") is None
     environ = {ENDPOINTS[0]: "http://127.0.0.1:9"}
     assert open_tracer(environ | {"OTEL_SDK_DISABLED": "true"}, node="n") is None
@@ -172,14 +172,10 @@ def test_the_environment_switches_it_on() -> None:
         open_tracer(environ | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, node="n")
 
 
-def test_without_the_extra_the_error_names_it() -> None:
-    """An installation that lacks the library says what to install, and needs it only if asked."""
-    program = (
-        "import sys; sys.modules['opentelemetry'] = None\n"
-        "from tugline.node.telemetry import open_tracer\n"
-        "assert open_tracer({}, node='n') is None\n"
-        "open_tracer({'OTEL_EXPORTER_OTLP_ENDPOINT': 'http://127.0.0.1:9'}, node='n')\n"
-    )
-    done = run_python(program)
-    assert "UsageError: " in done.stderr
-    assert "pip install 'tugline[otel]'" in done.stderr
+def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only if tracing is enabled."""
+    monkeypatch.delitem(sys.modules, "tugline.node.tracing", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    assert open_tracer({}, node="n") is None
+    with pytest.raises(UsageError, match=r"pip install 'tugline\[otel\]'"):
+        tracer_to("http://127.0.0.1:9")

@@ -33,14 +33,14 @@ COMMAND = ToolCall("c1", "bash", '{"command": "ls"}')
 
 
 class Arrays(msgspec.Struct):
-    """One array of each kind."""
+    """A type with an array."""
 
     ids: Ids
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))
-def test_arrays_come_back_bit_for_bit(values: list[int]) -> None:
-    """Any int32 array, the empty one too, survives the wire with its type."""
+def test_arrays_round_trip(values: list[int]) -> None:
+    """Any int32 array, also an empty one, keeps its values and its type."""
     back = decode(encode(Arrays(np.array(values, dtype=np.int32))), Arrays)
     assert back.ids.dtype == np.int32
     assert back.ids.tolist() == values
@@ -65,7 +65,7 @@ TASK = Task(id="t", instruction="x", harness=PluginSpec("pi"), evaluator=PluginS
 
 
 @pytest.mark.parametrize("noun", [CALL, TRACE, TASK], ids=["call", "trace", "task"])
-def test_a_noun_survives_the_wire_whole(noun: msgspec.Struct) -> None:
+def test_types_round_trip(noun: msgspec.Struct) -> None:
     """Every field is the same after encode and decode; arrays keep their types."""
     back = decode(encode(noun), type(noun))
     for field in msgspec.structs.fields(noun):
@@ -77,35 +77,35 @@ def test_a_noun_survives_the_wire_whole(noun: msgspec.Struct) -> None:
             assert ours == theirs, field.name
 
 
-def test_a_strided_view_is_written_in_its_own_order() -> None:
-    """A view that is not contiguous is copied, never written as its base's bytes."""
+def test_strided_views_are_encoded_in_their_own_order() -> None:
+    """A view that is not contiguous is copied."""
     every_second = np.arange(10, dtype=np.int32)[::2]
     assert decode(encode(Arrays(every_second)), Arrays).ids.tolist() == [0, 2, 4, 6, 8]
 
 
 @pytest.mark.parametrize("array", [np.zeros(2, dtype=np.int64), np.zeros((2, 2), dtype=np.int32)])
-def test_arrays_of_another_kind_are_refused(array: Ids) -> None:
-    """A wrong dtype or shape is an error at once, never a silent conversion."""
+def test_arrays_of_another_type_are_refused(array: Ids) -> None:
+    """A wrong dtype or shape is an error, never a silent conversion."""
     with pytest.raises(NotImplementedError, match="cannot encode ndarray"):
         encode(Arrays(array))
 
 
 @pytest.mark.parametrize("payload", [b"", b"x1234", b"i123", b"f\x00\x00\x80\x3f", "text", 5, None])
 def test_damaged_arrays_are_decode_errors(payload: object) -> None:
-    """Garbage, a cut buffer and floats in place of ids end in the one documented error."""
+    """Garbage, a cut buffer and floats in place of ids."""
     with pytest.raises(msgspec.DecodeError):
         decode(msgspec.msgpack.encode({"ids": payload}), Arrays)
 
 
-def test_decoded_arrays_cannot_be_changed() -> None:
-    """What was captured stays as it was captured."""
+def test_decoded_arrays_are_read_only() -> None:
+    """Recorded data stays as it was recorded."""
     back = decode(encode(make_call(0, [], [1])), Call)
     with pytest.raises(ValueError, match="read-only"):
         back.sampled_ids[0] = 5
 
 
-def test_the_ledger_balances_only_when_every_token_is_accounted_for() -> None:
-    """One token lost or counted twice is seen (I2)."""
+def test_the_ledger_accounts_for_every_token() -> None:
+    """A token that is lost or counted twice unbalances it (I2)."""
     kept = {Reason.CLIENT_GONE: 2}
     assert Ledger().balanced
     assert Ledger(sampled=10, trained=7, masked=kept, dropped={Reason.STALE: 1}).balanced
@@ -113,8 +113,8 @@ def test_the_ledger_balances_only_when_every_token_is_accounted_for() -> None:
     assert not Ledger(sampled=10, trained=9, masked=kept).balanced
 
 
-def test_every_cause_has_a_row_in_the_table_and_in_the_docs() -> None:
-    """What follows a failure is said once in code, and the page for users says the same."""
+def test_every_cause_is_documented() -> None:
+    """docs/errors.md has the rows of the table in code."""
     page = (Path(__file__).parent.parent / "docs" / "errors.md").read_text(encoding="utf-8")
     for cause in Cause:
         handling = HANDLING[cause]

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import yaml
 
-PACKAGE = Path(__file__).resolve().parent.parent / "src" / "tugline"
-SOURCES = sorted(PACKAGE.rglob("*.py"))
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("src", "tests", "benchmarks", "tools", "examples", "deploy")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 RETIRED = yaml.safe_load(Path(__file__).with_name("retired.yaml").read_text(encoding="utf-8"))
 """`words` not even as a part of a name, such as in ``_told`` or ``box_of``; `names` not as a whole
@@ -53,7 +54,7 @@ def test_no_retired_word_is_an_identifier() -> None:
     """docs/glossary.md has the standard words; all offenders are printed."""
     offenders = []
     for path in SOURCES:
-        module = path.relative_to(PACKAGE).as_posix()
+        module = path.relative_to(ROOT).as_posix()
         names = [(part, 0) for part in module.removesuffix(".py").split("/")]
         names += list_names(path)
         offenders += [f"{module}:{line}: {name}" for name, line in names if is_retired(name)]
@@ -61,9 +62,12 @@ def test_no_retired_word_is_an_identifier() -> None:
 
 
 def test_class_names_have_one_definition() -> None:
-    """Few classes share a name, so that a reader knows which one is meant."""
+    """Few classes of the package share a name, so that a reader knows which one is meant."""
     names = Counter(
-        node.name for path in SOURCES for node in list_nodes(path) if isinstance(node, ast.ClassDef)
+        node.name
+        for path in (ROOT / "src").rglob("*.py")
+        for node in list_nodes(path)
+        if isinstance(node, ast.ClassDef)
     )
     shared = sorted(name for name, count in names.items() if count > 1)
     assert len(shared) <= MOST_SHARED, f"{len(shared)} shared class names: {', '.join(shared)}"

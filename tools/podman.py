@@ -1,8 +1,8 @@
-"""See that there is Podman and what its tests run in, for `make test-sandboxes`.
+"""Install Podman if missing and make the images of its tests, for `make test-sandboxes`.
 
-Root on Debian or Ubuntu gets it by apt. No image registry is asked: one image is busybox alone, the
-other a Debian of `debootstrap`, kept as a tar in the cache. The Debian also carries the names of
-public images that Dockerfiles commonly begin with, where nothing else has them.
+As root on Debian or Ubuntu it is installed with apt. No image registry is used: one image has only
+busybox, the other is a Debian made by `debootstrap`, with a tar in the cache. The Debian image is
+also tagged as the public base images that Dockerfiles commonly use, unless those exist.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ PACKAGES = ("python3", "python3-pytest", "git", "ca-certificates")
 SUITE = "bookworm"
 BUSYBOX = "localhost/tugline/busybox:latest"
 DEBIAN = "localhost/tugline/debian:12"
-STAND_INS = tuple(
+BASE_IMAGES = tuple(
     f"docker.io/library/{name}" for name in ("python:3.11-slim", "python:3.11", "debian:12-slim")
 )
 PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LEFT_OUT = ("./dev/*", "./proc/*", "./sys/*", "./var/cache/apt/archives/*", "./var/lib/apt/lists/*")
 
 
-def say(what: str) -> None:
-    """Progress."""
-    print(f"podman: {what} ...", file=sys.stderr, flush=True)
+def say(text: str) -> None:
+    """Print a line of progress."""
+    print(f"podman: {text} ...", file=sys.stderr, flush=True)
 
 
 def run(*argv: str | Path, **env: str) -> str:
-    """What a program prints; ends this one with its words if it fails."""
+    """Return the output of a program; exit with its error output if it fails."""
     done = subprocess.run(
         [str(part) for part in argv],
         stdin=subprocess.DEVNULL,
@@ -56,35 +56,35 @@ def run(*argv: str | Path, **env: str) -> str:
         env={**os.environ, **env},
     )
     if done.returncode != 0:
-        words = " ".join((done.stderr or done.stdout).split())[-400:]
-        sys.exit(f"podman: {argv[0]} {argv[1]} failed: {words}")
+        output = " ".join((done.stderr or done.stdout).split())[-400:]
+        sys.exit(f"podman: {argv[0]} {argv[1]} failed: {output}")
     return done.stdout
 
 
 def provide(packages: list[str]) -> None:
-    """By apt, as root; elsewhere the tests that need it are skipped."""
+    """Install packages with apt as root; otherwise exit, and tests skip what is missing."""
     say(f"installing {' '.join(packages)} with apt-get")
     if reason := install(packages):
         if os.geteuid() == 0 and shutil.which("apt-get"):
             sys.exit(f"podman: {reason}")
-        wanted = " ".join(packages)
-        print(f"podman: tests skip what is missing ({wanted}); {reason}", file=sys.stderr)
+        names = " ".join(packages)
+        print(f"podman: tests skip what is missing ({names}); {reason}", file=sys.stderr)
         sys.exit(0)
 
 
 def has(image: str) -> bool:
-    """Whether the engine has it."""
-    found = subprocess.run(["podman", "image", "exists", image], check=False)
-    return found.returncode == 0
+    """Whether Podman has an image."""
+    done = subprocess.run(["podman", "image", "exists", image], check=False)
+    return done.returncode == 0
 
 
 def load(image: str, tar: Path, command: str) -> None:
-    """An image of one layer."""
+    """Import a tar as an image of one layer."""
     run("podman", "import", "-q", "-c", f'CMD ["{command}"]', "-c", f"ENV {PATH}", tar, image)
 
 
 def make_busybox(tar: Path) -> None:
-    """The static program and a link for each thing it can do."""
+    """Pack the static busybox, and a link for each of its commands."""
     program = shutil.which("busybox") or "busybox"
     with tarfile.open(tar, "w") as archive:
         for name in ("bin", "tmp", "etc", "home", "root", "var", "run"):
@@ -100,19 +100,19 @@ def make_busybox(tar: Path) -> None:
 
 
 def make_debian(tar: Path) -> None:
-    """A small Debian with Python, pytest and git; a minute or two, once."""
+    """Make a small Debian with Python, pytest and git; takes one or two minutes."""
     with tempfile.TemporaryDirectory(dir=tar.parent) as folder:
         root = Path(folder) / "root"
-        root.mkdir()  # with the mode that the image's root is to have
+        root.mkdir()  # its mode becomes that of the image's root
         run("debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE, root)
         part = tar.with_suffix(".part")
-        leave = [f"--exclude={pattern}" for pattern in LEFT_OUT]
-        run("tar", "-C", root, *leave, "-cf", part, ".")
+        excluded = [f"--exclude={pattern}" for pattern in LEFT_OUT]
+        run("tar", "-C", root, *excluded, "-cf", part, ".")
         part.rename(tar)
 
 
 def main() -> None:
-    """Done in a second where everything is there."""
+    """Install programs and make images, as far as they are missing."""
     missing = [package for name, package in PROGRAMS.items() if shutil.which(name) is None]
     if missing:
         provide(missing)
@@ -122,9 +122,9 @@ def main() -> None:
             make_busybox(Path(folder) / "busybox.tar")
             load(BUSYBOX, Path(folder) / "busybox.tar", "/bin/sh")
     if os.geteuid() != 0:
-        return  # a Debian is made by root alone
-    given = os.environ.get("TUGLINE_CACHE")
-    cache = Path(given).expanduser() if given else Path.home() / ".cache" / "tugline"
+        return  # debootstrap needs root
+    configured = os.environ.get("TUGLINE_CACHE")
+    cache = Path(configured).expanduser() if configured else Path.home() / ".cache" / "tugline"
     tar = cache / "images" / "debian-12.tar"
     tar.parent.mkdir(parents=True, exist_ok=True)
     if not tar.exists():
@@ -133,7 +133,7 @@ def main() -> None:
     if not has(DEBIAN):
         say(f"making {DEBIAN}")
         load(DEBIAN, tar, "/bin/bash")
-    for name in STAND_INS:
+    for name in BASE_IMAGES:
         if not has(name):
             run("podman", "tag", DEBIAN, name)
 

@@ -1,10 +1,10 @@
-"""Make ``.venv`` ready for `make demo` and `make test`; run again, it does only what is missing.
+"""Prepare ``.venv`` for `make demo` and `make test`; only what is missing is installed.
 
-Needs nothing but Python's standard library. The CPU build of torch is preferred, because the
-default build for Linux brings several GB of CUDA libraries: one pip call finds it among local
-wheels or on PyTorch's CPU index. Only where neither has it is the default build taken. Every
-network wait is short, so an unreachable index costs seconds. Versions are those of
-``constraints.txt``, with which the tests ran; `make lock` brings it up to date.
+Needs only Python's standard library. The CPU build of torch is preferred, because the default build
+for Linux has several GB of CUDA libraries: pip looks for it among local wheels and on PyTorch's CPU
+index, and the default build is used only if both lack it. Network timeouts are short, so that an
+unreachable index costs only seconds. Versions are those of ``constraints.txt``, with which the
+tests ran; `make lock` updates them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ PYTHON = VENV / "bin" / "python"
 LOG = VENV / "setup.log"
 TORCH = "2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-PATIENCE = ("--timeout", "20", "--retries", "2")
+PIP_RETRIES = ("--timeout", "20", "--retries", "2")
 
 
 def say(text: str) -> None:
-    """One line of progress, at once."""
+    """Print a line of progress."""
     print(f"setup: {text}", file=sys.stderr, flush=True)
 
 
 def pip(*arguments: str) -> bool:
-    """Run pip in the environment, its words going to the log; whether it succeeded."""
+    """Run pip in the environment with its output in the log; return whether it succeeded."""
     command = [PYTHON, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
     with LOG.open("a", encoding="utf-8") as log:
         done = subprocess.run(
@@ -48,7 +48,7 @@ def works(*arguments: str) -> bool:
 
 
 def make_environment() -> None:
-    """Create ``.venv`` unless a working one is there."""
+    """Create ``.venv`` unless a working one exists."""
     if works("-m", "pip", "--version"):
         return
     say(f"creating .venv with Python {sys.version.split()[0]}")
@@ -56,38 +56,38 @@ def make_environment() -> None:
 
 
 def install_torch() -> None:
-    """Put torch in place, the CPU build if it can be had; nothing where one is installed."""
+    """Install torch unless it is installed, preferably the CPU build."""
     if works("-c", "import torch"):
         return
     if sys.platform == "linux":
         say(f"installing torch {TORCH}, CPU build (about 200 MB)")
         build = ("--no-deps", "--extra-index-url", CPU_INDEX, f"torch=={TORCH}+cpu")
-        if pip("install", *PATIENCE, *build):
+        if pip("install", *PIP_RETRIES, *build):
             return
-        say("the CPU build cannot be had; the default one follows, with CUDA: several GB")
-        say("its progress is in .venv/setup.log")
+        say("the CPU build is not available; installing the default one with CUDA (several GB)")
+        say("for its progress see .venv/setup.log")
     say(f"installing torch {TORCH}")
-    if not pip("install", *PATIENCE, f"torch=={TORCH}"):
+    if not pip("install", *PIP_RETRIES, f"torch=={TORCH}"):
         give_up()
 
 
 def install_tugline() -> None:
-    """Install this checkout, editable, with everything that the demo and the tests need."""
+    """Install this checkout, editable, with the extras of demo and tests."""
     say("installing tugline[train,demo,dev] (about 300 MB; a minute or two)")
     lock = ("--constraint", str(LOCK))
-    if not pip("install", *PATIENCE, *lock, "--editable", f"{ROOT}[train,demo,dev]"):
+    if not pip("install", *PIP_RETRIES, *lock, "--editable", f"{ROOT}[train,demo,dev]"):
         give_up()
 
 
 def give_up() -> None:
-    """End with pip's own last words."""
+    """Exit with the end of pip's output."""
     tail = LOG.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
-    sys.exit("\n".join(["setup: pip failed; .venv/setup.log has it all, and ends with:", *tail]))
+    sys.exit("\n".join(["setup: pip failed; .venv/setup.log ends with:", *tail]))
 
 
 def main() -> None:
-    """Environment, torch, tugline: in this order, each one skipped where it is done."""
-    if sys.version_info < (3, 11):  # noqa: UP036 - the one file that an older Python may meet
+    """Make the environment, install torch, install tugline; skip what is done."""
+    if sys.version_info < (3, 11):  # noqa: UP036 - an older Python may run this file
         version = sys.version.split()[0]
         sys.exit(f"setup: this is Python {version}; name one >= 3.11: make PYTHON=python3.12 test")
     started = time.monotonic()

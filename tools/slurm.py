@@ -1,7 +1,7 @@
-"""See that there is SLURM, for `make test-cluster`; without it its tests are skipped.
+"""Install SLURM if missing, for `make test-cluster`; without it its tests are skipped.
 
-Root on Debian or Ubuntu gets `slurm-wlm` and `munge` by apt. The daemons of the machine are left
-alone: the tests start their own.
+As root on Debian or Ubuntu, `slurm-wlm` and `munge` are installed with apt. Tests start their own
+daemons and do not use those of the machine.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PROGRAMS = {
 
 
 def main() -> None:
-    """Done at once where all of them are on the PATH."""
-    missing = sorted({own for name, own in PROGRAMS.items() if shutil.which(name) is None})
+    """Install the packages of programs that are not on the PATH."""
+    missing = sorted({package for name, package in PROGRAMS.items() if shutil.which(name) is None})
     if not missing:
         return
     print(f"slurm: installing {' '.join(missing)} with apt-get ...", file=sys.stderr, flush=True)

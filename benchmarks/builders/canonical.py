@@ -1,20 +1,21 @@
-"""The published merging rule, to compare with: sampled answers between re-rendered tails.
+"""The published merging rule, for comparison: sampled answers between re-rendered tails.
 
-This is our reading of what is published about the reference (arXiv 2605.24220), in these steps:
+This is our reading of the publication about the reference (arXiv 2605.24220):
 
-1. Calls are ordered by the length of their prompts (equals by number). A call joins the chain whose
-   last prompt is the longest that begins its own; a prompt begins itself. Otherwise it starts one.
-2. A chain has one end-of-turn id: the last id of the first of its answers that stopped by itself.
-   A chain in which no answer did has none.
-3. A trace begins with the first prompt and its answer. For each further call, what its prompt has
-   beyond the prompt before is cut after the first end-of-turn id. The front is taken for the
-   harness's copy of the answer before and left out, because the sampled ids stand there already;
-   the rest, the tail, is appended, then the call's own answer.
-4. Where that id is not found the split has failed: this call and all after it in the chain are left
-   out (`Reason.UNMERGED`).
+1. Calls are ordered by prompt length, then by number. A call joins the chain whose last prompt is
+   the longest prefix of its own prompt (an equal prompt is a prefix). If there is none, it starts a
+   new chain.
+2. A chain has one end-of-turn id: the last id of its first answer that ended by itself, neither cut
+   nor stopped by a stop string. A chain without such an answer has none.
+3. A trace begins with the first prompt and its answer. For each later call, the part of its prompt
+   after the previous prompt is split behind the first end-of-turn id. The front is assumed to be
+   the harness's copy of the previous answer; it is left out, because the trace has the sampled ids
+   already. The rest, the tail, is appended, followed by the call's own answer.
+4. If that id is missing, the split fails: this call and all later ones of the chain are left out
+   (`Reason.UNMERGED`).
 
-Whether the front is that answer is not checked, nor whether the sequence is what the engine was
-given (I1), so every trace says ``exact=False``. Masks and `max_length` are those of the exact rule.
+The rule does not check that the front is that answer, or that the sequence is what the engine was
+given (I1), so every trace has ``exact=False``. Masks and `max_length` are those of the exact rule.
 """
 
 # ruff: noqa: INP001 - beside a program, not in a package
@@ -32,10 +33,10 @@ from tugline.types import Call, Finish, Ids, Mode, Reason, Trace, shared_prefix
 
 
 class Canonical(Builder):
-    """A trace for every chain, as far as its splits succeed."""
+    """Builds one trace for each chain, up to the first split that fails."""
 
     def build(self, calls: Sequence[Call]) -> Built:
-        """Merge by the published rule; calls that it leaves out are in `Built.dropped`."""
+        """Merge by the published rule; left out calls are in `Built.dropped`."""
         traces: list[Trace] = []
         dropped: dict[int, Reason] = {}
         for chain in _build_chains(calls):
@@ -78,7 +79,7 @@ def _build_chains(calls: Iterable[Call]) -> list[list[Call]]:
 
 
 def _split_tails(chain: Sequence[Call]) -> list[Ids]:
-    """Return what each call's prompt adds to the trace, up to the first split that fails."""
+    """Return the ids that each call's prompt adds to the trace, up to the first failing split."""
     tails = [chain[0].prompt_ids]
     ends = [
         int(call.sampled_ids[-1])

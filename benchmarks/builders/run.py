@@ -1,9 +1,9 @@
-"""What each builder makes of recorded sessions of real harnesses: traces, and tokens to compute.
+"""Traces and tokens to compute that each builder makes from recorded sessions of real harnesses.
 
 The sessions are those that ``tugline harness check --all`` records, or any folder of recordings. A
-trainer forwards every token of every trace that trains something; with tree packing it forwards
-what traces begin with alike once. What is trained is the same with each builder.
-`docs/benchmarks.md` says what each figure means.
+trainer forwards every token of every trace with a trained token; with tree packing it forwards
+shared prefixes once. The trained tokens are the same with each builder. `docs/benchmarks.md`
+explains each figure.
 
     python benchmarks/builders/run.py [--json] [--sessions FOLDER]
     python benchmarks/builders/run.py [--json] --train [--scale S] [--model FOLDER]
@@ -45,20 +45,20 @@ from tugline.types import (
 
 BUILDERS = ("per_request", "prefix_merging")
 FORWARDED = (*BUILDERS, "packed")
-"""The last is `prefix_merging` with tree packing."""
+"""``packed`` is `prefix_merging` with tree packing."""
 CHECKED = "check"
 """The task of ``tugline harness check``; its stages are the folders above ``recordings``."""
 STAGES = ("plain", "team", "title")
-"""Those that say something about building; the others end early or repeat themselves."""
+"""Stages whose traces differ between builders; the others end early or repeat these."""
 LONG = {"turns": 40, "base": 8000, "sampled": 300, "added": 300}
-"""The made-up session beside the recorded ones, in tokens a turn."""
+"""The synthetic session: turns, tokens of the first prompt, and tokens per turn."""
 WIDTH = 132
-"""Columns that the table needs; a narrow terminal breaks lines rather than lose figures."""
+"""Minimum width of the table; a narrower terminal wraps its lines."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The calls of one session, and whose they are."""
+    """The calls of one session, and where they come from."""
 
     session: str
     task: str
@@ -69,7 +69,7 @@ class Recorded:
 
 @dataclass
 class Row:
-    """One harness, dialect and stage; sums over its sessions."""
+    """Sums over the sessions of one harness, dialect and stage."""
 
     harness: str
     dialect: str
@@ -77,10 +77,10 @@ class Row:
     sessions: int = 0
     calls: int = 0
     turns: int = 0
-    """Calls that go on with a conversation, so those that could be exact or not."""
+    """Calls that continue a conversation, exactly or not."""
     exact_turns: int = 0
     echo_changed_turns: int = 0
-    """Exact ones in which the harness had changed the echo of an answer."""
+    """Exact turns in which the harness changed the echo of an answer."""
     traces: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BUILDERS, 0))
     forwarded: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FORWARDED, 0))
     sampled: int = 0
@@ -88,13 +88,15 @@ class Row:
     canonical_dropped: int = 0
     """Sampled tokens that the published rule leaves out."""
     canonical_false: int = 0
-    """Tokens that it trains in another context than they were sampled in."""
+    """Tokens that it trains in another context than that of their sampling."""
 
-    def add(self, one: Recorded) -> None:
-        """Count a session. Raises `UsageError` if builders disagree on what is trained."""
+    def add(self, session: Recorded) -> None:
+        """Count a session. Raises `UsageError` if builders train different numbers of tokens."""
         self.sessions += 1
-        self.calls += len(one.calls)
-        turns = [c for c in one.calls if c.parent is not None and c.branch is not Branch.NEW_THREAD]
+        self.calls += len(session.calls)
+        turns = [
+            c for c in session.calls if c.parent is not None and c.branch is not Branch.NEW_THREAD
+        ]
         self.turns += len(turns)
         self.exact_turns += sum(turn.branch is None for turn in turns)
         self.echo_changed_turns += sum(
@@ -102,19 +104,19 @@ class Row:
         )
         trained = set()
         for builder in BUILDERS:
-            traces, ledger, _ = find("builder", builder)().build(one.calls)
-            kept = worth_computing(traces)
+            traces, ledger, _ = find("builder", builder)().build(session.calls)
+            forwarded = select_forwarded(traces)
             self.traces[builder] += len(traces)
-            self.forwarded[builder] += sum(len(trace.ids) for trace in kept)
+            self.forwarded[builder] += sum(len(trace.ids) for trace in forwarded)
             if builder == "prefix_merging":
-                self.forwarded["packed"] += count_packed(kept)
+                self.forwarded["packed"] += count_packed(forwarded)
             trained.add(ledger.trained)
         if len(trained) > 1:
-            msg = f"session {one.session}: builders train {sorted(trained)} tokens, not the same"
+            msg = f"session {session.session}: builders differ in trained tokens: {sorted(trained)}"
             raise UsageError(msg)
         self.sampled += ledger.sampled
         self.trained += trained.pop()
-        self._canonical(one.calls)
+        self._canonical(session.calls)
 
     def _canonical(self, calls: Sequence[Call]) -> None:
         traces, ledger, _ = Canonical().build(calls)
@@ -122,35 +124,35 @@ class Row:
         self.canonical_dropped += ledger.dropped.get(Reason.UNMERGED, 0)
         for trace in traces:
             for span in trace.spans:
-                made_by = by_number[span.call]
-                given = np.concatenate([made_by.prompt_ids, made_by.sampled_ids])[: span.end]
-                if span.masked is None and not np.array_equal(trace.ids[: span.end], given):
+                call = by_number[span.call]
+                context = np.concatenate([call.prompt_ids, call.sampled_ids])[: span.end]
+                if span.masked is None and not np.array_equal(trace.ids[: span.end], context):
                     self.canonical_false += span.end - span.start
 
 
 @dataclass
 class Group:
-    """The samples of one task, each packed alone and all packed together."""
+    """Tokens of one task's samples, each packed alone and all packed together."""
 
     task: str
     sessions: int
     prefix_merging: int
-    """Tokens that a trainer forwards."""
+    """Tokens that a trainer forwards without packing."""
     tree: int
-    """The same with a tree for each session."""
+    """The same with one tree for each session."""
     forest: int
     """The same with one tree for all of them."""
 
 
-def worth_computing(traces: Iterable[Trace]) -> list[Trace]:
-    """Those that train something, which are all that a trainer computes."""
+def select_forwarded(traces: Iterable[Trace]) -> list[Trace]:
+    """Return the traces with a trained token; a trainer forwards only these."""
     return [trace for trace in traces if trace.mask.any()]
 
 
 def count_packed(traces: Iterable[Trace]) -> int:
-    """Tokens of one forward pass with tree packing: ids that several traces begin with count once.
+    """Count the tokens of one forward pass with tree packing: shared prefixes count once.
 
-    As the trainer does it, by ids alone: each trace keeps loss terms of its own.
+    Prefixes are compared by ids alone, as in the trainer; each trace keeps its own loss terms.
     """
     count, last = 0, np.empty(0, np.int32)
     for ids in sorted((trace.ids for trace in traces), key=lambda ids: ids.astype(">i4").tobytes()):
@@ -160,9 +162,9 @@ def count_packed(traces: Iterable[Trace]) -> int:
 
 
 # --------------------------------------------------------------------------- sessions
-def recorded(folder: Path) -> list[Recorded]:
-    """Every session below `folder` that made calls and says something about building."""
-    found = []
+def read_sessions(folder: Path) -> list[Recorded]:
+    """Read the sessions below `folder` with calls; of harness checks, only those of `STAGES`."""
+    sessions = []
     for path in list_recordings(folder):
         recording = recordings.read(path)
         if recording.header is None or not recording.calls:
@@ -172,7 +174,7 @@ def recorded(folder: Path) -> list[Recorded]:
         if checked and stage not in STAGES:
             continue
         harness = header.task.harness.name
-        found.append(
+        sessions.append(
             Recorded(
                 header.session.id,
                 header.task.id,
@@ -181,10 +183,10 @@ def recorded(folder: Path) -> list[Recorded]:
                 tuple(recording.calls),
             )
         )
-    if not found:
+    if not sessions:
         msg = f"no session below {folder} made a call; record some with tugline harness check"
         raise UsageError(msg)
-    return found
+    return sessions
 
 
 def record(folder: Path) -> None:
@@ -195,24 +197,24 @@ def record(folder: Path) -> None:
         note("some checks failed, see `tugline harness check --all`; counting what was recorded")
 
 
-def made_up(turns: int, base: int, sampled: int, added: int) -> Recorded:
-    """A session of one exact conversation, as long as those of real tasks."""
+def make_synthetic(turns: int, base: int, sampled: int, added: int) -> Recorded:
+    """Make a session of one exact conversation, with lengths of real tasks."""
     rng = np.random.default_rng(0)
-    held = rng.integers(1, 150_000, base + turns * (sampled + added)).astype(np.int32)
-    held[base + sampled - 1 :: sampled + added] = 0  # every answer ends with an end-of-turn id
+    ids = rng.integers(1, 150_000, base + turns * (sampled + added)).astype(np.int32)
+    ids[base + sampled - 1 :: sampled + added] = 0  # every answer ends with an end-of-turn id
     calls = []
     for number in range(turns):
         prompt_length = base + number * (sampled + added)
         calls.append(
             Call(
-                session="made-up",
+                session="synthetic",
                 number=number,
                 parent=number - 1 if number else None,
                 dialect=f"{turns} turns",
                 messages=(),
                 sampling=Sampling(),
-                prompt_ids=held[:prompt_length],
-                sampled_ids=held[prompt_length : prompt_length + sampled],
+                prompt_ids=ids[:prompt_length],
+                sampled_ids=ids[prompt_length : prompt_length + sampled],
                 logprobs=np.full(sampled, -0.5, np.float32),
                 versions=(VersionSpan(0, 0, sampled),),
                 finish=Finish.STOP,
@@ -220,26 +222,26 @@ def made_up(turns: int, base: int, sampled: int, added: int) -> Recorded:
                 timings=Timings(0.0),
             )
         )
-    return Recorded("made-up", "made-up", "(made up)", "", tuple(calls))
+    return Recorded("synthetic", "synthetic", "(synthetic)", "", tuple(calls))
 
 
 # --------------------------------------------------------------------------- figures
-def rows_of(sessions: Iterable[Recorded]) -> list[Row]:
-    """A row per harness, dialect and stage."""
+def make_rows(sessions: Iterable[Recorded]) -> list[Row]:
+    """Make a row for each harness, dialect and stage."""
     rows: dict[tuple[str, str, str], Row] = {}
-    for one in sessions:
-        key = (one.harness, one.calls[0].dialect, one.stage)
-        rows.setdefault(key, Row(*key)).add(one)
+    for session in sessions:
+        key = (session.harness, session.calls[0].dialect, session.stage)
+        rows.setdefault(key, Row(*key)).add(session)
     return [rows[key] for key in sorted(rows)]
 
 
-def groups_of(sessions: Iterable[Recorded]) -> list[Group]:
-    """Each task that was attempted several times."""
+def make_groups(sessions: Iterable[Recorded]) -> list[Group]:
+    """Make a group for each task with several sessions."""
     tasks: dict[str, dict[str, list[Trace]]] = defaultdict(dict)
-    for one in sessions:
-        if one.task != CHECKED:
-            traces = find("builder", "prefix_merging")().build(one.calls).traces
-            tasks[one.task][one.session] = worth_computing(traces)
+    for session in sessions:
+        if session.task != CHECKED:
+            traces = find("builder", "prefix_merging")().build(session.calls).traces
+            tasks[session.task][session.session] = select_forwarded(traces)
     return [_group(task, tasks[task]) for task in sorted(tasks) if len(tasks[task]) > 1]
 
 
@@ -253,14 +255,14 @@ def _group(task: str, members: Mapping[str, Sequence[Trace]]) -> Group:
     )
 
 
-# --------------------------------------------------------------------------- telling
+# --------------------------------------------------------------------------- output
 def note(text: str) -> None:
-    """A line of progress."""
+    """Print a line of progress."""
     sys.stderr.write(f"{text}\n")
 
 
 def show(rows: Sequence[Row], groups: Sequence[Group]) -> None:
-    """Both tables."""
+    """Print both tables."""
     screen = Console()
     console = Console(width=max(screen.width, WIDTH))
     table = Table(box=None, padding=(0, 1), title="per_request / prefix_merging / packed")
@@ -281,29 +283,29 @@ def show(rows: Sequence[Row], groups: Sequence[Group]) -> None:
         )
     console.print(table)
     if groups:
-        console.print(_forests(groups))
+        console.print(_make_group_table(groups))
 
 
 def ratio(row: Row) -> float:
-    """How many times as much `per_request` computes as `prefix_merging`."""
+    """Tokens forwarded by `per_request` for each one forwarded by `prefix_merging`."""
     merged = row.forwarded["prefix_merging"]
     return row.forwarded["per_request"] / merged if merged else 1.0
 
 
-def _forests(groups: Sequence[Group]) -> Table:
+def _make_group_table(groups: Sequence[Group]) -> Table:
     table = Table(box=None, padding=(0, 1), title="tokens forwarded for all samples of a task")
     table.add_column("task")
     for name in ("sessions", "prefix_merging", "tree each", "one tree", "ratio"):
         table.add_column(name, justify="right")
-    for one in groups:
-        times = f"{one.prefix_merging / one.forest:.2f}" if one.forest else "-"
-        numbers = (one.sessions, one.prefix_merging, one.tree, one.forest)
-        table.add_row(one.task, *(f"{number:,}" for number in numbers), times)
+    for group in groups:
+        times = f"{group.prefix_merging / group.forest:.2f}" if group.forest else "-"
+        numbers = (group.sessions, group.prefix_merging, group.tree, group.forest)
+        table.add_row(group.task, *(f"{number:,}" for number in numbers), times)
     return table
 
 
 def show_training(scale: float, folder: Path | None, *, as_json: bool) -> None:
-    """One step of training with each builder."""
+    """Train one step with each builder, and print its figures."""
     from step_cost import device, train  # noqa: PLC0415 - brings torch, which counting does not need
 
     rows = train(scale, folder)
@@ -319,12 +321,12 @@ def show_training(scale: float, folder: Path | None, *, as_json: bool) -> None:
 
 
 def main() -> None:
-    """Parse options, count, and tell."""
+    """Parse options, count, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--sessions", type=Path, help="folder with recorded sessions")
-    parser.add_argument("--train", action="store_true", help="train on made-up sessions instead")
-    parser.add_argument("--scale", type=float, default=0.1, help="of their tokens (--train)")
+    parser.add_argument("--train", action="store_true", help="train on synthetic sessions instead")
+    parser.add_argument("--scale", type=float, default=0.1, help="share of their tokens (--train)")
     parser.add_argument("--model", type=Path, help="folder of the model to train (--train)")
     options = parser.parse_args()
     if options.train:
@@ -332,14 +334,14 @@ def main() -> None:
         return
     try:
         if options.sessions is not None:
-            sessions = recorded(options.sessions)
+            sessions = read_sessions(options.sessions)
         else:
             with tempfile.TemporaryDirectory() as folder:
                 note("recording: every harness against a scripted model, some minutes")
                 record(Path(folder) / "sessions")
-                sessions = recorded(Path(folder) / "sessions")
-        rows = [*rows_of(sessions), *rows_of([made_up(**LONG)])]
-        groups = groups_of(sessions)
+                sessions = read_sessions(Path(folder) / "sessions")
+        rows = [*make_rows(sessions), *make_rows([make_synthetic(**LONG)])]
+        groups = make_groups(sessions)
     except TuglineError as error:
         note(f"tugline: {error}")
         sys.exit(2 if isinstance(error, UsageError) else 1)

@@ -1,8 +1,8 @@
-"""What training costs with each builder: optimizer updates, tokens and time of one step.
+"""Training cost with each builder: optimizer updates, tokens and time of one step.
 
-Groups of made-up sessions go through the real builders and the real trainer, with a tiny model on
-one thread of a CPU, or on a GPU in bfloat16 with any model. Updates are batched as published (so
-many traces make an update, as in the reference's trainer) and as Tugline does it (so many sessions,
+Groups of synthetic sessions go through the real builders and the real trainer, with a tiny model on
+one CPU thread, or on a GPU in bfloat16 with any model. Updates are batched as published (a fixed
+number of traces, as in the reference's trainer) and as Tugline does it (a fixed number of sessions
 with all of their traces).
 """
 
@@ -43,33 +43,33 @@ SESSIONS = 4
 SESSIONS_PER_UPDATE = 2
 TURNS = 50
 BASE, SAMPLED, ADDED = 8000, 300, 1550
-"""Tokens of system prompt and tools, of an answer, and of what comes back for it."""
+"""Tokens of system prompt and tools, of an answer, and of the tool result that follows it."""
 GPU_TOKENS = 131_072
-"""Most tokens of a forward pass of a model that was given."""
+"""Maximum tokens of a forward pass with ``--model``."""
 TEAM, TEAM_TURNS = 6, 6
-"""Sub-agents of a session in a team, and turns of each; they have the same system prompt."""
+"""Sub-agents of a session of the shape ``team``, and turns of each; all have one system prompt."""
 ROWS = (
     ("per_request", "published", False),
     ("prefix_merging", "published", False),
     ("prefix_merging", "ours", False),
     ("prefix_merging", "ours", True),
 )
-"""Builder, batching, and whether a forward pass computes what traces share once (trees packed)."""
+"""Builder, batching, and whether shared prefixes are computed once (tree packing)."""
 
 
 class PublishedBatching(Grpo):
-    """Updates of so many traces, whichever session they belong to."""
+    """Updates with a fixed number of traces, whichever sessions they belong to."""
 
     def _shuffle(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
         shuffled = torch.randperm(len(rows), generator=self.order)
         for chosen in shuffled.tensor_split(math.ceil(len(rows) / self.config.sessions_per_update)):
-            some = [rows[i] for i in chosen.tolist()]
-            weights = token_weights([row.sample for row in some], self.config)
-            yield [row._replace(weight=w) for row, w in zip(some, weights, strict=True)]
+            batch = [rows[i] for i in chosen.tolist()]
+            weights = token_weights([row.sample for row in batch], self.config)
+            yield [row._replace(weight=w) for row, w in zip(batch, weights, strict=True)]
 
 
 def make_group(shape: str, scale: float) -> list[tuple[Call, ...]]:
-    """Sessions of one task, which begin with the same prompt."""
+    """Make the sessions of one task, which begin with the same prompt."""
     rng = np.random.default_rng(0)
 
     def text(length: float) -> Ids:
@@ -77,7 +77,7 @@ def make_group(shape: str, scale: float) -> list[tuple[Call, ...]]:
 
     base = text(BASE)
 
-    def talk(calls: list[Call], turns: int, kind: TraceKind, session: str) -> None:
+    def add_calls(calls: list[Call], turns: int, kind: TraceKind, session: str) -> None:
         ids = base if kind is TraceKind.MAIN else np.concatenate((base, text(ADDED)))
         for turn in range(turns):
             answer = text(SAMPLED)
@@ -90,7 +90,7 @@ def make_group(shape: str, scale: float) -> list[tuple[Call, ...]]:
                     branch=None if turn else Branch.NEW_THREAD if calls else None,
                     kind=kind,
                     thread=f"{kind}-{len(calls) - turn}",
-                    dialect="made up",
+                    dialect="synthetic",
                     messages=(),
                     sampling=Sampling(),
                     prompt_ids=ids,
@@ -107,15 +107,15 @@ def make_group(shape: str, scale: float) -> list[tuple[Call, ...]]:
     group = []
     for number in range(SESSIONS):
         calls: list[Call] = []
-        talk(calls, TURNS if shape == "alone" else TURNS // 2, TraceKind.MAIN, str(number))
+        add_calls(calls, TURNS if shape == "alone" else TURNS // 2, TraceKind.MAIN, str(number))
         for _ in range(TEAM if shape == "team" else 0):
-            talk(calls, TEAM_TURNS, TraceKind.SUBAGENT, str(number))
+            add_calls(calls, TEAM_TURNS, TraceKind.SUBAGENT, str(number))
         group.append(tuple(calls))
     return group
 
 
 def train(scale: float, folder: Path | None) -> list[dict[str, Any]]:
-    """One step of each builder on each shape; figures of each. `folder` is a model's."""
+    """Train one step with each builder on each shape. `folder` is that of a model."""
     torch.set_num_threads(1)
     rows = []
     for shape in ("alone", "team"):
@@ -158,7 +158,7 @@ def _load(folder: Path | None) -> PreTrainedModel:
 
 
 def _now() -> float:
-    """Seconds of the GPU once it has done all its work, or of this process's CPU time."""
+    """Seconds by the clock after all GPU work, or of CPU time without a GPU."""
     if not torch.cuda.is_available():
         return time.process_time()
     torch.cuda.synchronize()

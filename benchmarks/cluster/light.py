@@ -1,7 +1,8 @@
-"""Light nodes: they speak the protocol of real ones through the same client, and run nothing.
+"""Light nodes: they use the protocol and client of real nodes, but run no sessions.
 
-Each registers, keeps one lease request open with all that it holds, renews at a third of its lease
-and commits the result of each session at once, or keeps it where the fleet holds sessions.
+Each node registers, keeps one lease request open that lists the sessions it holds, and renews after
+a third of its lease. It commits a result for each session immediately, or, if the fleet holds
+sessions, keeps them leased.
 """
 
 # ruff: noqa: INP001 - programs, not a package
@@ -18,18 +19,18 @@ from tugline.recording.trajectories import pack
 from tugline.types import Ledger, Reward, Session, Status, Trajectory
 
 COMMITS = 64
-"""Results on their way at once, of all nodes together."""
+"""Concurrent commits of all nodes together."""
 JOINING = 32
-"""Registrations on their way at once."""
+"""Concurrent registrations."""
 
 
 class Fleet:
     """`count` light nodes of `slots` each, spread evenly over the servers at `urls`."""
 
     def __init__(self, urls: Sequence[str], join_token: str, *, count: int, slots: int) -> None:
-        self.slots, self.keeps_sessions = slots, False
+        self.slots, self.holds_sessions = slots, False
         self.leased: dict[str, float] = {}
-        """When each session came to a node last, seconds of the monotonic clock."""
+        """Time of the last lease of each session, in seconds of the monotonic clock."""
         self.committed = self.rejoined = 0
         self.errors: list[str] = []
         self.commits, self.joins = asyncio.Semaphore(COMMITS), asyncio.Semaphore(JOINING)
@@ -40,24 +41,24 @@ class Fleet:
         ]
 
     async def start(self) -> None:
-        """Start all nodes; returns when each is registered."""
+        """Start all nodes; return when all are registered."""
         for node in self.nodes:
             node.start()
         await asyncio.gather(*(node.joined.wait() for node in self.nodes))
 
     async def kill(self, nodes: Sequence[LightNode]) -> None:
-        """End these as a power cut does: nothing is released, nothing is said."""
+        """Stop these nodes without releasing their sessions, as a power cut does."""
         for node in nodes:
             node.task.cancel()
         await asyncio.gather(*(node.task for node in nodes), return_exceptions=True)
 
     def describe_errors(self) -> str:
-        """How many calls failed for good, and the first of them; empty without any."""
+        """Number of failed calls (after all retries) and the first error; empty without any."""
         return f"{len(self.errors)} calls failed, first {self.errors[0]}" if self.errors else ""
 
 
 class LightNode:
-    """One of them."""
+    """One light node."""
 
     task: asyncio.Task[None]
 
@@ -77,7 +78,7 @@ class LightNode:
             while True:
                 try:
                     await self._work_as_member()
-                except* FencedError:  # as a real node does: it drops all and registers again
+                except* FencedError:  # like a real node: drop all sessions and register again
                     self.held.clear()
                     self._fleet.rejoined += 1
                 except* ServerError as group:
@@ -102,17 +103,17 @@ class LightNode:
             self._follow(await self._client.renew(self._id, renewal))
 
     async def _lease(self) -> None:
-        """Keep a request open; one without room is replaced as soon as there is some."""
+        """Keep a lease request open; replace one without capacity when a session ends."""
         while True:
             self._freed.clear()
-            room = self._fleet.slots - len(self.held)
-            ask = protocol.LeaseRequest(
-                capacity=room, held=self._list_held(), applied=self._applied
+            capacity = self._fleet.slots - len(self.held)
+            lease = protocol.LeaseRequest(
+                capacity=capacity, held=self._list_held(), applied=self._applied
             )
-            request = asyncio.ensure_future(self._client.lease(self._id, ask))
+            request = asyncio.ensure_future(self._client.lease(self._id, lease))
             freed = asyncio.ensure_future(self._freed.wait())
             try:
-                waits_for = {request} if room else {request, freed}
+                waits_for = {request} if capacity else {request, freed}
                 await asyncio.wait(waits_for, return_when=asyncio.FIRST_COMPLETED)
                 if request.done():
                     self._follow(request.result())
@@ -135,7 +136,7 @@ class LightNode:
             session = work.session
             self.held[session.id] = session
             self._fleet.leased[session.id] = time.monotonic()
-            if not self._fleet.keeps_sessions:
+            if not self._fleet.holds_sessions:
                 task = asyncio.create_task(self._commit(session))
                 self._ends.add(task)
                 task.add_done_callback(self._ends.discard)

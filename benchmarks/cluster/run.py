@@ -1,7 +1,7 @@
-"""What a fleet of nodes costs: 10, 100 and 1,000 light nodes on one and two servers.
+"""Cost of a fleet of nodes: 10, 100 and 1,000 light nodes on one and two servers.
 
-The servers are real, on a PostgreSQL of their own; the nodes are this program. Everything shares
-this machine's cores. `docs/benchmarks.md` says what each figure means.
+The servers are real and have their own PostgreSQL; the nodes run in this program. All share the
+cores of this machine. `docs/benchmarks.md` explains each figure.
 
     python benchmarks/cluster/run.py [--json] [--quick] [--plot FILE]
 """
@@ -41,19 +41,19 @@ BATCH = 1000
 
 
 class Size(NamedTuple):
-    """How much is measured."""
+    """Numbers of nodes, servers and sessions."""
 
     rows: tuple[tuple[int, int], ...]
-    """Nodes and servers of each row; the storm has as many nodes as the last one."""
+    """Nodes and servers of each row; the storm has as many nodes as the last row."""
     sessions: int
     probes: int
     idle_s: float
     lease_s: float
-    """Of the storm; everything else has the default lease."""
+    """Lease time in the storm; the rows use the default."""
     held: int
-    """Sessions that each node holds when the storm begins."""
+    """Sessions held by each node when the storm begins."""
     counted: int = 200
-    """Sessions over which statements are counted."""
+    """Sessions for which statements are counted."""
 
 
 SIZES = {
@@ -63,12 +63,12 @@ SIZES = {
     "quick": Size(((10, 1), (100, 1), (100, 2)), 200, 20, 1.0, 3.0, 8, 40),
 }
 DYING = 0.3
-"""Share of the nodes that die in the storm."""
+"""Share of the nodes that are killed in the storm."""
 WAIT_S = 240.0
 
 
 class Bench:
-    """Servers on a database of their own, and the fleet at them."""
+    """Servers with their own database, and their fleet."""
 
     def __init__(self, folder: Path, url: str, servers: int, lease_s: float | None = None) -> None:
         self.name, self._log = folder.name, folder.parent / "pg" / "log"
@@ -81,7 +81,7 @@ class Bench:
         self.servers: list[Server] = []
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Start the servers, the first one alone: it makes the tables and the tokens."""
+        """Start the servers; the first one starts alone and makes the tables and the tokens."""
         for folder in self._folders:
             (folder / "server").mkdir(parents=True)
             for name in ("tokens.json", "callback.key") if self.servers else ():
@@ -98,7 +98,7 @@ class Bench:
         self.apis = [server.api(http) for server in self.servers]
 
     async def join(self, stack: AsyncExitStack, count: int) -> Fleet:
-        """So many nodes, all registered; they die when `stack` ends."""
+        """Start `count` nodes and wait until all are registered; `stack` kills them at its end."""
         urls, token = [api.url for api in self.apis], self.servers[0].tokens["join"]
         fleet = Fleet(urls, token, count=count, slots=SLOTS)
         stack.push_async_callback(fleet.kill, fleet.nodes)
@@ -106,11 +106,11 @@ class Bench:
         return fleet
 
     def cpu(self) -> float:
-        """CPU seconds of the servers so far."""
+        """CPU seconds used by the servers so far."""
         return sum(server.cpu() for server in self.servers)
 
     def database_cpu(self) -> float:
-        """CPU seconds of the processes that serve this database."""
+        """CPU seconds used by the processes of this database so far."""
         used = 0.0
         for process in psutil.process_iter(["cmdline"]):
             if f" {self.name} " in " ".join(process.info["cmdline"] or ()):
@@ -119,17 +119,17 @@ class Bench:
         return used
 
     def memory_mb(self) -> float:
-        """Resident memory of the servers."""
+        """Resident memory of all servers."""
         return sum(server.rss_mb() for server in self.servers)
 
     def wal_bytes(self) -> int:
-        """Bytes that the database has written to its log so far."""
+        """Bytes that the database has written to its write-ahead log so far."""
         with psycopg.connect(self._url) as connection:
             row = connection.execute("SELECT pg_current_wal_lsn() - '0/0'::pg_lsn").fetchone()
         return int(row[0]) if row else 0
 
     def log_statements(self, *, on: bool) -> int:
-        """Let PostgreSQL log every statement, or no more; returns how many it has logged."""
+        """Turn PostgreSQL's statement log on or off; return the number of logged statements."""
         with psycopg.connect(self._url, autocommit=True) as connection:
             connection.execute(f"ALTER SYSTEM SET log_statement = '{'all' if on else 'none'}'")  # type: ignore[call-overload]
             connection.execute("SELECT pg_reload_conf()")
@@ -139,7 +139,7 @@ class Bench:
 
 # --------------------------------------------------------------------------- measures
 async def wait_until(done: Callable[[], bool], fleet: Fleet, what: str) -> float:
-    """Seconds until `done`, looked at whenever a node made progress. Stops after `WAIT_S`."""
+    """Wait until `done()`, checked on progress of a node; return seconds. Fail after `WAIT_S`."""
     began = time.monotonic()
     while not done():
         if time.monotonic() - began > WAIT_S:
@@ -154,26 +154,26 @@ async def wait_until(done: Callable[[], bool], fleet: Fleet, what: str) -> float
 
 
 async def submit(apis: Sequence[Api], name: str, sessions: int, samples: int = 4) -> None:
-    """Queue sessions in groups of `samples`, at each server in turn."""
+    """Submit sessions in groups of `samples`, to each server in turn."""
     tasks = [task(f"{name}{n}", samples=samples) for n in range(-(-sessions // samples))]
     for n in range(0, len(tasks), BATCH):
         await apis[n // BATCH % len(apis)].post("/v1/tasks", tasks[n : n + BATCH])
 
 
 async def throughput(bench: Bench, fleet: Fleet, size: Size) -> dict[str, Any]:
-    """Queue sessions and wait until the fleet has committed all of them."""
-    want = fleet.committed + size.sessions
+    """Submit sessions and wait until the fleet has committed all of them."""
+    target = fleet.committed + size.sessions
     before, wal = (bench.cpu(), bench.database_cpu()), bench.wal_bytes()
     began = time.monotonic()
     await submit(bench.apis, "work", size.sessions)
-    await wait_until(lambda: fleet.committed >= want, fleet, "the sessions to end")
+    await wait_until(lambda: fleet.committed >= target, fleet, "the sessions to end")
     seconds = time.monotonic() - began
     cpu, db_cpu = bench.cpu() - before[0], bench.database_cpu() - before[1]
     wal = bench.wal_bytes() - wal
     logged = bench.log_statements(on=True)
-    want = fleet.committed + size.counted
+    target = fleet.committed + size.counted
     await submit(bench.apis, "count", size.counted)
-    await wait_until(lambda: fleet.committed >= want, fleet, "the counted sessions to end")
+    await wait_until(lambda: fleet.committed >= target, fleet, "the counted sessions to end")
     statements = bench.log_statements(on=False) - logged
     return {
         "sessions_per_s": round(size.sessions / seconds, 1),
@@ -185,7 +185,7 @@ async def throughput(bench: Bench, fleet: Fleet, size: Size) -> dict[str, Any]:
 
 
 async def dispatch(bench: Bench, fleet: Fleet, size: Size) -> dict[str, Any]:
-    """From before a task is sent until its session is at a node; all nodes wait."""
+    """Time from before a task is sent until a waiting node has leased its session."""
     spent = []
     for n in range(size.probes):
         name = f"probe{n}"
@@ -203,7 +203,7 @@ async def dispatch(bench: Bench, fleet: Fleet, size: Size) -> dict[str, Any]:
 
 
 async def idle(bench: Bench, size: Size) -> dict[str, Any]:
-    """Share of a core that the servers take while the nodes wait and renew."""
+    """Share of a core that the servers use while nodes only wait and renew."""
     await asyncio.sleep(min(3.0, size.idle_s))
     began, cpu, database = time.monotonic(), bench.cpu(), bench.database_cpu()
     await asyncio.sleep(size.idle_s)
@@ -215,7 +215,7 @@ async def idle(bench: Bench, size: Size) -> dict[str, Any]:
 
 
 async def measure(folder: Path, url: str, nodes: int, servers: int, size: Size) -> dict[str, Any]:
-    """One row: so many nodes at so many servers."""
+    """Measure one row of the table."""
     async with AsyncExitStack() as stack:
         bench = Bench(folder, url, servers)
         await bench.start(stack)
@@ -233,12 +233,12 @@ async def measure(folder: Path, url: str, nodes: int, servers: int, size: Size) 
 
 
 async def storm(folder: Path, url: str, nodes: int, size: Size) -> dict[str, Any]:
-    """Let `DYING` of the nodes die at once; how long until all that they held is leased again."""
+    """Kill the share `DYING` of the nodes; measure until all their sessions are leased again."""
     async with AsyncExitStack() as stack:
         bench = Bench(folder, url, 1, size.lease_s)
         await bench.start(stack)
         fleet = await bench.join(stack, nodes)
-        fleet.keeps_sessions = True
+        fleet.holds_sessions = True
         began, total = time.monotonic(), nodes * size.held
         await submit(bench.apis, "held", total, samples=size.held)
         await wait_until(lambda: len(fleet.leased) >= total, fleet, "the first leases")
@@ -271,7 +271,7 @@ async def storm(folder: Path, url: str, nodes: int, size: Size) -> dict[str, Any
 
 
 async def run(size: Size) -> dict[str, Any]:
-    """Every row and the storm, each on new servers and a new database."""
+    """Measure every row and the storm, each with new servers and a new database."""
     began, load = time.time(), os.getloadavg()[0]
     raise_file_limit()
     rows = []
@@ -279,8 +279,8 @@ async def run(size: Size) -> dict[str, Any]:
         folder = Path(path)
         with postgres(folder / "pg") as url:
             for nodes, servers in size.rows:
-                place = folder / f"s{servers}n{nodes}"
-                rows.append(await measure(place, url, nodes, servers, size))
+                subfolder = folder / f"s{servers}n{nodes}"
+                rows.append(await measure(subfolder, url, nodes, servers, size))
             report = await storm(folder / "storm", url, size.rows[-1][0], size)
     machine = {
         "cpus": os.cpu_count(),
@@ -294,7 +294,7 @@ async def run(size: Size) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------- output
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Cost and rate over the number of nodes."""
+    """Draw cost and rate over the number of nodes."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - only for a picture
 
     panels = {
@@ -307,8 +307,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
     for (key, title), axes in zip(panels.items(), figure.subplots(1, len(panels)), strict=True):
         for servers in (1, 2):
             rows = [row for row in report["rows"] if row["servers"] == servers]
-            places = [row["nodes"] for row in rows]
-            axes.plot(places, [row[key] for row in rows], "o-", label=f"{servers} server(s)")
+            nodes = [row["nodes"] for row in rows]
+            axes.plot(nodes, [row[key] for row in rows], "o-", label=f"{servers} server(s)")
         axes.set(title=title, xlabel="nodes", xscale="log")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
@@ -317,11 +317,13 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="10 and 100 nodes, rougher figures")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows, as .svg or .png")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the rows into an .svg or .png file"
+    )
     options = parser.parse_args()
     report = uvloop.run(run(SIZES["quick" if options.quick else "full"]))
     if options.plot is not None:

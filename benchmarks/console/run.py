@@ -1,7 +1,7 @@
-"""What the console costs, in a real Chromium on a server of its own with many finished sessions.
+"""Cost of the console, in a real Chromium on a server with many finished sessions.
 
-`docs/console.md` says what the figures mean. Chromium must be on the PATH: `make test-browser`
-installs one. Drawing 250,000 tokens is measured there, too. `--lists` measures only the lists,
+`docs/console.md` explains the figures. Chromium must be on the PATH: `make test-browser` installs
+one, and also measures how long 250,000 tokens take to draw. `--lists` measures only the lists,
 which need no browser.
 
     python benchmarks/console/run.py [--json] [--lists] [--store postgres] [--sessions 100000]
@@ -47,20 +47,20 @@ from tugline.types import Boundary, Cause, Failure, Status  # noqa: E402
 
 ASSETS = ROOT / "src" / "tugline" / "server" / "console"
 SAMPLES, BATCH = 8, 125
-"""Sessions of a task, and tasks of a transaction."""
+"""Sessions of each task, and tasks in each transaction."""
 VOCABULARY, WORDS = 20_000, 150
-"""Words there are, the n-th of which is used 1/n as often as the first; and words of a task."""
+"""Different words, the n-th used 1/n times as often as the first, and words of each task."""
 RARE = 2500
-"""One in so many sessions ran out of time."""
+"""One in this many sessions timed out."""
 VISITS, LISTS, LAGS, TABS, IDLE_S = 7, 40, 10, 20, 20.0
 LISTED = {
     "the newest": "newest=true",
     "failed": "newest=true&status=failed",
-    "timed out, which few have": "newest=true&status=timed_out",
-    "a status that none has": "newest=true&status=cancelled",
-    "a part of an id": "newest=true&q=77",
-    "an id that none has": "newest=true&q=t_none",
-    "a number that none has": "newest=true&q=9999",
+    "timed out (few sessions)": "newest=true&status=timed_out",
+    "a status without sessions": "newest=true&status=cancelled",
+    "part of an id": "newest=true&q=77",
+    "an unknown id": "newest=true&q=t_none",
+    "an unknown number": "newest=true&q=9999",
     "a task": "newest=true&task=t7",
     "from the middle": "newest=true&after={middle}",
 }
@@ -68,21 +68,21 @@ SEARCHED = {
     "a common word": "q=nothing",
     "a word of every tenth task": "q=w00142",
     "a rare word": "q=word777",
-    "a word that none has": "q=absent",
-    "the beginning of many words": "q=w00",
+    "an unknown word": "q=absent",
+    "a prefix of many words": "q=w00",
     "two common words": "q=nothing+w00001",
     "a common and a rare word": "q=nothing+word777",
     "a word of many failures": "q=gave+up",
     "a word of few failures": "q=memory",
 }
-"""Words; each also with a status that many, few or no sessions have, and from the middle."""
+"""Searches; each is also combined with a status of many, few or no sessions, and the middle."""
 LISTED |= {f"{name}: {query}": f"newest=true&{query}" for name, query in SEARCHED.items()}
 LISTED |= {
     f"{name}, {more}": f"newest=true&{query}&{more}"
     for name, query in SEARCHED.items()
     for more in ("status=failed", "status=timed_out", "status=cancelled", "after={middle}")
 }
-"""What the page of sessions asks for, by what it shows."""
+"""Queries of the sessions page, by description."""
 BUDGETS = {
     "first_paint_ms": 300,
     "list_p95_ms": 100,
@@ -109,38 +109,40 @@ class Rig(NamedTuple):
 
     @property
     def api(self) -> Api:
-        """Who may submit."""
+        """API client that may submit tasks."""
         return self.server.api(self.http)
 
     def link(self, path: str) -> str:
-        """A page, with the token that opens it."""
+        """URL of a page, with the read token."""
         return f"{self.api.url}{path}#token={self.server.tokens['read']}"
 
 
 # --------------------------------------------------------------------------- the store
 async def fill(path: Path, count: int) -> None:
-    """Make a SQLite store with so many finished sessions; every seventh has failed."""
+    """Make a SQLite store with `count` finished sessions, every seventh of them failed."""
     async with open_database(f"sqlite:{path}") as database:
         for first in range(0, count // SAMPLES, BATCH):
             await database.write_relaxed(_finish, range(first, first + BATCH))
 
 
 async def copy(path: Path, url: str) -> None:
-    """Bring the rows of a SQLite store into a new one in PostgreSQL: that takes seconds."""
+    """Copy the rows of a SQLite store into a new PostgreSQL store, which takes only seconds."""
     async with open_database(url):  # makes the tables
         pass
-    with psycopg.connect(url) as there, contextlib.closing(sqlite3.connect(path)) as here:
-        there.execute("TRUNCATE positions, control")
+    with psycopg.connect(url) as target, contextlib.closing(sqlite3.connect(path)) as source:
+        target.execute("TRUNCATE positions, control")
         for table in ("positions", "control", "tenants", "tasks", "sessions", "results", "events"):
-            rows = here.execute(f"SELECT * FROM {table}")  # noqa: S608 - constants
-            _write(there, table, [column[0] for column in rows.description], rows)
-        _write(there, "texts", ["rowid", "words"], here.execute("SELECT rowid, words FROM texts"))
+            rows = source.execute(f"SELECT * FROM {table}")  # noqa: S608 - constants
+            _write(target, table, [column[0] for column in rows.description], rows)
+        _write(
+            target, "texts", ["rowid", "words"], source.execute("SELECT rowid, words FROM texts")
+        )
 
 
 def _write(
-    there: psycopg.Connection[Any], table: str, columns: list[str], rows: Iterable[tuple[Any, ...]]
+    target: psycopg.Connection[Any], table: str, columns: list[str], rows: Iterable[tuple[Any, ...]]
 ) -> None:
-    with there.cursor().copy(f"COPY {table} ({', '.join(columns)}) FROM STDIN") as copying:
+    with target.cursor().copy(f"COPY {table} ({', '.join(columns)}) FROM STDIN") as copying:
         for row in rows:
             copying.write_row(row)
 
@@ -149,24 +151,24 @@ _SHARES = list(itertools.accumulate(1 / n for n in range(1, VOCABULARY + 1)))
 
 
 def _instruct(n: int) -> str:
-    drawn = random.Random(n).choices(range(VOCABULARY), cum_weights=_SHARES, k=WORDS)
-    return f"nothing but word{n} {' '.join(f'w{word:05}' for word in drawn)}"
+    chosen = random.Random(n).choices(range(VOCABULARY), cum_weights=_SHARES, k=WORDS)
+    return f"nothing but word{n} {' '.join(f'w{word:05}' for word in chosen)}"
 
 
 def _finish(tx: Tx, numbers: range) -> None:
-    """Submit tasks of these numbers, and end their sessions."""
-    made = [
+    """Submit the tasks with these numbers, and write results for their sessions."""
+    new_tasks = [
         msgspec.structs.replace(task(f"t{n}", samples=SAMPLES), instruction=_instruct(n))
         for n in numbers
     ]
-    tasks.submit(tx, [tasks.pack(one) for one in made])
-    for one in made:
-        for entry in sessions.select(tx, "task = :task", task=one.id):
+    tasks.submit(tx, [tasks.pack(new) for new in new_tasks])
+    for new in new_tasks:
+        for entry in sessions.select(tx, "task = :task", task=new.id):
             failed = entry.place % 7 == 6
-            late = entry.place % RARE == 0
+            timed_out = entry.place % RARE == 0
             message = "out of memory" if entry.place % 699 == 6 else "the agent gave up"
             end = End(
-                Status.FAILED if failed else Status.TIMED_OUT if late else Status.COMPLETED,
+                Status.FAILED if failed else Status.TIMED_OUT if timed_out else Status.COMPLETED,
                 failure=Failure(Boundary.AGENT, message, Cause.ENGINE) if failed else None,
                 reward=None if failed else float(entry.place % 2),
                 sampled=900,
@@ -176,9 +178,9 @@ def _finish(tx: Tx, numbers: range) -> None:
             results.finish(tx, entry, end)
 
 
-# --------------------------------------------------------------------------- what is measured
+# --------------------------------------------------------------------------- measures
 async def first_paint(rig: Rig) -> dict[str, Any]:
-    """From the moment the Overview is asked for until it shows something, and its rows."""
+    """Time from opening the Overview until its first paint, and until it has rows."""
     await rig.tab.send("Network.setCacheDisabled", cacheDisabled=True)
     painted, filled = [], []
     for _ in range(VISITS):
@@ -195,7 +197,7 @@ async def first_paint(rig: Rig) -> dict[str, Any]:
 
 
 async def lists(rig: Rig) -> dict[str, Any]:
-    """One page of sessions as the console asks for it; the slowest kind counts."""
+    """Latency of a page of sessions for every query; `list_p95_ms` is the slowest of them."""
     slow, usual = {}, {}
     for name, query in LISTED.items():
         path = f"/v1/sessions?limit=200&{query.format(middle=rig.sessions // 2)}"
@@ -214,7 +216,7 @@ async def lists(rig: Rig) -> dict[str, Any]:
 
 
 async def live_lag(rig: Rig) -> dict[str, Any]:
-    """From the moment before a task is submitted until its session is a row of the page."""
+    """Time from before a task is submitted until the page has a row for its session."""
     await rig.tab.visit(rig.link("/sessions"))
     await rig.tab.until("document.querySelector('.connection .live')")
     await rig.tab.js(_SEEN)
@@ -231,10 +233,10 @@ async def live_lag(rig: Rig) -> dict[str, Any]:
 
 
 async def open_tabs(rig: Rig) -> dict[str, Any]:
-    """Share of a core that the server uses while tabs are open and nothing happens."""
+    """Share of a core that the server uses for open tabs while nothing happens."""
     for n in range(TABS):
         await rig.tab.send("Target.createTarget", url=rig.link("/sessions" if n % 2 else "/"))
-    await asyncio.sleep(10)  # they load
+    await asyncio.sleep(10)  # until the tabs have loaded
     before, began = rig.server.cpu(), time.monotonic()
     await asyncio.sleep(IDLE_S)
     used = rig.server.cpu() - before
@@ -242,7 +244,7 @@ async def open_tabs(rig: Rig) -> dict[str, Any]:
 
 
 async def sizes(_rig: Rig) -> dict[str, Any]:
-    """Of the built files: the first script as it is sent, and all as they are installed."""
+    """Size of the first script, compressed as it is sent, and of all installed files."""
     (first,) = re.findall(r'src="/(assets/[^"]+)"', (ASSETS / "index.html").read_text())
     total = sum(file.stat().st_size for file in ASSETS.rglob("*.*"))
     sent = len(gzip.compress((ASSETS / first).read_bytes()))
@@ -255,9 +257,9 @@ MEASURES: tuple[Callable[[Rig], Awaitable[dict[str, Any]]], ...] = (
 
 
 async def run(count: int, store: str, *, browser: bool) -> dict[str, Any]:
-    """Everything, on one server; without a browser only the lists."""
+    """Measure everything on one server; only the lists without a browser."""
     load = os.getloadavg()[0]
-    told: dict[str, Any] = {"sessions": count, "store": store}
+    report: dict[str, Any] = {"sessions": count, "store": store}
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tugline-bench-")))
         note(f"making {count:,} finished sessions")
@@ -278,13 +280,13 @@ async def run(count: int, store: str, *, browser: bool) -> dict[str, Any]:
         tab = await stack.enter_async_context(chromium(folder / "profile")) if browser else None
         for measure in MEASURES if browser else (lists,):
             note(f"measuring: {measure.__name__}")
-            told |= await measure(Rig(server, http, tab, count))
-    told["machine"] = {"cpus": os.cpu_count(), "load": [round(load, 1), os.getloadavg()[0]]}
-    return told
+            report |= await measure(Rig(server, http, tab, count))
+    report["machine"] = {"cpus": os.cpu_count(), "load": [round(load, 1), os.getloadavg()[0]]}
+    return report
 
 
 def main() -> None:
-    """The command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--sessions", type=int, default=100_000, help="in multiples of 1,000")

@@ -1,14 +1,14 @@
-"""The same multi-turn load on our engine and on transformers' continuous batching, in one run.
+"""The same multi-turn load on the embedded engine and on transformers' continuous batching.
 
-Agents of a GRPO group share a long prompt (system prompt and tools), then each extends its own
-conversation turn by turn. Both engines get the same tiny Qwen3, the same sessions, one thread and
-as much KV; the answers have a fixed length, so that the work is equal. Block sharing is off in
-transformers, since it gives wrong log probabilities after a weight swap.
+The sessions of a GRPO group share a long prompt (system prompt and tools); then each extends its
+own conversation turn by turn. Both engines get the same tiny Qwen3, the same sessions, one thread
+and equal KV memory. Answers have a fixed length, so that both do the same work. Block sharing is
+off in transformers, because it gives wrong log probabilities after a weight swap.
 
     python benchmarks/engine/load.py [--sessions 8] [--turns 2] [--json out.json]
 """
 
-# ruff: noqa: INP001, T201 - a script, which speaks by printing
+# ruff: noqa: INP001, T201 - a script that prints
 from __future__ import annotations
 
 import argparse
@@ -37,7 +37,7 @@ HEAD = f"{'engine':<14}{'run':>4}{'new tok/s':>11}{'first token s':>15}{'max err
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked; lengths in tokens."""
+    """The sessions to play; lengths are in tokens."""
 
     sessions: int
     turns: int
@@ -48,13 +48,13 @@ class Load:
     answer: int = 40
 
     def prompt(self, session: int, run: int) -> Ids:
-        """The first prompt of a session; its group's part differs between runs."""
+        """Make the first prompt of a session; the part of its group differs between runs."""
         shared = np.random.default_rng(1).integers(5, VOCAB, self.shared)
         task = np.random.default_rng([run, session // self.group]).integers(5, VOCAB, self.task)
         return np.concatenate([shared, task]).astype(np.int32)
 
     def extend(self, ids: Ids, answer: Ids, session: int) -> Ids:
-        """The next turn's prompt: what was, what was said, and a tool's result."""
+        """Make the next prompt: the previous prompt, the answer and a tool result."""
         tail = np.random.default_rng(session).integers(5, VOCAB, self.tail)
         return np.concatenate([ids, answer, tail]).astype(np.int32)
 
@@ -67,17 +67,17 @@ class Measured:
     run: int
     new_tokens_per_s: float
     first_token_median_s: float | None
-    """None where the engine was not asked to stream."""
+    """None if the engine does not stream."""
     worst_logprob_error: float
     seconds: float
 
 
-Ask = Callable[[Ids, int], Awaitable[tuple[Ids, np.ndarray, float | None]]]
-"""Prompt and seed to answer ids, log probabilities and seconds to the first token."""
+Generate = Callable[[Ids, int], Awaitable[tuple[Ids, np.ndarray, float | None]]]
+"""Prompt and seed to answer ids, log probabilities, and seconds to the first token."""
 
 
 def model() -> Qwen3ForCausalLM:
-    """About 1.2 million random weights."""
+    """Make a model of about 1.2 million random weights."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -94,17 +94,19 @@ def model() -> Qwen3ForCausalLM:
 
 
 @torch.inference_mode()
-def error(judge: Qwen3ForCausalLM, prompt: Ids, ids: Ids, logprobs: np.ndarray) -> float:
-    """Largest difference to a plain forward pass, nats."""
+def error(reference: Qwen3ForCausalLM, prompt: Ids, ids: Ids, logprobs: np.ndarray) -> float:
+    """Largest difference from the logprobs of a plain forward pass, in nats."""
     whole = torch.from_numpy(np.concatenate([prompt, ids]).astype(np.int64))
-    logits = judge(whole[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logits = reference(whole[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
     rows = torch.log_softmax(logits.float(), -1)
-    said = rows.gather(1, whole[len(prompt) :, None])[:, 0].numpy()
-    return float(np.abs(said - logprobs).max())
+    expected = rows.gather(1, whole[len(prompt) :, None])[:, 0].numpy()
+    return float(np.abs(expected - logprobs).max())
 
 
-async def play(name: str, load: Load, run: int, ask: Ask, judge: Qwen3ForCausalLM) -> Measured:
-    """All sessions at once, each turn after turn; session 0's last answer is judged."""
+async def play(
+    name: str, load: Load, run: int, ask: Generate, reference: Qwen3ForCausalLM
+) -> Measured:
+    """Play all sessions concurrently; check the logprobs of session 0's last answer."""
     waits: list[float] = []
 
     async def session(index: int) -> tuple[Ids, Ids, np.ndarray]:
@@ -125,13 +127,13 @@ async def play(name: str, load: Load, run: int, ask: Ask, judge: Qwen3ForCausalL
         run=run,
         new_tokens_per_s=load.sessions * load.turns * load.answer / seconds,
         first_token_median_s=float(np.median(waits)) if waits else None,
-        worst_logprob_error=error(judge, *last[0]),
+        worst_logprob_error=error(reference, *last[0]),
         seconds=seconds,
     )
 
 
 async def ours(load: Load, runs: int) -> list[Measured]:
-    """The embedded engine, streaming."""
+    """Run the load on the embedded engine, streaming."""
     async with Engine(
         model(), eos_ids=[], max_model_len=WINDOW, max_running=load.sessions, threads=1
     ) as engine:
@@ -144,15 +146,15 @@ async def ours(load: Load, runs: int) -> list[Measured]:
                 async for chunk in chunks:
                     first = first or time.perf_counter() - began
                     parts.append(chunk)
-            said = np.concatenate([part.ids for part in parts])
-            return said, np.concatenate([part.logprobs for part in parts]), first
+            ids = np.concatenate([part.ids for part in parts])
+            return ids, np.concatenate([part.logprobs for part in parts]), first
 
-        judge = model()
-        return [show(await play("tugline", load, run, ask, judge)) for run in range(runs)]
+        reference = model()
+        return [show(await play("tugline", load, run, ask, reference)) for run in range(runs)]
 
 
 async def theirs(load: Load, runs: int) -> list[Measured]:
-    """Transformers' continuous batching, without block sharing."""
+    """Run the load on transformers' continuous batching, without block sharing."""
     torch.set_num_threads(1)
     subject = model()
     subject.set_attn_implementation("sdpa")
@@ -186,21 +188,23 @@ async def theirs(load: Load, runs: int) -> list[Measured]:
                 raise RuntimeError(msg)
             return np.array(out.generated_tokens, np.int32), np.array(out.logprobs), None
 
-        judge = model()
-        return [show(await play("transformers", load, run, ask, judge)) for run in range(runs)]
+        reference = model()
+        return [show(await play("transformers", load, run, ask, reference)) for run in range(runs)]
 
 
-def show(one: Measured) -> Measured:
-    """One line of the table."""
-    first = one.first_token_median_s
+def show(result: Measured) -> Measured:
+    """Print a line of the table, and return the result."""
+    first = result.first_token_median_s
     wait = "-" if first is None else f"{first:.3f}"
-    speed, off = one.new_tokens_per_s, one.worst_logprob_error
-    print(f"{one.engine:<14}{one.run:>4}{speed:>11.0f}{wait:>15}{off:>11.1e}", flush=True)
-    return one
+    speed, difference = result.new_tokens_per_s, result.worst_logprob_error
+    print(
+        f"{result.engine:<14}{result.run:>4}{speed:>11.0f}{wait:>15}{difference:>11.1e}", flush=True
+    )
+    return result
 
 
 def main() -> None:
-    """Measure, print the table, and write JSON when asked."""
+    """Measure, print the table, and write JSON with ``--json``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--turns", type=int, default=2)

@@ -1,8 +1,8 @@
-"""The stub engine: answers at once, from memory, what `replies` wrote.
+"""The stub engine: sends the responses made by `replies` immediately, from memory.
 
-A request's ``max_tokens`` says which turn is asked for (its three lowest digits) and whether the
-stream is to be spaced in time; proxies hand it through, so the stub needs to know nothing of
-sessions. Prints ``{"port": N}`` when it is up. ``GET /times`` gives, and forgets, when the first
+A request's ``max_tokens`` encodes the turn (its three lowest digits) and whether the stream is
+paced. Proxies forward it unchanged, so the stub needs no knowledge of sessions. It prints
+``{"port": N}`` when it is up. ``GET /times`` returns and clears the times at which the first
 visible token of each stream was written (seconds of the monotonic clock).
 
     python engine.py REPLIES_FILE
@@ -25,7 +25,7 @@ from replies import Replies, Streamed
 
 WINDOW = 2_000_000
 PACED = 500_000
-"""A ``max_tokens`` of this much over `BASE` asks for tokens spaced in time."""
+"""Added to `BASE` in ``max_tokens`` to request a paced stream."""
 BASE = 100_000
 SPACING_S = 0.0015
 
@@ -45,11 +45,11 @@ class Engine(asyncio.Protocol):
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep it for writing."""
+        """Keep the transport for writing."""
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Answer every request that is complete."""
+        """Answer every complete request."""
         self._buffer += data
         while len(self._buffer) >= max(self._needed, 4):
             if not self._needed:
@@ -75,11 +75,11 @@ class Engine(asyncio.Protocol):
             self._json(_MODELS)
 
     def _sample(self, replies: Replies, request: bytes) -> None:
-        found = _NUMBER.search(request, request.index(b"\r\n\r\n"))
-        if found is None:
+        match = _NUMBER.search(request, request.index(b"\r\n\r\n"))
+        if match is None:
             self._json({"error": {"message": "the request has no six-digit max_tokens"}})
             return
-        number = int(found[1]) - BASE
+        number = int(match[1]) - BASE
         turn = number % 1000
         if not _STREAM.search(request[:2000]) and not _STREAM.search(request[-20_000:]):
             self._transport.write(replies.whole[turn])
@@ -96,7 +96,7 @@ class Engine(asyncio.Protocol):
 
 
 class _Paced:
-    """A stream whose events go out one by one, on a schedule of its own."""
+    """A stream that sends one event every `SPACING_S`."""
 
     def __init__(
         self, transport: asyncio.Transport, streamed: Streamed, times: list[float]
@@ -108,7 +108,7 @@ class _Paced:
         transport.write(streamed.head)
 
     def step(self) -> None:
-        """Write what is due, and come back."""
+        """Write the events that are due, and schedule the next step."""
         if self._transport.is_closing():
             return
         chunks, visible = self._streamed.chunks, self._streamed.visible

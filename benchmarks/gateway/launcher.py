@@ -1,9 +1,10 @@
-"""The real gateway as a process of its own, steered line by line over its standard input.
+"""The real gateway in its own process, controlled by lines on its standard input.
 
 ``open N`` opens N sessions and answers with a JSON list of ``[path, key, recording, port]``;
-``close`` closes every open one and answers ``{}``; ``watch`` begins to watch the event loop and
-``stalls`` tells its longest stall, in wall-clock ms and in CPU ms of its thread; ``pids`` lists its
-processes. Prints ``{"port": N}`` when it is up and ends when the input closes.
+``close`` closes all of them and answers ``{}``; ``watch`` starts to measure stalls of the event
+loop and ``stalls`` answers with the longest one, in wall-clock ms and in CPU ms of the thread;
+``pids`` lists the gateway's processes. It prints ``{"port": N}`` when it is up and exits when the
+input closes.
 
     python launcher.py exact|observed|workers ENGINE_URL TOKENIZER_FOLDER RECORDINGS_FOLDER
 """
@@ -47,14 +48,14 @@ TASK = Task(
 )
 
 
-def say(value: object) -> None:
-    """One line of JSON to whoever started this."""
+def respond(value: object) -> None:
+    """Print one line of JSON for the parent process."""
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
 
-class Watch:
-    """Asks the event loop to come back in a millisecond, again and again."""
+class StallMonitor:
+    """Measures stalls of the event loop with a timer of one millisecond."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -70,14 +71,14 @@ class Watch:
         self._timer = self._loop.call_later(0.001, self._tick)
 
     def stop(self) -> dict[str, float]:
-        """The longest stall in ms; in CPU time it is blind to other programs on the machine."""
+        """Stop; return the longest stall in ms. CPU time excludes other programs on the machine."""
         self._timer.cancel()
         return {"wall": self._wall * 1000, "cpu": self._cpu * 1000}
 
 
 async def main(mode: str, engine: str, tokenizer: Path, folder: Path) -> None:
     """Serve until the standard input closes."""
-    log.configure()  # to stderr: what is on stdout is read
+    log.configure()  # to stderr: the parent reads stdout
     numbers = itertools.count()
     wire: EngineFormat = VllmChat() if mode == "observed" else VllmGenerate()
     rendering = None if mode == "observed" else Rendering(Tokenizer.load(tokenizer), "qwen3")
@@ -85,37 +86,37 @@ async def main(mode: str, engine: str, tokenizer: Path, folder: Path) -> None:
     raise_file_limit()
     if mode == "workers":
         connection = EngineConnection((engine,), upstream, rendering)
-        made: Gateway = Workers(connection, folder, host="127.0.0.1", port=0, count=WORKERS)
+        built: Gateway = Workers(connection, folder, host="127.0.0.1", port=0, count=WORKERS)
     else:
-        made = Gateway(upstream, rendering, folder)
-    async with made as gateway, managed_gc(lambda: gateway.idle):
-        say({"port": urlsplit(gateway.url).port})
+        built = Gateway(upstream, rendering, folder)
+    async with built as gateway, managed_gc(lambda: gateway.idle):
+        respond({"port": urlsplit(gateway.url).port})
         async with contextlib.AsyncExitStack() as opened:
             while line := await asyncio.to_thread(sys.stdin.readline):
-                word, _, count = line.strip().partition(" ")
-                if word == "close":
+                command, _, count = line.strip().partition(" ")
+                if command == "close":
                     await opened.aclose()
-                    say({})
+                    respond({})
                     continue
-                if word == "pids":
-                    workers = made.workers if isinstance(made, Workers) else ()
-                    say([os.getpid(), *(worker.pid for worker in workers)])
+                if command == "pids":
+                    workers = built.workers if isinstance(built, Workers) else ()
+                    respond([os.getpid(), *(worker.pid for worker in workers)])
                     continue
-                if word == "watch":
-                    watch = Watch()
-                    say({})
+                if command == "watch":
+                    monitor = StallMonitor()
+                    respond({})
                     continue
-                if word == "stalls":
-                    say(watch.stop())
+                if command == "stalls":
+                    respond(monitor.stop())
                     continue
                 sessions = []
                 for _ in range(int(count)):
                     session = Session(id=f"bench-{next(numbers)}", task=TASK.id, sample=0)
                     access = await opened.enter_async_context(gateway.open(session, TASK))
-                    at = urlsplit(access.base_url)
+                    url = urlsplit(access.base_url)
                     recording = str(gateway.recording_path(session))
-                    sessions.append([at.path, access.key, recording, at.port])
-                say(sessions)
+                    sessions.append([url.path, access.key, recording, url.port])
+                respond(sessions)
 
 
 if __name__ == "__main__":

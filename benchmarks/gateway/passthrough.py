@@ -1,6 +1,6 @@
-"""The floor: what a proxy in Python costs that forwards bytes and looks at none of them.
+"""The baseline: a Python proxy that forwards bytes without reading them.
 
-Raw ASGI on uvicorn (uvloop, httptools) in front, an aiohttp connection pool behind, nothing kept.
+It is a raw ASGI application on uvicorn (uvloop, httptools) with an aiohttp connection pool.
 Prints ``{"port": N}`` when it is up.
 
     python passthrough.py ENGINE_URL
@@ -27,7 +27,7 @@ class PassThrough:
         self._client, self._engine = client, engine
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Forward one request, and its answer as it comes."""
+        """Forward one request, and its answer chunk by chunk."""
         parts = []
         more = True
         while more:
@@ -38,12 +38,12 @@ class PassThrough:
         async with self._client.post(
             self._engine + scope["path"], data=b"".join(parts), headers=headers
         ) as answer:
-            kept = [
+            forwarded = [
                 (name.lower(), value)
                 for name, value in answer.raw_headers
                 if name.lower() in {b"content-type", b"content-length"}
             ]
-            start = {"type": "http.response.start", "status": answer.status, "headers": kept}
+            start = {"type": "http.response.start", "status": answer.status, "headers": forwarded}
             await send(start)
             async for data in answer.content.iter_any():
                 await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -1,4 +1,4 @@
-"""Programs beside the load generator: started, asked by lines of JSON, watched from outside."""
+"""Child processes of the load generator: start them, send commands, read their CPU and memory."""
 
 # ruff: noqa: INP001 - programs, not a package
 from __future__ import annotations
@@ -18,16 +18,16 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_of(pid: int) -> float:
-    """Seconds of CPU that a process used so far."""
+    """User and system CPU seconds of a process so far."""
     return time.clock_gettime((~pid << 3) | 2)
 
 
-class Refused(Exception):
-    """A program ended instead of answering."""
+class ChildFailed(Exception):
+    """A program exited or timed out instead of answering."""
 
 
 class Child:
-    """One Python program of this folder, which starts while others do."""
+    """A Python program of this folder; the constructor does not wait until it is up."""
 
     def __init__(self, file: Path, *arguments: str) -> None:
         self._name = file.name
@@ -41,25 +41,25 @@ class Child:
 
     @cached_property
     def port(self) -> int:
-        """Its port, which its first line tells; waits until it is up."""
+        """Its port, from the first line that it prints; waits until it is up."""
         return int(self._line()["port"])
 
     def ask(self, line: str) -> Any:
-        """Send one line; the program's answer."""
+        """Send one line and return the answer."""
         if self._process.stdin is not None:
             self._process.stdin.write(line.encode() + b"\n")
         return self._line()
 
     def cpu(self) -> float:
-        """Seconds of CPU that all its threads used so far, user and system (the kernel's clock)."""
+        """User and system CPU seconds of all its threads so far, by the kernel's clock."""
         return cpu_of(self.pid)
 
     def rss(self) -> int:
-        """Bytes of memory resident."""
+        """Resident memory in bytes."""
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE
 
     def stop(self) -> None:
-        """Close its input, which ends it."""
+        """Close its input, on which it exits; kill it if it does not."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -76,7 +76,7 @@ class Child:
             part = out.read(1 << 16) if ready else None
             if not part:
                 self._process.kill()
-                msg = f"{self._name} ended, or did not answer within {DEADLINE_S:.0f} s"
-                raise Refused(msg)
+                msg = f"{self._name} exited, or did not answer within {DEADLINE_S:.0f} s"
+                raise ChildFailed(msg)
             text += part
         return json.loads(text)

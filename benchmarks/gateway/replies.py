@@ -1,8 +1,8 @@
-"""What the stub engine sends for each turn, in the shape that vLLM gives it, ready to be written.
+"""The stub engine's responses for each turn, in vLLM's format, as bytes ready to be sent.
 
-Two routes: token-in ``/inference/v1/generate`` and ``/v1/chat/completions`` with prompt ids,
-sampled ids and logprobs. Streamed answers are one event a token, a usage event and ``[DONE]``:
-514 events, each an HTTP chunk of its own.
+There are two routes: ``/inference/v1/generate``, which takes token ids, and
+``/v1/chat/completions``, which returns prompt ids, sampled ids and logprobs. A streamed answer has
+one event for each token, a usage event and ``[DONE]``: 514 events, each in its own HTTP chunk.
 """
 
 # ruff: noqa: INP001 - programs, not a package
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from script import SAMPLED, Said, Script, compact
+from script import SAMPLED, Script, ScriptedAnswer, compact
 
 GENERATE = "/inference/v1/generate"
 CHAT = "/v1/chat/completions"
@@ -21,35 +21,35 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class Streamed(msgspec.Struct, frozen=True):
-    """A streamed answer, one HTTP chunk an event, the response's head apart."""
+    """A streamed answer: the response head, and one HTTP chunk for each event."""
 
     head: bytes
     chunks: list[bytes]
     visible: int
-    """Index of the first chunk whose token a client gets to see."""
+    """Index of the first chunk whose token is visible to a client."""
 
 
 class Replies(msgspec.Struct, frozen=True):
-    """Every answer of one route; the place in a list is the turn."""
+    """All answers of one route, indexed by turn."""
 
     whole: list[bytes]
     streamed: list[Streamed]
 
 
 def write(script: Script, routes: Sequence[str]) -> dict[str, Replies]:
-    """All answers of these routes."""
+    """Make all answers of these routes."""
     turns = range(script.turns)
     written: dict[str, Replies] = {}
     if GENERATE in routes:
-        whole = [_whole(_generated(script, turn)) for turn in turns]
+        whole = [_complete(_generated(script, turn)) for turn in turns]
         written[GENERATE] = Replies(whole, [_generated_stream(script, turn) for turn in turns])
     if CHAT in routes:
-        whole = [_whole(_completed(script, turn)) for turn in turns]
+        whole = [_complete(_completed(script, turn)) for turn in turns]
         written[CHAT] = Replies(whole, [_completed_stream(script, turn) for turn in turns])
     return written
 
 
-def _whole(body: dict[str, Any]) -> bytes:
+def _complete(body: dict[str, Any]) -> bytes:
     data = compact(body)
     head = (
         f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
@@ -59,17 +59,17 @@ def _whole(body: dict[str, Any]) -> bytes:
 
 def _streamed(script: Script, turn: int, events: list[dict[str, Any]]) -> Streamed:
     chunks = [b"data: " + compact(event) + b"\n\n" for event in events] + [_DONE]
-    lead = len(events) - SAMPLED - 1  # a role event before the first token, on the chat route
+    leading = len(events) - SAMPLED - 1  # a role event before the first token, on the chat route
     return Streamed(
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n",
         [b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks],
-        lead + _visible(script, script.answers[turn]),
+        leading + _visible(script, script.answers[turn]),
     )
 
 
-def _visible(script: Script, said: Said) -> int:
-    """The first token with anything but markup and blank space in it."""
-    texts = (script.tokenizer.decode([token]) for token in said.ids.tolist())
+def _visible(script: Script, answer: ScriptedAnswer) -> int:
+    """Index of the first token that is neither markup nor white space."""
+    texts = (script.tokenizer.decode([token]) for token in answer.ids.tolist())
     return next(i for i, text in enumerate(texts) if text.strip() and not text.startswith("<"))
 
 
@@ -93,16 +93,16 @@ def _generated(script: Script, turn: int) -> dict[str, Any]:
 
 def _generated_stream(script: Script, turn: int) -> Streamed:
     start = {"request_id": f"generate-tokens-{turn}"}
-    said = script.answers[turn]
+    answer = script.answers[turn]
     events: list[dict[str, Any]] = [
-        {**start, "choices": [_generated_choice(said, i, i + 1)]} for i in range(SAMPLED)
+        {**start, "choices": [_generated_choice(answer, i, i + 1)]} for i in range(SAMPLED)
     ]
     events.append({**start, "choices": [], "usage": _usage(script, turn)})
     return _streamed(script, turn, events)
 
 
-def _generated_choice(said: Said, start: int, end: int) -> dict[str, Any]:
-    ids, logprobs = said.ids[start:end].tolist(), said.logprobs[start:end].tolist()
+def _generated_choice(answer: ScriptedAnswer, start: int, end: int) -> dict[str, Any]:
+    ids, logprobs = answer.ids[start:end].tolist(), answer.logprobs[start:end].tolist()
     last = end == SAMPLED
     content = [
         {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
@@ -128,8 +128,8 @@ def _head(turn: int, kind: str) -> dict[str, Any]:
     }
 
 
-def _logprobs(script: Script, said: Said, start: int, end: int) -> dict[str, Any]:
-    pairs = zip(said.ids[start:end].tolist(), said.logprobs[start:end].tolist(), strict=True)
+def _logprobs(script: Script, answer: ScriptedAnswer, start: int, end: int) -> dict[str, Any]:
+    pairs = zip(answer.ids[start:end].tolist(), answer.logprobs[start:end].tolist(), strict=True)
     content = []
     for token, logprob in pairs:
         text = script.tokenizer.decode([token])
@@ -140,13 +140,13 @@ def _logprobs(script: Script, said: Said, start: int, end: int) -> dict[str, Any
 
 
 def _completed(script: Script, turn: int) -> dict[str, Any]:
-    said = script.answers[turn]
-    function = {"name": said.name, "arguments": json.dumps(said.arguments)}
+    answer = script.answers[turn]
+    function = {"name": answer.name, "arguments": json.dumps(answer.arguments)}
     choice = {
         "index": 0,
         "message": {
             "role": "assistant",
-            "content": f"\n\n{said.text}\n",
+            "content": f"\n\n{answer.text}\n",
             "refusal": None,
             "annotations": None,
             "audio": None,
@@ -154,12 +154,12 @@ def _completed(script: Script, turn: int) -> dict[str, Any]:
             "tool_calls": [
                 {"id": f"chatcmpl-tool-{turn:032x}", "type": "function", "function": function}
             ],
-            "reasoning": f"\n{said.reasoning}\n",
+            "reasoning": f"\n{answer.reasoning}\n",
         },
-        "logprobs": _logprobs(script, said, 0, SAMPLED),
+        "logprobs": _logprobs(script, answer, 0, SAMPLED),
         "finish_reason": "tool_calls",
         "stop_reason": None,
-        "token_ids": said.ids.tolist(),
+        "token_ids": answer.ids.tolist(),
     }
     return {
         **_head(turn, "chat.completion"),
@@ -175,7 +175,7 @@ def _completed(script: Script, turn: int) -> dict[str, Any]:
 
 
 def _completed_stream(script: Script, turn: int) -> Streamed:
-    said = script.answers[turn]
+    answer = script.answers[turn]
     head = _head(turn, "chat.completion.chunk")
     first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
     events: list[dict[str, Any]] = [
@@ -189,11 +189,11 @@ def _completed_stream(script: Script, turn: int) -> Streamed:
         last = i == SAMPLED - 1
         choice = {
             "index": 0,
-            "delta": {} if last else {"content": script.tokenizer.decode([int(said.ids[i])])},
-            "logprobs": _logprobs(script, said, i, i + 1),
+            "delta": {} if last else {"content": script.tokenizer.decode([int(answer.ids[i])])},
+            "logprobs": _logprobs(script, answer, i, i + 1),
             "finish_reason": "stop" if last else None,
-            "stop_reason": int(said.ids[i]) if last else None,
-            "token_ids": [int(said.ids[i])],
+            "stop_reason": int(answer.ids[i]) if last else None,
+            "token_ids": [int(answer.ids[i])],
         }
         events.append({**head, "choices": [choice]})
     events.append({**head, "choices": [], "usage": _usage(script, turn)})

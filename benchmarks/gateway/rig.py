@@ -1,4 +1,4 @@
-"""The processes of the benchmark: the engine, the pass-through, and the gateway in each mode."""
+"""Start and use the processes of the benchmark: engine, pass-through, and gateway in each mode."""
 
 # ruff: noqa: INP001 - programs, not a package
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,20 +14,20 @@ from typing import NoReturn
 
 import msgspec
 import replies
-from load import Place, Seat, Target
+from load import SessionAddress, SessionClient, Target
 from processes import Child
-from script import Bodies, Script, Told
+from script import Bodies, EchoedAnswer, Script
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way in which the gateway is asked and asks."""
+    """How clients call the gateway and the gateway calls the engine."""
 
     name: str
     gateway: str
-    """How the launched gateway talks to the engine."""
+    """Mode argument of `launcher.py`."""
     route: str
-    """The engine's route, which the pass-through is asked for by name."""
+    """The engine's route; also the path of requests to the pass-through."""
     stream: bool = False
     paced: bool = False
 
@@ -42,67 +42,70 @@ MODES = (
 
 @dataclass
 class Gateway:
-    """A launched gateway, its open sessions, and how it tells the answers."""
+    """A launched gateway, its sessions, and the answers as it returns them."""
 
     child: Child
-    told: list[Told] = field(default_factory=list)
-    waiting: deque[tuple[Place, Path]] = field(default_factory=deque)
+    echoes: list[EchoedAnswer] = field(default_factory=list)
+    waiting: deque[tuple[SessionAddress, Path]] = field(default_factory=deque)
     recordings: list[Path] = field(default_factory=list)
-    """Of sessions that were begun since the last `close`."""
+    """Recordings of the sessions used since the last `close`."""
 
     def open(self, sessions: int) -> None:
-        """Have so many more sessions ready."""
+        """Open `sessions` more sessions for `next_session`."""
         for path, key, recording, port in self.child.ask(f"open {sessions}"):
-            place = Place(f"{path}/v1/chat/completions", key, port)
-            self.waiting.append((place, Path(recording)))
+            address = SessionAddress(f"{path}/v1/chat/completions", key, port)
+            self.waiting.append((address, Path(recording)))
 
-    def fresh(self) -> Place:
-        """A session nobody used yet."""
-        place, recording = self.waiting.popleft()
+    def next_session(self) -> SessionAddress:
+        """Return the address of an open session that is still unused."""
+        address, recording = self.waiting.popleft()
         self.recordings.append(recording)
-        return place
+        return address
 
     def close(self) -> list[Path]:
-        """End every session; the recordings of those that were begun."""
+        """Close every session; return the recordings of those that were used."""
         self.child.ask("close")
-        begun, self.recordings = self.recordings, []
+        used, self.recordings = self.recordings, []
         self.waiting.clear()
-        return begun
+        return used
 
 
 @dataclass(frozen=True)
 class Rig:
-    """All processes, and the conversation they play."""
+    """All processes, and the conversation that they replay."""
 
     script: Script
     engine: Child
-    floor: Child
+    passthrough: Child
     gateways: dict[str, Gateway]
 
     def target(self, name: str, mode: Mode, port: int) -> Target:
-        """What is asked of one of them."""
-        bodies = Bodies(self.script, self.gateways[mode.gateway].told, stream=mode.stream)
+        """Make the target for a process: its port and request bodies."""
+        bodies = Bodies(self.script, self.gateways[mode.gateway].echoes, stream=mode.stream)
         return Target(name, port, bodies, self.script.turns, mode.stream, mode.paced)
 
-    def seats(self, mode: Mode, kind: str, count: int) -> list[Seat]:
-        """Connections to the engine itself, to the pass-through or to the gateway."""
+    def clients(self, mode: Mode, kind: str, count: int) -> list[SessionClient]:
+        """Make clients of the engine (``direct``), the pass-through or the gateway."""
         gateway = self.gateways[mode.gateway]
-        child = {"direct": self.engine, "passthrough": self.floor, "gateway": gateway.child}[kind]
-        target = self.target(kind, mode, child.port)
-        fresh: Callable[[], Place] = lambda: Place(mode.route)  # noqa: E731
-        return [
-            Seat(target, number, gateway.fresh if kind == "gateway" else fresh)
-            for number in range(count)
-        ]
+        children = {
+            "direct": self.engine, "passthrough": self.passthrough, "gateway": gateway.child,
+        }  # fmt: skip
+        target = self.target(kind, mode, children[kind].port)
+
+        def same_route() -> SessionAddress:
+            return SessionAddress(mode.route)
+
+        next_session = gateway.next_session if kind == "gateway" else same_route
+        return [SessionClient(target, number, next_session) for number in range(count)]
 
 
-def launch(story: Script, folder: Path, modes: Sequence[Mode], stack: ExitStack) -> Rig:
-    """Start engine, pass-through and, in each of its modes, the gateway."""
+def launch(script: Script, folder: Path, modes: Sequence[Mode], stack: ExitStack) -> Rig:
+    """Start the engine, the pass-through and a gateway for each mode."""
     here = Path(__file__).parent
     file = folder / "replies.msgpack"
     routes = [mode.route for mode in modes]
-    file.write_bytes(msgspec.msgpack.encode(replies.write(story, routes)))
-    story.tokenizer.save(folder)
+    file.write_bytes(msgspec.msgpack.encode(replies.write(script, routes)))
+    script.tokenizer.save(folder)
 
     def start(program: str, *arguments: str) -> Child:
         child = Child(here / program, *arguments)
@@ -111,49 +114,53 @@ def launch(story: Script, folder: Path, modes: Sequence[Mode], stack: ExitStack)
 
     engine = start("engine.py", str(file))
     url = f"http://127.0.0.1:{engine.port}"
-    floor = start("passthrough.py", url)
+    passthrough = start("passthrough.py", url)
     gateways = {
         name: Gateway(start("launcher.py", name, url, str(folder), str(folder / name)))
         for name in dict.fromkeys(mode.gateway for mode in modes)
     }
-    for child in (floor, *(gateway.child for gateway in gateways.values())):
-        note(f"up at port {child.port}")
-    return Rig(story, engine, floor, gateways)
+    for child in (passthrough, *(gateway.child for gateway in gateways.values())):
+        note(f"listening on port {child.port}")
+    return Rig(script, engine, passthrough, gateways)
 
 
-async def learn(rig: Rig, gateway: Gateway, mode: Mode) -> None:
-    """Play two sessions as a client would, to learn what prebuilt bodies must repeat."""
+async def record_echoes(rig: Rig, gateway: Gateway, mode: Mode) -> None:
+    """Play two sessions and keep the answers, which the prebuilt request bodies must repeat."""
     gateway.open(2)
     for _ in range(2):
-        before, gateway.told = gateway.told, []
-        (seat,) = rig.seats(mode, "gateway", 1)
-        await seat.connect()
+        before, gateway.echoes = gateway.echoes, []
+        (client,) = rig.clients(mode, "gateway", 1)
+        await client.connect()
         for turn in range(rig.script.turns):
-            answer = await seat.call()
-            gateway.told.append(_told(answer.data, rig.script, turn))
-            seat.target = rig.target("gateway", mode, gateway.child.port)
-        seat.close()
-        if before and before != gateway.told:
-            fail("answers differ between sessions; prebuilt bodies are not what clients would send")
+            answer = await client.call()
+            gateway.echoes.append(_read_echo(answer.data, rig.script, turn))
+            client.target = rig.target("gateway", mode, gateway.child.port)
+        client.close()
+        if before and before != gateway.echoes:
+            fail("answers differ between sessions, so prebuilt bodies would not match them")
     gateway.close()
 
 
-def _told(data: bytes, story: Script, turn: int) -> Told:
-    said = story.answers[turn]
+def _read_echo(data: bytes, script: Script, turn: int) -> EchoedAnswer:
+    expected = script.answers[turn]
     message = json.loads(data[data.index(b"\r\n\r\n") + 4 :])["choices"][0]["message"]
     (call,) = message["tool_calls"]
     text, reasoning = message["content"], message["reasoning_content"]
     arguments = json.loads(call["function"]["arguments"])
-    if (text.strip(), reasoning.strip(), arguments) != (said.text, said.reasoning, said.arguments):
-        fail(f"turn {turn} was answered with {message!r:.600}")
-    return Told(text, reasoning, str(call["id"]))
+    if (text.strip(), reasoning.strip(), arguments) != (
+        expected.text,
+        expected.reasoning,
+        expected.arguments,
+    ):
+        fail(f"the answer of turn {turn} is {message!r:.600}")
+    return EchoedAnswer(text, reasoning, str(call["id"]))
 
 
 def note(text: str) -> None:
-    """Progress, beside the result."""
+    """Print progress to stderr."""
     sys.stderr.write(f"{text}\n")
 
 
 def fail(text: str) -> NoReturn:
-    """A benchmark of a broken path is worth nothing."""
+    """Stop the benchmark with an error."""
     sys.exit(f"the benchmark stopped: {text}")

@@ -1,8 +1,8 @@
-"""What a model call through the gateway costs, next to a proxy that forwards bytes unseen.
+"""Cost of a model call through the gateway, compared with a proxy that only forwards bytes.
 
 Engine, pass-through, gateway and load generator (this program) are one process each, on loopback.
-Blocks of calls alternate between gateway and pass-through, and ratios are of medians, so a busy
-machine disturbs both alike. `docs/benchmarks.md` says what each figure means.
+Blocks of calls alternate between gateway and pass-through, and ratios are of medians, so that other
+load on the machine affects both alike. `docs/benchmarks.md` explains each figure.
 
     python benchmarks/gateway/run.py [--json] [--quick] [--only MODE_OR_PART...]
 """
@@ -30,70 +30,76 @@ import msgspec
 import script
 import uvloop
 from engine import SPACING_S
-from load import WrongAnswer
+from load import UnexpectedResponse
 from measures import SIZES, Size
-from processes import Refused
+from processes import ChildFailed
 
-from rig import MODES, Mode, Rig, fail, launch, learn, note
+from rig import MODES, Mode, Rig, fail, launch, note, record_echoes
 from tugline.web.serve import raise_file_limit
 
 PARTS = ("results", "growth", "workers", "open", "memory")
-"""What is measured beside the modes."""
+"""Measurements besides the modes."""
 
 
 async def measure(rig: Rig, mode: Mode, size: Size) -> tuple[dict[str, Any], list[float], float]:
-    """One mode's figures, the pass-through's blocks, and the bytes kept a call."""
+    """Return the figures of a mode, the pass-through's blocks, and recording bytes per call."""
     note(f"{mode.name}: CPU time")
     gateway = rig.gateways[mode.gateway]
     blocks = await (measures.paced_cpu if mode.paced else measures.cpu)(rig, mode, size)
-    kept = measures.check(rig, mode, gateway.close())
-    ours, floor = (statistics.median(blocks[kind]) for kind in ("gateway", "passthrough"))
-    told: dict[str, Any] = {
+    bytes_per_call = measures.check(rig, mode, gateway.close())
+    ours, baseline = (statistics.median(blocks[kind]) for kind in ("gateway", "passthrough"))
+    result: dict[str, Any] = {
         "cpu_ms": round(ours, 3),
-        "ratio_to_passthrough": round(ours / floor, 2),
-        "passthrough_cpu_ms": round(floor, 3),
+        "ratio_to_passthrough": round(ours / baseline, 2),
+        "passthrough_cpu_ms": round(baseline, 3),
     }
     if mode.stream:
-        told["first_byte_ms"] = round(await measures.first_byte(rig, mode, size), 2)
+        result["first_byte_ms"] = round(await measures.first_byte(rig, mode, size), 2)
         gateway.close()
     if not mode.paced:
-        told["opening_cpu_ms"] = round(await measures.openings(rig, mode, size), 3)
+        result["opening_cpu_ms"] = round(await measures.openings(rig, mode, size), 3)
         for count in size.connections:
             note(f"{mode.name}: latency at {count} connections")
-            _add(told, str(count), await measures.latency(rig, mode, count, size))
+            _add(result, str(count), await measures.latency(rig, mode, count, size))
     if 64 in size.connections and not mode.paced:
-        added, floor_added = (told[f"{kind}added_p99_ms"]["64"] for kind in ("", "passthrough_"))
-        told["p99_ratio_64"] = round(added / floor_added, 2) if floor_added > 0 else None
-    return told, blocks["passthrough"], kept
-
-
-def _add(told: dict[str, Any], count: str, found: dict[str, tuple[float, float]]) -> None:
-    for index, name in enumerate(("p50_ms", "p99_ms", "worst_ms")):
-        direct = found["direct"][index]
-        told.setdefault(f"added_{name}", {})[count] = round(found["gateway"][index] - direct, 2)
-        told.setdefault(f"passthrough_added_{name}", {})[count] = round(
-            found["passthrough"][index] - direct, 2
+        added, baseline_added = (
+            result[f"{kind}added_p99_ms"]["64"] for kind in ("", "passthrough_")
         )
-        told.setdefault(f"direct_{name}", {})[count] = round(direct, 2)
+        result["p99_ratio_64"] = round(added / baseline_added, 2) if baseline_added > 0 else None
+    return result, blocks["passthrough"], bytes_per_call
+
+
+def _add(
+    result: dict[str, Any], count: str, measured: dict[str, tuple[float, float, float]]
+) -> None:
+    for index, name in enumerate(("p50_ms", "p99_ms", "worst_ms")):
+        direct = measured["direct"][index]
+        result.setdefault(f"added_{name}", {})[count] = round(
+            measured["gateway"][index] - direct, 2
+        )
+        result.setdefault(f"passthrough_added_{name}", {})[count] = round(
+            measured["passthrough"][index] - direct, 2
+        )
+        result.setdefault(f"direct_{name}", {})[count] = round(direct, 2)
 
 
 async def measure_long(like: script.Script, name: str, size: Size) -> dict[str, Any]:
-    """The second profile, or sessions of many calls: processes and a conversation of their own."""
+    """Measure long tool results, or sessions of many calls, with their own processes."""
     mode, long = MODES[0], name == "growth"
-    note(f"{name}: writing its conversation")
-    story = (
+    note(f"{name}: making its conversation")
+    conversation = (
         script.write(like, turns=size.long_turns)
         if long
         else script.write(like, result_tokens=script.LONG_RESULT)
     )
     with tempfile.TemporaryDirectory(prefix="tugline-bench-") as folder, ExitStack() as stack:
-        rig = launch(story, Path(folder), [mode], stack)
-        await learn(rig, rig.gateways[mode.gateway], mode)
+        rig = launch(conversation, Path(folder), [mode], stack)
+        await record_echoes(rig, rig.gateways[mode.gateway], mode)
         note(f"{name}: CPU time")
         if not long:
-            told, _, _ = await measure(rig, mode, replace(size, connections=()))
+            result, _, _ = await measure(rig, mode, replace(size, connections=()))
             bodies = rig.target("gateway", mode, 0).bodies
-            return {"long_results": told | {"conversation": story.sizes(bodies)}}
+            return {"long_results": result | {"conversation": conversation.sizes(bodies)}}
         taken = await measures.growth(rig, mode, size)
     ours, last = taken["gateway"], str(size.long_turns)
     return {
@@ -103,53 +109,55 @@ async def measure_long(like: script.Script, name: str, size: Size) -> dict[str, 
     }
 
 
-async def measure_workers(story: script.Script, size: Size) -> dict[str, Any]:
-    """A gateway of one process beside one of two, on processes of their own."""
+async def measure_workers(conversation: script.Script, size: Size) -> dict[str, Any]:
+    """Compare a gateway of one process with one of two, with their own engine and pass-through."""
     modes = (MODES[0], replace(MODES[0], name="workers", gateway="workers"))
     with tempfile.TemporaryDirectory(prefix="tugline-bench-") as folder, ExitStack() as stack:
-        rig = launch(story, Path(folder), modes, stack)
+        rig = launch(conversation, Path(folder), modes, stack)
         for mode in modes:
-            await learn(rig, rig.gateways[mode.gateway], mode)
+            await record_echoes(rig, rig.gateways[mode.gateway], mode)
         note("workers: CPU time")
         return await measures.workers(rig, modes, size)
 
 
 async def run(name: str, only: Sequence[str]) -> dict[str, Any]:
-    """Everything, in order."""
+    """Run the modes and parts in `only`, in order."""
     size, modes = SIZES[name], [mode for mode in MODES if mode.name in only]
     began, load = time.time(), os.getloadavg()[0]
-    note("writing the conversation")
-    story = script.write()
-    told: dict[str, Any] = {mode.name: None for mode in MODES}
+    note("making the conversation")
+    conversation = script.write()
+    result: dict[str, Any] = {mode.name: None for mode in MODES}
     noise: dict[str, float] = {}
-    kept: dict[str, float] = {}
+    bytes_per_call: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="tugline-bench-") as folder, ExitStack() as stack:
-        rig = launch(story, Path(folder), modes or MODES[:1], stack)
+        rig = launch(conversation, Path(folder), modes or MODES[:1], stack)
         for mode in modes:
             gateway = rig.gateways[mode.gateway]
-            if not gateway.told:
-                await learn(rig, gateway, replace(mode, stream=False, paced=False))
+            if not gateway.echoes:
+                await record_echoes(rig, gateway, replace(mode, stream=False, paced=False))
                 gc.freeze()
-            told[mode.name], floor, kept[mode.name] = await measure(rig, mode, size)
-            noise[mode.name] = _spread(floor)
-        told["kept_bytes_per_call"] = round(kept.get("exact", 0)) or None
-        told["kept_bytes_per_call_by_mode"] = {name: round(size) for name, size in kept.items()}
+            result[mode.name], baseline, bytes_per_call[mode.name] = await measure(rig, mode, size)
+            noise[mode.name] = _spread(baseline)
+        result["kept_bytes_per_call"] = round(bytes_per_call.get("exact", 0)) or None
+        result["kept_bytes_per_call_by_mode"] = {
+            name: round(count) for name, count in bytes_per_call.items()
+        }
         first = (modes or MODES)[0]
-        if not rig.gateways[first.gateway].told:
-            await learn(rig, rig.gateways[first.gateway], first)
+        if not rig.gateways[first.gateway].echoes:
+            await record_echoes(rig, rig.gateways[first.gateway], first)
         if "open" in only:
             note("many sessions open")
-            told |= await measures.many_open(rig, first, size)
+            result |= await measures.many_open(rig, first, size)
         if "memory" in only:
-            told["rss_growth_bytes_per_call"] = await measures.memory(rig, first, size)
-        told["conversation"] = story.sizes(rig.target("gateway", first, 0).bodies)
+            result["rss_growth_bytes_per_call"] = await measures.memory(rig, first, size)
+        result["conversation"] = conversation.sizes(rig.target("gateway", first, 0).bodies)
     for part in ("results", "growth"):
         if part in only:
-            told |= await measure_long(story, part, size)
+            result |= await measure_long(conversation, part, size)
     if "workers" in only:
-        told |= await measure_workers(story, size)
-    told["method"] = {"size": name, **msgspec.to_builtins(size), "spacing_s": SPACING_S}
-    told["machine"] = {
+        result |= await measure_workers(conversation, size)
+    result["method"] = {"size": name, **msgspec.to_builtins(size), "spacing_s": SPACING_S}
+    result["machine"] = {
         "cpus": os.cpu_count(),
         "load_before": round(load, 2),
         "load_after": round(os.getloadavg()[0], 2),
@@ -157,7 +165,7 @@ async def run(name: str, only: Sequence[str]) -> dict[str, Any]:
         "noise": noise,
         "seconds": round(time.time() - began),
     }
-    return told
+    return result
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -171,33 +179,37 @@ REST = (
     "growth_cpu_ms", "growth_passthrough_cpu_ms", "workers_ratio", "workers_cpu_ratio",
     "workers_cpu_ms", "workers_calls_per_s", "long_results", "conversation", "method", "machine",
 )  # fmt: skip
-"""What the table has below its rows, a line each."""
+"""Keys that the table has below its rows, one per line."""
 
 
-def table(told: dict[str, Any]) -> str:
-    """The result for people."""
-    rows = [f"{'':<14}{'CPU ms':>9}{'floor':>8}{'ratio':>7}   added p50 / p99 ms (pass-through's)"]
+def table(result: dict[str, Any]) -> str:
+    """Format the result as text."""
+    head = f"{'':<14}{'CPU ms':>9}{'pass-through':>14}{'ratio':>7}"
+    rows = [f"{head}   added p50 / p99 ms (of the pass-through)"]
     for mode in MODES:
-        one = told[mode.name]
-        if one is None:
+        figures = result[mode.name]
+        if figures is None:
             rows.append(f"{mode.name:<14} not measured")
             continue
-        row = f"{mode.name:<14}{one['cpu_ms']:>9.2f}{one['passthrough_cpu_ms']:>8.2f}"
-        row += f"{one['ratio_to_passthrough']:>7.1f}"
-        for count in one.get("added_p50_ms", ()):
-            p50, p99 = one["added_p50_ms"][count], one["added_p99_ms"][count]
-            floor = one["passthrough_added_p50_ms"][count], one["passthrough_added_p99_ms"][count]
-            row += f"   c={count}: {p50:.1f} / {p99:.1f} ({floor[0]:.1f} / {floor[1]:.1f})"
-        if "first_byte_ms" in one:
-            row += f"   first byte {one['first_byte_ms']:.1f}"
+        row = f"{mode.name:<14}{figures['cpu_ms']:>9.2f}{figures['passthrough_cpu_ms']:>14.2f}"
+        row += f"{figures['ratio_to_passthrough']:>7.1f}"
+        for count in figures.get("added_p50_ms", ()):
+            p50, p99 = figures["added_p50_ms"][count], figures["added_p99_ms"][count]
+            base = (
+                figures["passthrough_added_p50_ms"][count],
+                figures["passthrough_added_p99_ms"][count],
+            )
+            row += f"   c={count}: {p50:.1f} / {p99:.1f} ({base[0]:.1f} / {base[1]:.1f})"
+        if "first_byte_ms" in figures:
+            row += f"   first byte {figures['first_byte_ms']:.1f}"
         rows.append(row)
-    rows.append(f"kept on disk {told['kept_bytes_per_call']} bytes a call")
-    rows += [f"{name}: {told[name]}" for name in REST if name in told]
+    rows.append(f"recordings: {result['kept_bytes_per_call']} bytes a call")
+    rows += [f"{name}: {result[name]}" for name in REST if name in result]
     return "\n".join(rows)
 
 
 def main() -> None:
-    """The command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -209,15 +221,15 @@ def main() -> None:
     )
     parser.add_argument("--size", choices=SIZES, help=argparse.SUPPRESS)
     names = [*(mode.name for mode in MODES), *PARTS]
-    parser.add_argument("--only", nargs="+", choices=names, help="these modes and parts")
+    parser.add_argument("--only", nargs="+", choices=names, help="only these modes and parts")
     parser.set_defaults(size="full", only=names)
     options = parser.parse_args()
     raise_file_limit()
     try:
-        told = uvloop.run(run(options.size, options.only))
-    except (WrongAnswer, Refused) as error:
+        result = uvloop.run(run(options.size, options.only))
+    except (UnexpectedResponse, ChildFailed) as error:
         fail(str(error))
-    sys.stdout.write((json.dumps(told) if options.json else table(told)) + "\n")
+    sys.stdout.write((json.dumps(result) if options.json else table(result)) + "\n")
 
 
 if __name__ == "__main__":

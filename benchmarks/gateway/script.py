@@ -1,10 +1,11 @@
-"""One scripted conversation, the same on every run: what the client says and the engine answers.
+"""The scripted conversation between client and engine; identical on every run.
 
-A coding agent's session of 40 model calls over OpenAI Chat. The prompt grows by the engine's
-answer (512 tokens: reasoning, text, one tool call) and a tool result each turn; the system prompt
-is cut so that the mean prompt has 16,384 tokens. Text is the standard library's own source, the
-tokenizer is trained on it, and ids are spread over a vocabulary as large as Qwen3's, so that ids,
-JSON escapes and bodies have realistic sizes. Everything is made before anything is measured.
+It is a coding agent's session of 40 model calls over OpenAI Chat. Each turn adds the engine's
+answer (512 tokens: reasoning, text, one tool call) and a tool result to the prompt. The system
+prompt is cut so that the mean prompt has 16,384 tokens. The text is source code of the standard
+library, and the tokenizer is trained on it. Ids are spread over a vocabulary of Qwen3's size, so
+that ids, JSON escapes and bodies have realistic sizes. The conversation is complete before the
+measurement begins.
 """
 
 # ruff: noqa: INP001 - programs, not a package
@@ -53,8 +54,8 @@ _MODULES = (_argparse, tarfile, typing, mailbox, asyncio.base_events)
 
 
 @dataclass(frozen=True)
-class Said:
-    """One answer of the engine, and what it means to a client."""
+class ScriptedAnswer:
+    """One answer of the engine: its tokens, their parsed content and the tool's result."""
 
     ids: Ids
     logprobs: Logprobs
@@ -63,12 +64,12 @@ class Said:
     name: str
     arguments: dict[str, str]
     result: str
-    """What the client's tool then says."""
+    """Output of the client's tool for this call."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """An answer in the words of the gateway, which a client repeats."""
+class EchoedAnswer:
+    """An answer as the gateway returned it; the client sends it back in later requests."""
 
     text: str
     reasoning: str
@@ -83,13 +84,13 @@ class Script:
     system: str
     user: str
     tools: tuple[Tool, ...]
-    answers: tuple[Said, ...]
+    answers: tuple[ScriptedAnswer, ...]
     prompts: tuple[Ids, ...]
     """Exact prompt ids of each turn, views of the last."""
 
     @property
     def turns(self) -> int:
-        """Calls of a session."""
+        """Number of calls in a session."""
         return len(self.answers)
 
     def sizes(self, bodies: Sequence[tuple[bytes, bytes]]) -> dict[str, int]:
@@ -106,20 +107,20 @@ class Script:
 
 
 class Bodies(Sequence[tuple[bytes, bytes]]):
-    """Each turn's request body, in two parts around its ``max_completion_tokens``.
+    """Request bodies by turn, each in two parts around its ``max_completion_tokens``.
 
-    One more than answers were told so far, at most one for each turn. A body is cut from the last
-    one when it is asked for, since those of 300 turns are 100 MB.
+    There is one more body than there are `echoes`, but at most one for each turn. A body is sliced
+    from the longest one on access, because the bodies of 300 turns would take 100 MB.
     """
 
-    def __init__(self, script: Script, told: Sequence[Told], *, stream: bool) -> None:
+    def __init__(self, script: Script, echoes: Sequence[EchoedAnswer], *, stream: bool) -> None:
         opening = (
             {"role": "system", "content": script.system},
             {"role": "user", "content": script.user},
         )
         parts = [b'{"model":"stub","messages":[' + b",".join(map(compact, opening))]
-        for said, echoed in zip(script.answers[:-1], told, strict=False):
-            parts.append(b"," + b",".join(map(compact, _echo(said, echoed))))
+        for answer, echo in zip(script.answers[:-1], echoes, strict=False):
+            parts.append(b"," + b",".join(map(compact, _echo(answer, echo))))
         self._front, self._ends = b"".join(parts), list(itertools.accumulate(map(len, parts)))
         options: dict[str, Any] = {"stream": stream}
         if stream:
@@ -136,28 +137,29 @@ class Bodies(Sequence[tuple[bytes, bytes]]):
 
 
 def compact(value: Any) -> bytes:
-    """JSON as JavaScript writes it."""
+    """Encode as JSON the way JavaScript does: without spaces, not escaped to ASCII."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def write(like: Script | None = None, *, turns: int = TURNS, result_tokens: int = 0) -> Script:
-    """Make the conversation, or a longer one that begins `like` another; takes a few seconds.
+    """Make the conversation; takes a few seconds.
 
-    `result_tokens` is the length of a tool's result; 0 for `RESULT_CHARS` characters.
+    With `like`, reuse that script's tokenizer and system prompt. `result_tokens` is the length of
+    each tool result; 0 means `RESULT_CHARS` characters.
     """
     text = _corpus()
-    tokenizer = like.tokenizer if like else tokenizer_of(text)
+    tokenizer = like.tokenizer if like else train_tokenizer(text)
     rendering = Rendering(tokenizer, "qwen3", thinking_retention="all")
     answers = tuple(_answer(tokenizer, text, turn, result_tokens) for turn in range(turns))
     tools = tuple(_tool(text, index) for index in range(8))
     user = "Mend the failing tests of this repository.\n" + _slice(text, 0, 400)
-    tails = [np.array(tokenizer.encode(TAIL % said.result), np.int32) for said in answers]
+    tails = [np.array(tokenizer.encode(TAIL % answer.result), np.int32) for answer in answers]
 
     def prompts(system: str) -> tuple[Ids, ...]:
         start = (Message(Role.SYSTEM, system), Message(Role.USER, user))
         parts = [rendering.render(start, tools)]
-        for said, tail in zip(answers[:-1], tails, strict=False):
-            parts += (said.ids, tail)
+        for answer, tail in zip(answers[:-1], tails, strict=False):
+            parts += (answer.ids, tail)
         whole, ends = np.concatenate(parts), np.cumsum([len(part) for part in parts])
         return tuple(whole[:end] for end in ends[::2])
 
@@ -179,8 +181,8 @@ def _slice(text: str, start: int, size: int) -> str:
     return text[at : at + size]
 
 
-def tokenizer_of(text: str) -> Tokenizer:
-    """A byte-level BPE whose ids lie as far apart as a large vocabulary's."""
+def train_tokenizer(text: str) -> Tokenizer:
+    """Train a byte-level BPE and spread its ids over the range of a large vocabulary."""
     trained = Backend(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -201,29 +203,29 @@ def tokenizer_of(text: str) -> Tokenizer:
     return Tokenizer(backend, "stub")
 
 
-def _answer(tokenizer: Tokenizer, text: str, turn: int, result_tokens: int) -> Said:
-    """Exactly 512 tokens: reasoning and a tool call of about even size, text for the rest."""
-    place = 9_000 * turn + 1_000
-    arguments = {"path": f"src/part_{turn}.py", "text": _slice(text, place, 800)}
+def _answer(tokenizer: Tokenizer, text: str, turn: int, result_tokens: int) -> ScriptedAnswer:
+    """Exactly 512 tokens: reasoning, a tool call, and as much text as is left."""
+    offset = 9_000 * turn + 1_000
+    arguments = {"path": f"src/part_{turn}.py", "text": _slice(text, offset, 800)}
     written = json.dumps({"name": "write", "arguments": arguments})
     call = tokenizer.encode(f"<tool_call>\n{written}\n</tool_call><|im_end|>")
-    thought = tokenizer.encode(_slice(text, place + 1_000, 2_000).strip())[:THOUGHT]
+    thought = tokenizer.encode(_slice(text, offset + 1_000, 2_000).strip())[:THOUGHT]
     opening, closing = tokenizer.encode("<think>\n"), tokenizer.encode("\n</think>\n\n")
-    room = SAMPLED - len(opening) - THOUGHT - len(closing) - len(call)
-    said = tokenizer.encode(_slice(text, place + 3_000, 4_000).strip())[:room]
-    ids = [*opening, *thought, *closing, *said, *call]
-    if len(ids) != SAMPLED or room < 1:
+    content_tokens = SAMPLED - len(opening) - THOUGHT - len(closing) - len(call)
+    content = tokenizer.encode(_slice(text, offset + 3_000, 4_000).strip())[:content_tokens]
+    ids = [*opening, *thought, *closing, *content, *call]
+    if len(ids) != SAMPLED or content_tokens < 1:
         msg = f"an answer has {len(ids)} tokens instead of {SAMPLED}"
         raise RuntimeError(msg)
-    result = _slice(text, place + 8_000, max(RESULT_CHARS, 8 * result_tokens))
+    result = _slice(text, offset + 8_000, max(RESULT_CHARS, 8 * result_tokens))
     if result_tokens:
         result = tokenizer.decode(tokenizer.encode(result)[:result_tokens])
     logprobs = -np.random.default_rng(turn).exponential(0.4, SAMPLED).astype(np.float32)
-    return Said(
+    return ScriptedAnswer(
         np.array(ids, np.int32),
         logprobs,
         tokenizer.decode(thought).strip(),
-        tokenizer.decode(said).strip(),
+        tokenizer.decode(content).strip(),
         "write",
         arguments,
         result,
@@ -244,15 +246,15 @@ def _function(tool: Tool) -> dict[str, Any]:
     return {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
 
 
-def _echo(said: Said, told: Told) -> list[dict[str, Any]]:
-    """An answer as a client repeats it (arguments written compactly), and its tool's result."""
-    function = {"name": said.name, "arguments": compact(said.arguments).decode()}
+def _echo(answer: ScriptedAnswer, echo: EchoedAnswer) -> list[dict[str, Any]]:
+    """Messages that a client adds for an answer: itself (compact arguments) and the tool result."""
+    function = {"name": answer.name, "arguments": compact(answer.arguments).decode()}
     return [
         {
             "role": "assistant",
-            "content": told.text,
-            "reasoning_content": told.reasoning,
-            "tool_calls": [{"id": told.call_id, "type": "function", "function": function}],
+            "content": echo.text,
+            "reasoning_content": echo.reasoning,
+            "tool_calls": [{"id": echo.call_id, "type": "function", "function": function}],
         },
-        {"role": "tool", "tool_call_id": told.call_id, "content": said.result},
+        {"role": "tool", "tool_call_id": echo.call_id, "content": answer.result},
     ]

@@ -1,8 +1,8 @@
 """The agents of the benchmark: ``agents.py ordinary|hostile FOLDER``, standard library only.
 
 Both wait for FOLDER/plan.json: ``{"start": T, "spell_s": S, "spells": [NAME...]}`` in seconds of
-the monotonic clock. The ordinary ones go on with their conversations in every spell; the hostile
-one does in each what the spell is called. Each writes one line of JSON a request.
+the monotonic clock. Ordinary agents hold conversations in every spell. The hostile agent makes the
+attack that the spell is named after. Each writes one line of JSON per request.
 """
 
 # ruff: noqa: INP001 - programs, not a package
@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 GAP_S = 2.0
-"""Between two spells, for what the last one left behind."""
+"""Pause between two spells, in which the effects of the last one end."""
 TURNS = 12
 PAUSE_S = 1.0
 
@@ -34,12 +34,12 @@ HEADERS = {
 
 
 def make_body(messages: list[dict[str, Any]], **more: object) -> bytes:
-    """A request of the OpenAI API."""
+    """Make the body of a chat completion request."""
     return json.dumps({"model": "stub", "messages": messages, **more}).encode()
 
 
 def post(body: bytes | Iterator[bytes], timeout: float = 60.0, **headers: str) -> tuple[int, bytes]:
-    """Status and body of the answer; status 0 where the connection ends without one."""
+    """Send a request; return status and body. The status is 0 if the connection fails."""
     connection = http.client.HTTPConnection(URL.netloc, timeout=timeout)
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     try:
@@ -53,19 +53,19 @@ def post(body: bytes | Iterator[bytes], timeout: float = 60.0, **headers: str) -
 
 
 def user(text: str) -> dict[str, Any]:
-    """A message."""
+    """Make a user message."""
     return {"role": "user", "content": text}
 
 
 # --------------------------------------------------------------------------- attacks
 def send_padding() -> tuple[int, bytes]:
-    """800 kB of words, which no window holds: it must be seen without a token for each."""
+    """Send 800 kB of words, more than the window; it must be refused without tokenizing all."""
     words = " ".join(str(random.randrange(10**6)) for _ in range(115_000))
     return post(make_body([user(words)]))
 
 
 def send_endless() -> tuple[int, bytes]:
-    """A chunked body of white space that does not end by itself."""
+    """Send a chunked body of white space that does not end."""
 
     def spaces() -> Iterator[bytes]:
         yield b'{"model": '
@@ -91,19 +91,19 @@ ATTACKS: dict[str, tuple[Callable[[], tuple[int, bytes]], int]] = {
     "connections": (lambda: post(make_body([user("x" * (8 << 20))])), 256),
     "endless": (send_endless, 2),
 }
-"""What is sent again and again, and from how many threads at once."""
+"""The request that each attack repeats, and its number of threads."""
 
 
 # --------------------------------------------------------------------------- the two agents
-class Diary:
-    """Lines of JSON in a file of this session."""
+class RequestLog:
+    """A file of this session with one line of JSON per request."""
 
     def __init__(self, folder: Path, role: str) -> None:
         self._lock = threading.Lock()
         self._file = (folder / f"{role}-{os.getpid()}.jsonl").open("w", encoding="utf-8")
 
     def write(self, spell: str, began: float, answer: tuple[int, bytes]) -> None:
-        """One request: its spell, status, seconds, and the beginning of what a refusal says."""
+        """Write a request: its spell, status, seconds, and the beginning of an error text."""
         status, data = answer
         text = "" if status == 200 else data[:200].decode(errors="replace")
         line = {"spell": spell, "status": status, "s": time.monotonic() - began, "text": text}
@@ -112,8 +112,8 @@ class Diary:
             self._file.flush()
 
 
-def work(diary: Diary, spell: str, until: float) -> None:
-    """Conversations of a dozen turns, with a second between two calls."""
+def work(log: RequestLog, spell: str, until: float) -> None:
+    """Hold conversations of a dozen turns, with about a second between two calls."""
     messages: list[dict[str, Any]] = []
     time.sleep(random.random() * PAUSE_S)
     while time.monotonic() < until:
@@ -121,26 +121,26 @@ def work(diary: Diary, spell: str, until: float) -> None:
         messages.append(user(f"Turn {len(messages)}: " + "go on with it. " * 20))
         began = time.monotonic()
         answer = post(make_body(messages))
-        diary.write(spell, began, answer)
+        log.write(spell, began, answer)
         if answer[0] == 200:
-            said = json.loads(answer[1])["choices"][0]["message"]["content"]
-            messages.append({"role": "assistant", "content": said})
+            text = json.loads(answer[1])["choices"][0]["message"]["content"]
+            messages.append({"role": "assistant", "content": text})
         else:
             messages = []
         time.sleep(PAUSE_S * (0.5 + random.random()))
 
 
-def attack(diary: Diary, spell: str, until: float) -> None:
-    """The same attack from several threads, until the spell is over."""
+def attack(log: RequestLog, spell: str, until: float) -> None:
+    """Repeat the attack in several threads until the spell is over."""
     if spell not in ATTACKS:
         return
-    act, count = ATTACKS[spell]
+    send, count = ATTACKS[spell]
 
     def repeat() -> None:
         while time.monotonic() < until:
             began = time.monotonic()
-            answer = act()
-            diary.write(spell, began, answer)
+            answer = send()
+            log.write(spell, began, answer)
             time.sleep(0.05 if answer[0] in {200, 400, 413} else 0.5)
 
     threads = [threading.Thread(target=repeat) for _ in range(count)]
@@ -151,8 +151,8 @@ def attack(diary: Diary, spell: str, until: float) -> None:
 
 
 def main(role: str, folder: Path) -> None:
-    """Wait for the plan, and follow it."""
-    diary = Diary(folder, role)
+    """Wait for the plan, and run its spells."""
+    log = RequestLog(folder, role)
     (folder / f"{role}-{os.getpid()}.ready").touch()
     while not (folder / "plan.json").exists():
         time.sleep(0.1)
@@ -161,7 +161,7 @@ def main(role: str, folder: Path) -> None:
     for number, spell in enumerate(plan["spells"]):
         begins = plan["start"] + number * (plan["spell_s"] + GAP_S)
         time.sleep(max(0.0, begins - time.monotonic()))
-        act(diary, spell, begins + plan["spell_s"])
+        act(log, spell, begins + plan["spell_s"])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The stub engine: 24 tokens in an eighth of a second, whatever it is asked: ``engine.py PORT``.
+"""The stub engine (``engine.py PORT``): it answers every request with the same 24 tokens in 125 ms.
 
-They come in three pieces, so that the engine takes little of the cores that it shares here. It
-serves token ids under the tokenizer of the demo's model, on the routes of the embedded engine.
+They are sent in three chunks, so that the engine needs little CPU time of the shared cores. It has
+the routes of the embedded engine, and the ids are those of the demo model's tokenizer.
 """
 
 # ruff: noqa: INP001 - programs, not a package
@@ -31,7 +31,7 @@ async def main(port: int) -> None:
     answer = [*tokenizer.encode("I have looked at it, and it is fine. " * 9)[:23], *end]
 
     def reply(prompt: Ids, _request: str) -> Reply:
-        if len(prompt) < 16:  # the probe asks about short prompts
+        if len(prompt) < 16:  # the probe of the gateway has short prompts
             return Reply([*prompt[:4].tolist(), *end])
         return Reply(answer, delay_s=0.005, tokens_per_chunk=8)
 

@@ -1,9 +1,9 @@
-"""What one hostile agent does to the other sessions of its node.
+"""Effect of one hostile agent on the other sessions of its node.
 
-A real server with its node and gateway, a stub engine, ordinary sessions that go on with their
-conversations, and one session whose agent attacks the gateway in spells. Compared is the latency of
-the others' calls in each spell with that in two idle spells, before and after. The programs share
-this machine's cores, the attacker too. `docs/benchmarks.md` says what each figure means.
+It runs a real server with node and gateway, a stub engine, ordinary sessions that hold
+conversations, and one session whose agent attacks the gateway in spells. The latency of the
+ordinary calls in each spell is compared with two idle spells, before and after. All programs share
+the cores of this machine, the attacker included. `docs/benchmarks.md` explains each figure.
 
     python benchmarks/hostile/run.py [--json] [--quick]
 """
@@ -39,12 +39,12 @@ from tugline.types import Limits, PluginSpec, Status, Task
 HERE = Path(__file__).parent
 TUGLINE = Path(sys.executable).with_name("tugline")
 SPELLS = ("idle", *ATTACKS, "idle_again")
-PATIENCE_S = 120.0
+WAIT_S = 120.0
 
 
 @contextlib.contextmanager
 def running(folder: Path, name: str, *argv: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a program, its output in a file; end it afterwards."""
+    """Run a program during the block, with its output in a file."""
     with (folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             argv, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -60,29 +60,29 @@ def running(folder: Path, name: str, *argv: str) -> Iterator[subprocess.Popen[by
             process.wait()
 
 
-async def until(found: Any, what: str) -> None:
-    """Wait until `found()` is true."""
-    end = time.monotonic() + PATIENCE_S
-    while not found():
+async def until(condition: Any, message: str) -> None:
+    """Wait until `condition()` is true; stop with `message` after `WAIT_S`."""
+    end = time.monotonic() + WAIT_S
+    while not condition():
         if time.monotonic() > end:
-            sys.exit(f"the benchmark stopped: {what} within {PATIENCE_S:.0f} s")
+            sys.exit(f"the benchmark stopped: {message} within {WAIT_S:.0f} s")
         await asyncio.sleep(0.1)
 
 
 async def watch_memory(process: psutil.Process, start: float, spell_s: float) -> list[list[int]]:
-    """Resident bytes of the server's process, by spell."""
-    seen: list[list[int]] = [[] for _ in SPELLS]
+    """Sample the resident memory of the server's process, in bytes by spell."""
+    samples: list[list[int]] = [[] for _ in SPELLS]
     end = start + len(SPELLS) * (spell_s + GAP_S)
     while (now := time.monotonic()) < end:
         spell = int((now - start) // (spell_s + GAP_S))
         if spell >= 0:
-            seen[spell].append(process.memory_info().rss)
+            samples[spell].append(process.memory_info().rss)
         await asyncio.sleep(0.1)
-    return seen
+    return samples
 
 
 def make_task(name: str, role: str, samples: int, folder: Path, seconds: float) -> Task:
-    """A task whose agents follow the plan."""
+    """Make a task whose agents follow the plan."""
     return Task(
         id=name,
         instruction=".",
@@ -97,7 +97,7 @@ def make_task(name: str, role: str, samples: int, folder: Path, seconds: float) 
 
 
 async def run(sessions: int, spell_s: float) -> dict[str, Any]:
-    """Everything, in order."""
+    """Run the benchmark with so many ordinary sessions."""
     total_s = len(SPELLS) * (spell_s + GAP_S)
     with (
         tempfile.TemporaryDirectory(prefix="tugline-bench-") as name,
@@ -116,7 +116,7 @@ async def run(sessions: int, spell_s: float) -> dict[str, Any]:
         up += [f"http://127.0.0.1:{port}", "--renderer", "qwen3"]
         up += ["--tokenizer", str(MODEL / "tokenizer.json")]
         server = stack.enter_context(running(folder, "server", *up))
-        await until((folder / "tugline-data" / "server.json").exists, "no server came up")
+        await until((folder / "tugline-data" / "server.json").exists, "the server did not start")
         async with Client(folder=folder / "tugline-data") as client:
             tasks = [
                 make_task("hostile", "hostile", 1, folder, total_s),
@@ -124,7 +124,7 @@ async def run(sessions: int, spell_s: float) -> dict[str, Any]:
             ]
             await client.submit(tasks)
             await until(
-                lambda: len(list(folder.glob("*.ready"))) == sessions + 1, "not all agents began"
+                lambda: len(list(folder.glob("*.ready"))) == sessions + 1, "not all agents started"
             )
             start = time.monotonic() + 1.0
             plan = {"start": start, "spell_s": spell_s, "spells": SPELLS}
@@ -132,7 +132,7 @@ async def run(sessions: int, spell_s: float) -> dict[str, Any]:
             (folder / "plan.json.new").rename(folder / "plan.json")
             memory = await watch_memory(psutil.Process(server.pid), start, spell_s)
             ended = [view async for view in client.sessions(task="ordinary")]
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(WAIT_S):
                 while any(view.status is not Status.COMPLETED for view in ended):
                     if any(view.status in {Status.FAILED, Status.TIMED_OUT} for view in ended):
                         break
@@ -148,7 +148,7 @@ async def run(sessions: int, spell_s: float) -> dict[str, Any]:
 
 
 def summarize(folder: Path, memory: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Figures by spell."""
+    """Compute the figures of each spell from the logs of requests."""
     read = {
         role: [
             json.loads(line)
@@ -158,7 +158,7 @@ def summarize(folder: Path, memory: Sequence[Sequence[int]]) -> dict[str, Any]:
         for role in ("ordinary", "hostile")
     }
     idle = [one["s"] for one in read["ordinary"] if one["spell"].startswith("idle")]
-    floor = float(np.percentile(idle, 99))
+    idle_p99 = float(np.percentile(idle, 99))
     spells: dict[str, Any] = {}
     for spell, sizes in zip(SPELLS, memory, strict=True):
         calls = [one for one in read["ordinary"] if one["spell"] == spell]
@@ -169,37 +169,39 @@ def summarize(folder: Path, memory: Sequence[Sequence[int]]) -> dict[str, Any]:
             "calls": len(calls),
             "failed": sum(one["status"] != 200 for one in calls),
             "p99_ms": round(1000 * p99, 1),
-            "p99_ratio": round(p99 / floor, 2),
+            "p99_ratio": round(p99 / idle_p99, 2),
             "hostile": dict(Counter(str(one["status"]) for one in sent)),
             "refused_s": round(float(np.median(refused)), 3) if refused else None,
             "rss_mb": round(max(sizes) / 2**20),
         }
     return {
         "spells": spells,
-        "idle_p99_ms": round(1000 * floor, 1),
+        "idle_p99_ms": round(1000 * idle_p99, 1),
         "failed": sum(one["failed"] for one in spells.values()),
         "rss_before_mb": round(min(memory[0]) / 2**20),
         "rss_after_mb": round(memory[-1][-1] / 2**20),
     }
 
 
-def print_table(told: dict[str, Any]) -> None:
-    """The result for people."""
-    table = Table("spell", "calls", "failed", "p99 ms", "x idle", "attacker got", "400 s", "MB")
-    for name, one in told["spells"].items():
-        got = ", ".join(f"{count} x {status}" for status, count in one["hostile"].items())
-        cells = (one["calls"], one["failed"], one["p99_ms"], one["p99_ratio"], got)
+def print_table(report: dict[str, Any]) -> None:
+    """Print the report as text."""
+    table = Table(
+        "spell", "calls", "failed", "p99 ms", "x idle", "answers to attacker", "400 s", "MB"
+    )
+    for name, one in report["spells"].items():
+        answers = ", ".join(f"{count} x {status}" for status, count in one["hostile"].items())
+        cells = (one["calls"], one["failed"], one["p99_ms"], one["p99_ratio"], answers)
         refused = one["refused_s"]
         table.add_row(
             name, *map(str, cells), "" if refused is None else str(refused), str(one["rss_mb"])
         )
     console = Console()
     console.print(table)
-    console.print({name: value for name, value in told.items() if name != "spells"})
+    console.print({name: value for name, value in report.items() if name != "spells"})
 
 
 def main() -> None:
-    """The command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="a dozen sessions, spells of 3 s")

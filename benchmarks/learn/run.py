@@ -1,16 +1,17 @@
-"""What each of several real agents learns from one start policy, measured before and after GRPO.
+"""Learning of several real agents from one start policy, measured before and after GRPO.
 
-Every run is ``tugline train`` on the demo's tasks: 200 held-out ones before, a few steps, the same
-200 after, with the agent unmodified in a sandbox. All begin with one policy of a million weights
-that knows the tools of all of them (``tools/warm_start/rebuild.py --blocks``; made here if it is
-missing, in about half an hour). Then each trained policy is tried with every agent.
+Every run is ``tugline train`` on the demo's tasks: 200 held-out tasks before, a few steps, and the
+same 200 tasks after, with the unmodified agent in a sandbox. All runs start from one policy of a
+million weights that knows the tools of all agents (``tools/warm_start/rebuild.py --blocks``; made
+here if it is missing, in about half an hour). Then each trained policy is evaluated with every
+agent.
 
     python benchmarks/learn/run.py [--json] [--harness NAME...] [--seeds N...] [--plot FILE]
 
-A run that was interrupted goes on: its folders are below ``--out``.
+An interrupted run is resumed from its folder below ``--out``.
 """
 
-# ruff: noqa: INP001, T201 - a script, which speaks by printing
+# ruff: noqa: INP001, T201 - a script that prints
 from __future__ import annotations
 
 import argparse
@@ -41,12 +42,12 @@ class Rate(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        """As a share."""
+        """Format as a percentage with its interval."""
         return f"{self.passed / self.tasks:.1%} ({self.low:.1%} to {self.high:.1%})"
 
 
-class Learned(NamedTuple):
-    """One run of ``tugline train``."""
+class TrainingRun(NamedTuple):
+    """Figures of one run of ``tugline train``."""
 
     harness: str
     seed: int
@@ -57,13 +58,13 @@ class Learned(NamedTuple):
     failed: int
     updates: int
     max_abs_dlogprob: float | None
-    """Largest distance between a captured and a recomputed logprob of a trained token, nats; None
-    if none was trained."""
+    """Largest difference between the recorded and the recomputed logprob of a trained token, in
+    nats; None if no token was trained."""
     minutes: float
 
     @property
     def mismatch(self) -> str:
-        """`max_abs_dlogprob` as it is shown."""
+        """Format `max_abs_dlogprob`."""
         return "none" if self.max_abs_dlogprob is None else f"{self.max_abs_dlogprob:.1e}"
 
     @property
@@ -73,7 +74,7 @@ class Learned(NamedTuple):
 
 
 def main() -> None:
-    """Train each harness with each seed, try each policy with each harness, print both tables."""
+    """Train each harness with each seed, evaluate each policy with each harness, print tables."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--harness", nargs="+", default=HARNESSES, choices=HARNESSES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -96,7 +97,7 @@ def main() -> None:
             runs.append(learn(harness, seed, policy, options))
             print(describe(runs[-1]), file=sys.stderr, flush=True)
     table = {
-        one: {other: try_out(one, other, options) for other in options.harness}
+        one: {other: evaluate_with(one, other, options) for other in options.harness}
         for one in (options.harness if options.cross else ())
     }
     if options.plot:
@@ -110,30 +111,30 @@ def main() -> None:
 
 
 def make_policy(folder: Path, harnesses: tuple[str, ...]) -> Path:
-    """Return the start policy of several harnesses, made now unless it is there."""
+    """Return the folder of the start policy; make the policy if it is missing."""
     if not (folder / "tokenizer.json").exists():
         command = [sys.executable, str(ROOT / "tools" / "warm_start" / "rebuild.py"), str(folder)]
-        chosen = [word for name in harnesses for word in ("--harness", name)]
+        chosen = [argument for name in harnesses for argument in ("--harness", name)]
         _call([*command, "--blocks", *chosen], timeout=3 * 3600)
     return folder
 
 
-def learn(harness: str, seed: int, policy: Path, options: argparse.Namespace) -> Learned:
-    """Run ``tugline train``, or what is missing of it; returns what it led to."""
+def learn(harness: str, seed: int, policy: Path, options: argparse.Namespace) -> TrainingRun:
+    """Run or resume ``tugline train`` unless it is complete; return its figures."""
     folder = options.out.resolve() / f"{harness}-{seed}"
     summary = folder / "summary.json"
     if not summary.exists():
         folder.mkdir(exist_ok=True)
         config = folder.with_suffix(".json")
         config.write_text(json.dumps(make_config(harness, seed, policy, options), indent=1))
-        going_on = ["--resume"] if (folder / "config.json").exists() else []
-        _call([str(PROGRAM), "train", str(config), "--out", str(folder), *going_on], timeout=7200)
+        resume = ["--resume"] if (folder / "config.json").exists() else []
+        _call([str(PROGRAM), "train", str(config), "--out", str(folder), *resume], timeout=7200)
     state = json.loads(summary.read_text())["state"]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     gaps = [row["update/mismatch/total/max_abs"] for row in lines if _compared(row)]
     scores = [score["evaluation"] for score in (state["scores"][0], state["scores"][-1])]
     before, after = (_rate(score["pass_at"].get("1")) for score in scores)
-    return Learned(
+    return TrainingRun(
         harness, seed, before, after,
         sessions=state["sessions"] + state["failed"]
         + sum(one["attempts"] + one["unrewarded"] for one in scores),
@@ -175,7 +176,7 @@ def tasks_of(split: str, seed: int, count: int) -> dict[str, Any]:
 
 
 def template(harness: str) -> dict[str, Any]:
-    """Return what all tasks have in common."""
+    """Return the settings that all tasks share."""
     return {
         "harness": {"name": harness},
         "runtime": {"name": "bubblewrap"},
@@ -184,12 +185,12 @@ def template(harness: str) -> dict[str, Any]:
     }
 
 
-def try_out(trained: str, harness: str, options: argparse.Namespace) -> Rate:
-    """Measure the policy that `trained` led to, with the first seed, on tasks of `harness`."""
+def evaluate_with(trained: str, harness: str, options: argparse.Namespace) -> Rate:
+    """Evaluate the policy of `trained` and the first seed with `harness`."""
     model = options.out.resolve() / f"{trained}-{options.seeds[0]}" / "model"
     folder = options.out.resolve() / f"{trained}-with-{harness}"
-    found = folder / "evaluation.json"
-    if not found.exists():
+    evaluation = folder / "evaluation.json"
+    if not evaluation.exists():
         folder.mkdir(exist_ok=True)
         tasks = folder.with_suffix(".tasks.json")
         taskset = tasks_of("heldout", HELD_OUT_SEED, options.cross)
@@ -197,18 +198,18 @@ def try_out(trained: str, harness: str, options: argparse.Namespace) -> Rate:
         command = [str(PROGRAM), "eval", str(tasks), "--out", str(folder), "--model", str(model)]
         slots = ["--slots", str(SESSIONS_AT_ONCE)]
         _call([*command, "--renderer", "qwen3", *slots], timeout=3600)
-    return _rate(json.loads(found.read_text())["evaluation"]["pass_at"].get("1"))
+    return _rate(json.loads(evaluation.read_text())["evaluation"]["pass_at"].get("1"))
 
 
-def describe(run: Learned) -> str:
-    """Return a line about a run."""
+def describe(run: TrainingRun) -> str:
+    """Return a line with the figures of a run."""
     return (
         f"{run.harness}, seed {run.seed}: {run.before} -> {run.after}, {run.sessions} sessions,"
         f" {run.failed} failed, |dlogp| {run.mismatch}, {run.minutes:.1f} min"
     )
 
 
-def print_tables(runs: list[Learned], table: dict[str, dict[str, Rate]]) -> None:
+def print_tables(runs: list[TrainingRun], table: dict[str, dict[str, Rate]]) -> None:
     """Print both tables."""
     print("| harness | seed | before | after | gain | disjoint | sessions | failed | dlogp | min |")
     print("|---|---|---|---|---|---|---|---|---|---|")
@@ -226,8 +227,8 @@ def print_tables(runs: list[Learned], table: dict[str, dict[str, Rate]]) -> None
         print(f"| {trained} | " + " | ".join(str(rate) for rate in row.values()) + " |")
 
 
-def draw(runs: list[Learned], path: Path) -> None:
-    """Draw pass@1 before and after with intervals, a pair of bars per run."""
+def draw(runs: list[TrainingRun], path: Path) -> None:
+    """Draw pass@1 before and after as pairs of bars with intervals."""
     import matplotlib as mpl  # noqa: PLC0415 - only for this
 
     mpl.use("Agg")
@@ -265,7 +266,7 @@ def _compared(row: dict[str, Any]) -> bool:
 
 
 def _call(command: list[str], *, timeout: float) -> None:
-    """Run a program, its output on stderr. Ends this one if it fails."""
+    """Run a program with its output on stderr. Exits if it fails."""
     began = time.monotonic()
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=False, stdout=sys.stderr, env=env, timeout=timeout)

@@ -1,10 +1,10 @@
-"""``tugline plan`` beside a run of real agents: what a session was to cost, and what it did.
+"""Compare ``tugline plan`` with a run of real agents: planned and measured cost of a session.
 
-A scripted engine answers at a known rate; server and node are programs of their own, so that their
-processor time is that of the parts which a plan has. Sessions of two lengths call their shell once
-a turn in bubblewrap and read pieces of this package. The plan gets the tokens of the run, so that
-its constants are what is compared. What server and node use while idle is measured first, and
-taken off; processor time of agents is that of the node's children.
+A scripted engine answers at a known rate. Server and node are separate processes, so that their
+processor time can be compared with the parts of a plan. Sessions of two lengths run in bubblewrap,
+call their shell once per turn and read pieces of this package. The plan gets the token counts of
+the run, so that only its constants are compared. The idle use of server and node is measured first
+and subtracted. Processor time of agents is that of the node's child processes.
 
     python benchmarks/plan/compare.py [--harness pi] [--sessions 12] [--turns 4 16] [--json]
 """
@@ -55,41 +55,41 @@ LINES = [
     for path in sorted(Path(str(tugline.__file__)).parent.rglob("*.py"))
     for line in path.read_text(encoding="utf-8").splitlines()
 ][:1000]
-PATIENCE_S = 900.0
+WAIT_S = 900.0
 IDLE_S = 20.0
 WARM = 2
 
 
 def instruct(turns: int) -> str:
-    """The instruction, which chooses the script."""
+    """Make the instruction, which selects the script."""
     return f"Look {turns} times at code.txt."
 
 
 def script(harness: str, turns: int) -> list[ScriptedTurn]:
-    """Some words and a call of the shell in each turn, and an end."""
+    """Make the turns: each but the last has some text and a shell command."""
     [case, *_] = cases_of(harness)
-    dice = random.Random(turns)
-    looks = []
+    rng = random.Random(turns)
+    commands = []
     for _ in range(turns - 1):
-        first, words = dice.randrange(len(LINES)), dice.choices(LINES, k=8)
+        first, lines = rng.randrange(len(LINES)), rng.choices(LINES, k=8)
         call = case.call(f"sed -n {first},{first + 29}p code.txt")
-        looks.append(ScriptedTurn(" ".join(" ".join(words).split()), calls=(call,)))
-    return [*looks, ScriptedTurn("Done.")]
+        commands.append(ScriptedTurn(" ".join(" ".join(lines).split()), calls=(call,)))
+    return [*commands, ScriptedTurn("Done.")]
 
 
 @contextlib.asynccontextmanager
 async def serve_engine(options: argparse.Namespace, folder: Path) -> AsyncIterator[str]:
-    """Serve the scripts at their rate, with logprobs that are not all alike."""
-    tokenizer, dice = make_tokenizer(), random.Random(0)
+    """Serve the scripts at the given rate, with random logprobs."""
+    tokenizer, rng = make_tokenizer(), random.Random(0)
     (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     lengths = {WARM, *options.turns}
     scripts = {instruct(turns): script(options.harness, turns) for turns in lengths}
     model = ScriptedModel(tokenizer, scripts)
 
     def reply(prompt: Ids, request: str) -> Reply:
-        made = model.reply(prompt, request)
-        logprobs = [-dice.expovariate(2.0) for _ in made.ids]
-        return replace(made, delay_s=options.token_ms / 1000, logprobs=logprobs)
+        scripted = model.reply(prompt, request)
+        logprobs = [-rng.expovariate(2.0) for _ in scripted.ids]
+        return replace(scripted, delay_s=options.token_ms / 1000, logprobs=logprobs)
 
     engine = ScriptedEngine(
         reply, vocab_size=tokenizer.size, max_model_len=CONTEXT_WINDOW, eos_ids=[END_ID]
@@ -100,7 +100,7 @@ async def serve_engine(options: argparse.Namespace, folder: Path) -> AsyncIterat
 
 @contextlib.contextmanager
 def program(folder: Path, name: str, *argv: str, **env: str) -> Iterator[psutil.Process]:
-    """Run a program of tugline in `folder`, to the end of the block."""
+    """Run a ``tugline`` command in `folder` during the block."""
     with (folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             [TUGLINE, *argv], cwd=folder, env={**os.environ, **env}, stdout=log, stderr=log
@@ -112,17 +112,17 @@ def program(folder: Path, name: str, *argv: str, **env: str) -> Iterator[psutil.
         process.wait(60)
 
 
-async def until(found: Callable[[], Any], what: str) -> None:
-    """Wait until `found()` is true."""
-    end = time.monotonic() + PATIENCE_S
-    while not found():
+async def until(condition: Callable[[], Any], message: str) -> None:
+    """Wait until `condition()` is true; stop with `message` after `WAIT_S`."""
+    end = time.monotonic() + WAIT_S
+    while not condition():
         if time.monotonic() > end:
-            sys.exit(f"the benchmark stopped: {what} within {PATIENCE_S:.0f} s")
+            sys.exit(f"the benchmark stopped: {message} within {WAIT_S:.0f} s")
         await asyncio.sleep(0.1)
 
 
 async def run_sessions(client: Client, name: str, harness: str, count: int, turns: int) -> None:
-    """Run so many sessions of so many turns to their end."""
+    """Run `count` sessions of `turns` turns to their end."""
     [case, *_] = cases_of(harness)
     task = Task(
         id=name,
@@ -132,12 +132,12 @@ async def run_sessions(client: Client, name: str, harness: str, count: int, turn
         runtime=PluginSpec("bubblewrap"),
         evaluator=PluginSpec("session_completed"),
         samples=count,
-        limits=Limits(init_s=300.0, agent_s=PATIENCE_S, total_s=PATIENCE_S),
+        limits=Limits(init_s=300.0, agent_s=WAIT_S, total_s=WAIT_S),
     )
     before = (await client.status()).position
     await client.submit(task)
     async with (
-        asyncio.timeout(PATIENCE_S),
+        asyncio.timeout(WAIT_S),
         contextlib.aclosing(client.events(after=before, task=name)) as events,
     ):
         async for event in events:
@@ -149,8 +149,8 @@ async def run_sessions(client: Client, name: str, harness: str, count: int, turn
             sys.exit(f"{name}-{number}: {result.failure.message}")
 
 
-def used(server: psutil.Process, node: psutil.Process) -> dict[str, float]:
-    """Processor time so far, by part."""
+def cpu_times(server: psutil.Process, node: psutil.Process) -> dict[str, float]:
+    """Processor seconds so far, by part of the plan."""
     own, theirs = node.cpu_times(), server.cpu_times()
     return {
         "agent": own.children_user + own.children_system,
@@ -160,13 +160,15 @@ def used(server: psutil.Process, node: psutil.Process) -> dict[str, float]:
 
 
 def read_recordings(folder: Path, name: str) -> tuple[dict[str, int], float]:
-    """The tokens of these sessions in the words of a plan, and the bytes of a recording."""
+    """Token counts of these sessions as arguments of a plan, and mean size of a recording."""
     paths = [path for path in list_recordings(folder) if path.name.startswith(f"{name}-")]
     calls = [read(path).calls for path in paths]
     turns = round(sum(map(len, calls)) / len(calls))
-    sampled = sum(len(call.sampled_ids) for one in calls for call in one) / len(calls)
-    prompt = sum(len(one[0].prompt_ids) for one in calls) / len(calls)
-    ids = sum(len(one[-1].prompt_ids) + len(one[-1].sampled_ids) for one in calls) / len(calls)
+    sampled = sum(len(call.sampled_ids) for session in calls for call in session) / len(calls)
+    prompt = sum(len(session[0].prompt_ids) for session in calls) / len(calls)
+    ids = sum(
+        len(session[-1].prompt_ids) + len(session[-1].sampled_ids) for session in calls
+    ) / len(calls)
     tokens = {
         "turns": turns,
         "turn_tokens": round(sampled / turns),
@@ -177,7 +179,7 @@ def read_recordings(folder: Path, name: str) -> tuple[dict[str, int], float]:
 
 
 def make_plan(options: argparse.Namespace, tokens: dict[str, int]) -> dict[str, float]:
-    """What `tugline plan` says of one such session, and how many this machine runs."""
+    """Return the planned cost of one such session, and how many this machine runs a minute."""
     load = Workload(
         gpus=1, model_tps=1e6, harness=options.harness, token_ms=options.token_ms, tool_s=0.0,
         tool_cpu_s=0.0, eval_s=0.0, **tokens,
@@ -197,28 +199,30 @@ def make_plan(options: argparse.Namespace, tokens: dict[str, int]) -> dict[str, 
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run it all; return tokens, plan and measurement for sessions of each length."""
+    """Run everything; return tokens, plan and measurement for sessions of each length."""
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(serve_engine(options, folder))
         up = ("up", "--no-node", "--port", "0", "--dir", "server")
         server = stack.enter_context(program(folder, "server", *up))
-        await until((folder / "server" / "server.json").exists, "no server came up")
+        await until((folder / "server" / "server.json").exists, "the server did not start")
         url = json.loads((folder / "server" / "server.json").read_text())["url"]
         join = json.loads((folder / "server" / "tokens.json").read_text())["join"]
-        words = ["node", "--server", url, "--dir", "node", "--slots", str(options.slots)]
-        words += ["--engine", engine, "--renderer", "qwen3", "--tokenizer", "tokenizer.json"]
-        node = stack.enter_context(program(folder, "node", *words, TUGLINE_JOIN_TOKEN=join))
+        arguments = ["node", "--server", url, "--dir", "node", "--slots", str(options.slots)]
+        arguments += ["--engine", engine, "--renderer", "qwen3", "--tokenizer", "tokenizer.json"]
+        node = stack.enter_context(program(folder, "node", *arguments, TUGLINE_JOIN_TOKEN=join))
         client = await stack.enter_async_context(Client(folder=folder / "server"))
         await run_sessions(client, "warm", options.harness, WARM, WARM)
-        before = used(server, node)
+        before = cpu_times(server, node)
         await asyncio.sleep(IDLE_S)
-        idle = {name: (now - before[name]) / IDLE_S for name, now in used(server, node).items()}
+        idle = {
+            name: (now - before[name]) / IDLE_S for name, now in cpu_times(server, node).items()
+        }
         report: dict[str, Any] = {"idle": idle}
         for turns in options.turns:
             name = f"turns{turns}"
-            before, began = used(server, node), time.monotonic()
+            before, began = cpu_times(server, node), time.monotonic()
             await run_sessions(client, name, options.harness, options.sessions, turns)
-            wall, after = time.monotonic() - began, used(server, node)
+            wall, after = time.monotonic() - began, cpu_times(server, node)
             tokens, size = read_recordings(folder / "node", name)
             measured = {
                 part: (after[part] - before[part] - idle[part] * wall) / options.sessions
@@ -249,11 +253,11 @@ def main() -> None:
         print(json.dumps(report))
         return
     print("idle", ", ".join(f"{part} {share:.2%}" for part, share in report.pop("idle").items()))
-    for one in report.values():
-        print(", ".join(f"{name} {value}" for name, value in one["tokens"].items()))
-        for part, planned in one["plan"].items():
-            found = one["measured"][part]
-            print(f"{part:12}{planned:12.4g}{found:12.4g}{found / planned:8.2f}")
+    for figures in report.values():
+        print(", ".join(f"{name} {value}" for name, value in figures["tokens"].items()))
+        for part, planned in figures["plan"].items():
+            measured = figures["measured"][part]
+            print(f"{part:12}{planned:12.4g}{measured:12.4g}{measured / planned:8.2f}")
 
 
 if __name__ == "__main__":

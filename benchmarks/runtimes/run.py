@@ -1,10 +1,10 @@
-"""What a sandbox costs: to start, to run a command in, to leave; and what it leaves behind.
+"""Cost of a sandbox: start, command, stop, and what it leaves behind.
 
-Every runtime that this machine has opens real sandboxes, through the contract that the node uses. A
-session is start, one command and stop. The workspace is a repository of 20,000 files with its
-history. `leaks` is what is there after the sessions and was not before them: processes, mounts,
+Every runtime available on this machine opens real sandboxes through the interface that the node
+uses. A session is start, one command and stop. The workspace is a repository of 20,000 files with
+its history. `leaks` counts what exists after the sessions but did not before: processes, mounts,
 containers, and folders or control groups outside of the sessions' own folders.
-`docs/benchmarks.md` says what each figure means.
+`docs/benchmarks.md` explains each figure.
 
     python benchmarks/runtimes/run.py [--json] [--quick]
 """
@@ -37,7 +37,7 @@ from tugline.types import Workspace
 
 RUNTIMES = ("local", "bubblewrap", "container", "apptainer")
 BUSYBOX = "/bin/busybox"
-"""A static one makes the smallest image that has a shell; Debian's is in busybox-static."""
+"""A static busybox makes the smallest image with a shell (Debian's package busybox-static)."""
 CONCURRENCY = (1, 2, 4, 8)
 FILES = 20_000
 COMMAND = ("true",)
@@ -46,18 +46,18 @@ _console = Console(stderr=True, highlight=False)
 
 # --------------------------------------------------------------------------- one session
 async def timed(runtime: Runtime, folder: Path, spec: SandboxSpec, execs: int) -> dict[str, Any]:
-    """Milliseconds of each part of one session."""
+    """Run one session; return the milliseconds of each part."""
     began = time.perf_counter()
     async with runtime.open(folder, spec) as sandbox:
         opened = time.perf_counter()
         spent = [await _command(sandbox) for _ in range(execs)]
-        leaving = time.perf_counter()
+        stopping = time.perf_counter()
     ended = time.perf_counter()
     await asyncio.to_thread(shutil.rmtree, folder)
     return {
         "start": 1e3 * (opened - began),
         "execs": spent,
-        "stop": 1e3 * (ended - leaving),
+        "stop": 1e3 * (ended - stopping),
         "all": 1e3 * (ended - began),
     }
 
@@ -72,12 +72,12 @@ async def _command(sandbox: Sandbox) -> float:
     return 1e3 * (time.perf_counter() - began)
 
 
-async def measured(
+async def measure_runtime(
     name: str, runtime: Runtime, spec: SandboxSpec, root: Path, sizes: Sizes
 ) -> dict[str, Any]:
-    """The figures of one runtime."""
+    """Measure one runtime."""
     await timed(runtime, root / f"{name}-warm", spec, 1)  # probes the machine, loads the image
-    seen = [
+    timings = [
         await timed(runtime, root / f"{name}-{number}", spec, sizes.execs)
         for number in range(sizes.sessions(name))
     ]
@@ -85,13 +85,13 @@ async def measured(
     for at_once in CONCURRENCY:
         sessions = sizes.sessions(name)
         rates[str(at_once)] = round(await rate(runtime, spec, root / name, at_once, sessions))
-    starts = [one["start"] for one in seen]
+    starts = [one["start"] for one in timings]
     return {
         "start_ms_p50": round(statistics.median(starts), 2),
         "start_ms_p95": round(statistics.quantiles(starts, n=20)[-1], 2),
-        "exec_ms_p50": round(statistics.median(x for one in seen for x in one["execs"]), 2),
-        "stop_ms_p50": round(statistics.median(one["stop"] for one in seen), 2),
-        "session_ms_p50": round(statistics.median(one["all"] for one in seen), 2),
+        "exec_ms_p50": round(statistics.median(x for one in timings for x in one["execs"]), 2),
+        "stop_ms_p50": round(statistics.median(one["stop"] for one in timings), 2),
+        "session_ms_p50": round(statistics.median(one["all"] for one in timings), 2),
         "starts_per_min": rates,
     }
 
@@ -99,7 +99,7 @@ async def measured(
 async def rate(
     runtime: Runtime, spec: SandboxSpec, root: Path, at_once: int, sessions: int
 ) -> float:
-    """Sessions a minute, so many at once."""
+    """Run `sessions` sessions, `at_once` of them concurrently; return sessions per minute."""
     numbers = iter(range(sessions))
 
     async def work() -> None:
@@ -114,7 +114,7 @@ async def rate(
 
 
 def image(folder: Path) -> Workspace:
-    """An image to be built without a registry: a shell and its commands, 2 MB."""
+    """Make the build context of an image of 2 MB with a shell; it needs no registry."""
     folder.mkdir()
     shutil.copy(BUSYBOX, folder / "busybox")
     (folder / "Dockerfile").write_text(
@@ -126,7 +126,7 @@ def image(folder: Path) -> Workspace:
 
 # --------------------------------------------------------------------------- a large workspace
 def repository(folder: Path) -> Path:
-    """A git repository of many files, as large ones are: a thousand folders."""
+    """Make a git repository of `FILES` files in a thousand folders."""
     for number in range(FILES):
         path = folder / f"package{number % 100}" / f"part{number % 10}" / f"module{number}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,74 +137,75 @@ def repository(folder: Path) -> Path:
         ("-c", "user.name=x", "-c", "user.email=x@localhost", "commit", "-qm", "all"),
         ("gc", "-q"),
     ):
-        # A commit of so many files begins to tidy up beside us, and holds the lock for it.
+        # After a commit of so many files, git would start its maintenance and hold a lock.
         quiet = ("-c", "gc.auto=0", "-c", "maintenance.auto=false")
         subprocess.run(("git", "-C", str(folder), *quiet, *command), check=True)
     return folder
 
 
 def workspaces(base: Path, root: Path, count: int) -> dict[str, float]:
-    """Milliseconds to make a copy-on-write view, as a host mount, and to take it away again."""
-    made, left = [], []
+    """Measure a copy-on-write view, mounted on the host: ms to make and to remove it."""
+    make_ms, remove_ms = [], []
     for number in range(count):
         layer = OverlayWorkspace(root / f"layer-{number}", base, {})
         began = time.perf_counter()
         layer.make()
         layer.mount()
-        made.append(1e3 * (time.perf_counter() - began))
+        make_ms.append(1e3 * (time.perf_counter() - began))
         if not (layer.work / "package1").is_dir():
-            msg = "the workspace does not show its repository"
+            msg = "the files of the repository are missing in the workspace"
             raise SystemExit(msg)
         began = time.perf_counter()
         layer.unmount()
         shutil.rmtree(root / f"layer-{number}")
-        left.append(1e3 * (time.perf_counter() - began))
+        remove_ms.append(1e3 * (time.perf_counter() - began))
     began = time.perf_counter()
     subprocess.run(("cp", "-a", str(base), str(root / "copy")), check=True)
     copied = 1e3 * (time.perf_counter() - began)
     shutil.rmtree(root / "copy")
     return {
-        "workspace_ms_p50": round(statistics.median(made), 2),
-        "workspace_remove_ms_p50": round(statistics.median(left), 2),
+        "workspace_ms_p50": round(statistics.median(make_ms), 2),
+        "workspace_remove_ms_p50": round(statistics.median(remove_ms), 2),
         "workspace_copy_ms": round(copied, 1),
     }
 
 
-# --------------------------------------------------------------------------- what is left
-def processes(root: Path) -> set[str]:
-    """Children of this process, near and far, and whatever else runs for a sandbox under `root`."""
-    parents, found = {}, set()
+# --------------------------------------------------------------------------- leaks
+def list_processes(root: Path) -> set[str]:
+    """All descendants of this process, and other processes of sandboxes under `root`."""
+    parents, pids = {}, set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             stat = (entry / "stat").read_text(errors="replace")
-            told = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+            details = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
         except OSError:
             continue
         pid = int(entry.name)
         parents[pid] = int(stat.rpartition(")")[2].split()[1])
-        if str(root).encode() in told and pid != os.getpid():
-            found.add(pid)
+        if str(root).encode() in details and pid != os.getpid():
+            pids.add(pid)
     for pid in parents:
-        up = pid
-        while up in parents and up != os.getpid():
-            up = parents[up]
-        if up == os.getpid() != pid:
-            found.add(pid)
-    return {str(pid) for pid in found}
+        ancestor = pid
+        while ancestor in parents and ancestor != os.getpid():
+            ancestor = parents[ancestor]
+        if ancestor == os.getpid() != pid:
+            pids.add(pid)
+    return {str(pid) for pid in pids}
 
 
-def there(root: Path, engine: Sequence[str] | None) -> dict[str, set[str]]:
-    """What sessions could leave behind, by name."""
+def list_resources(root: Path, engine: Sequence[str] | None) -> dict[str, set[str]]:
+    """List everything that sessions could leave behind, by kind."""
     mounts = set(Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines())
-    below = (folder for folder, _, _ in os.walk("/sys/fs/cgroup"))  # others come and go meanwhile
-    groups = {folder for folder in below if Path(folder).name.startswith("tugline-")}
+    cgroups = (folder for folder, _, _ in os.walk("/sys/fs/cgroup"))
+    # only ours: those of other programs change meanwhile
+    groups = {folder for folder in cgroups if Path(folder).name.startswith("tugline-")}
     temporary = set(map(str, Path(tempfile.gettempdir()).glob("tugline*")))
     containers: set[str] = set()
     if engine is not None:
         listed = subprocess.run((*engine, "ps", "-aq"), capture_output=True, text=True, check=True)
         containers = set(listed.stdout.split())
     return {
-        "processes": processes(root),
+        "processes": list_processes(root),
         "mounts": mounts,
         "containers": containers,
         "directories": groups | temporary,
@@ -214,26 +215,26 @@ def there(root: Path, engine: Sequence[str] | None) -> dict[str, set[str]]:
 async def leaks(
     usable: dict[str, tuple[Runtime, SandboxSpec]], base: Path, root: Path, sessions: int
 ) -> dict[str, Any]:
-    """How many things are left of so many sessions, half of them with a large workspace."""
+    """Count what is left of `sessions` sessions, half of them with a large workspace."""
     engine = ("podman",) if "container" in usable and shutil.which("podman") else None
-    before = await asyncio.to_thread(there, root, engine)
+    before = await asyncio.to_thread(list_resources, root, engine)
     folder = root / "many"
     for name, (runtime, spec) in usable.items():
         large = SandboxSpec(workspace=msgspec.structs.replace(spec.workspace, folder=str(base)))
         await rate(runtime, spec, folder / name, 4, sessions - sessions // 2)
         await rate(runtime, large, folder / f"{name}-large", 4, sessions // 2)
-    await asyncio.sleep(2.0)  # what ends by itself may do so
-    after = await asyncio.to_thread(there, root, engine)
-    left = {what: sorted(after[what] - before[what]) for what in before}
+    await asyncio.sleep(2.0)  # for processes that are still exiting
+    after = await asyncio.to_thread(list_resources, root, engine)
+    left = {kind: sorted(after[kind] - before[kind]) for kind in before}
     left["directories"] += [str(path) for path in folder.glob("*/*")]
-    names = [name for found in left.values() for name in found][:20]
-    counts = {what: len(found) for what, found in left.items()}
+    names = [name for listed in left.values() for name in listed][:20]
+    counts = {kind: len(listed) for kind, listed in left.items()}
     return {"sessions": sessions * len(usable), **counts, "names": names}
 
 
-# --------------------------------------------------------------------------- all of it
+# --------------------------------------------------------------------------- program
 class Sizes:
-    """How much is measured."""
+    """Numbers of repetitions and sessions."""
 
     def __init__(self, *, quick: bool) -> None:
         self.execs = 5 if quick else 20
@@ -242,75 +243,75 @@ class Sizes:
         self._quick = quick
 
     def sessions(self, name: str) -> int:
-        """Sessions for each figure: containers take a hundred times longer."""
+        """Sessions for each figure; fewer for containers, which take a hundred times longer."""
         slow = name in {"container", "apptainer"}
         return (6 if slow else 30) if self._quick else (40 if slow else 300)
 
 
-def unusable(name: str, runtime: Runtime) -> str | None:
-    """Why there are no figures for it here."""
+def explain_unavailable(name: str, runtime: Runtime) -> str | None:
+    """Why this runtime cannot be measured here; None if it can."""
     if name == "container" and not Path(BUSYBOX).exists():
-        return f"its image is made of {BUSYBOX}, which is not there"
+        return f"its image is made from {BUSYBOX}, which is missing"
     return runtime.check_available()
 
 
 async def measure(root: Path, *, quick: bool) -> dict[str, Any]:
-    """Every figure."""
+    """Measure all runtimes, workspaces and leaks."""
     sizes = Sizes(quick=quick)
     load = os.getloadavg()[0]
-    told: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     usable: dict[str, tuple[Runtime, SandboxSpec]] = {}
     for name in RUNTIMES:
         runtime: Runtime = find("runtime", name)()
-        reason = await asyncio.to_thread(unusable, name, runtime)
+        reason = await asyncio.to_thread(explain_unavailable, name, runtime)
         if reason is not None:
-            told[name] = {"unavailable": reason}
+            report[name] = {"unavailable": reason}
             continue
         _console.print(f"{name} ...")
         spec = SandboxSpec(workspace=image(root / "image") if name == "container" else Workspace())
-        told[name] = await measured(name, runtime, spec, root, sizes)
+        report[name] = await measure_runtime(name, runtime, spec, root, sizes)
         if name != "local":
             usable[name] = (runtime, spec)
     _console.print(f"a workspace of {FILES} files ...")
     base = await asyncio.to_thread(repository, root / "repository")
-    told |= await asyncio.to_thread(workspaces, base, root, sizes.layers)
+    report |= await asyncio.to_thread(workspaces, base, root, sizes.layers)
     _console.print(f"{sizes.leaks} sessions each ...")
-    told["leaks"] = await leaks(usable, base, root, sizes.leaks)
-    told["machine"] = {"cpus": os.cpu_count(), "load_before": load, "load": os.getloadavg()[0]}
-    return told
+    report["leaks"] = await leaks(usable, base, root, sizes.leaks)
+    report["machine"] = {"cpus": os.cpu_count(), "load_before": load, "load": os.getloadavg()[0]}
+    return report
 
 
-def show(told: dict[str, Any]) -> None:
-    """A table."""
+def show(report: dict[str, Any]) -> None:
+    """Print the report as a table."""
     table = Table("runtime", "start ms", "exec ms", "stop ms", "starts/min at 1, 2, 4, 8")
     for name in RUNTIMES:
-        one = told[name]
-        if "unavailable" in one:
-            table.add_row(name, "-", "-", "-", one["unavailable"])
+        figures = report[name]
+        if "unavailable" in figures:
+            table.add_row(name, "-", "-", "-", figures["unavailable"])
             continue
-        rates = ", ".join(str(one["starts_per_min"][str(n)]) for n in CONCURRENCY)
+        rates = ", ".join(str(figures["starts_per_min"][str(n)]) for n in CONCURRENCY)
         keys = ("start_ms_p50", "exec_ms_p50", "stop_ms_p50")
-        table.add_row(name, *(str(one[key]) for key in keys), rates)
+        table.add_row(name, *(str(figures[key]) for key in keys), rates)
     console = Console()
     console.print(table)
     console.print(
-        f"workspace of {FILES} files: {told['workspace_ms_p50']} ms to make, "
-        f"{told['workspace_remove_ms_p50']} ms to remove; a copy takes "
-        f"{told['workspace_copy_ms']} ms"
+        f"workspace of {FILES} files: {report['workspace_ms_p50']} ms to make, "
+        f"{report['workspace_remove_ms_p50']} ms to remove; a copy takes "
+        f"{report['workspace_copy_ms']} ms"
     )
-    console.print(f"leaks: {told['leaks']}")
+    console.print(f"leaks: {report['leaks']}")
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="What a sandbox costs.")
+    parser = argparse.ArgumentParser(description="Cost of a sandbox.")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--quick", action="store_true", help="fewer sessions")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     log.configure(level="error")
     with tempfile.TemporaryDirectory(prefix="bench-runtimes-", ignore_cleanup_errors=True) as root:
-        report = asyncio.run(measure(Path(root), quick=asked.quick))
-    if asked.json:
+        report = asyncio.run(measure(Path(root), quick=options.quick))
+    if options.json:
         print(json.dumps(report))  # noqa: T201 - a program
     else:
         show(report)

@@ -1,7 +1,7 @@
-"""What waiting costs: many long-polls, each on its own connection, while nothing happens.
+"""Cost of waiting: many long polls, each on its own connection, while nothing happens.
 
-Half of them wait as nodes do (for work), half as trainers do (for results). In the end one task is
-submitted and cancelled, to see that those who wait for results are all still there.
+Half of them wait for work, as nodes do, and half for results, as trainers do. At the end a task is
+submitted and cancelled, to check that every poll for results still gets an answer.
 
     python benchmarks/server/long_polls.py [--polls 1000] [--seconds 10] [--json]
 """
@@ -30,7 +30,7 @@ _WAIT_S = 60
 async def long_polls(
     server: Server, http: aiohttp.ClientSession, polls: int, seconds: float
 ) -> dict[str, Any]:
-    """Share of one core that `polls` open questions take; `http` must not bound connections."""
+    """Share of one core that `polls` open requests take; `http` must not limit connections."""
     api = server.api(http)
     before_mb = server.rss_mb()
     joined = await server.api(http, "join").post(
@@ -38,7 +38,7 @@ async def long_polls(
     )
     node = Api(http, api.url, joined["token"])
     lease = f"/v1/nodes/{joined['node']}/lease"
-    asking = [
+    requests = [
         asyncio.create_task(
             api.get(f"/v1/results?wait_s={_WAIT_S}")
             if number % 2
@@ -52,27 +52,27 @@ async def long_polls(
     await asyncio.sleep(seconds)
     share = (server.cpu() - cpu) / (time.monotonic() - began)
     rss_mb = server.rss_mb() - before_mb
-    open_still = sum(not one.done() for one in asking)
+    open_still = sum(not request.done() for request in requests)
     await api.post("/v1/tasks", task("t"))
     began = time.monotonic()
     await api.post("/v1/tasks/t/cancel", {})
-    told = await asyncio.wait_for(asyncio.gather(*asking[1::2]), 30)
+    answers = await asyncio.wait_for(asyncio.gather(*requests[1::2]), 30)
     woken_s = time.monotonic() - began
-    for one in asking:
-        one.cancel()
-    await asyncio.gather(*asking, return_exceptions=True)
+    for request in requests:
+        request.cancel()
+    await asyncio.gather(*requests, return_exceptions=True)
     return {
         "long_polls": polls,
         "long_polls_open": open_still,
         "long_polls_cpu": round(share, 4),
         "long_polls_mb": round(rss_mb, 1),
-        "long_polls_woken": sum(len(one["items"]) for one in told),
+        "long_polls_woken": sum(len(one["items"]) for one in answers),
         "long_polls_woken_s": round(woken_s, 3),
     }
 
 
 async def measure(polls: int, seconds: float) -> dict[str, Any]:
-    """The same on a server of its own."""
+    """Run `long_polls` on a new server."""
     with tempfile.TemporaryDirectory(prefix="tugline-bench-") as folder:
         server = Server(Path(folder), None)
         try:
@@ -90,9 +90,9 @@ def main() -> None:
     parser.add_argument("--polls", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--json", action="store_true")
-    how = parser.parse_args()
-    report = asyncio.run(measure(how.polls, how.seconds))
-    if how.json:
+    options = parser.parse_args()
+    report = asyncio.run(measure(options.polls, options.seconds))
+    if options.json:
         sys.stdout.write(json.dumps(report) + "\n")
         return
     for name, value in report.items():

@@ -1,4 +1,4 @@
-"""What is measured, each in its own function; `docs/benchmarks.md` says what the figures mean."""
+"""The measurements, one function each; `docs/benchmarks.md` explains their figures."""
 
 # ruff: noqa: INP001 - programs, not a package
 from __future__ import annotations
@@ -23,7 +23,7 @@ BATCH = 1000
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """Numbers of sessions, tasks and requests."""
 
     sessions: int
     probes: int
@@ -40,7 +40,7 @@ SIZES = {
 
 
 def task(name: str, *, samples: int = 1, priority: int = 0) -> Task:
-    """One of the sessions that cost nothing."""
+    """Make a task whose sessions do no work."""
     return Task(
         id=name,
         instruction="nothing",
@@ -55,7 +55,7 @@ def task(name: str, *, samples: int = 1, priority: int = 0) -> Task:
 
 # --------------------------------------------------------------------------- the whole pipeline
 async def pipeline(server: Server, http: aiohttp.ClientSession, size: Size) -> dict[str, Any]:
-    """Sessions per second from the queue to the result, through one node."""
+    """Sessions per second through one node, from queue to result, and their CPU time."""
     api = server.api(http)
     tasks = [task(f"p{n}", samples=4) for n in range(size.sessions // 4)]
     async with engine(server.folder) as url:
@@ -74,10 +74,10 @@ async def pipeline(server: Server, http: aiohttp.ClientSession, size: Size) -> d
         finally:
             node.stop()
     results = await _results(api)
-    failed = [one for one in results if one["status"] != Status.COMPLETED]
+    failed = [result for result in results if result["status"] != Status.COMPLETED]
     if failed:
         fail(f"{len(failed)} of {len(results)} sessions did not complete, such as {failed[0]}")
-    times = sorted(one["created"] for one in results)
+    times = sorted(result["created"] for result in results)
     low, high = len(times) // 10, len(times) * 9 // 10
     cpu = [(b - a) / size.sessions * 1000 for a, b in zip(before, after, strict=True)]
     return {
@@ -106,17 +106,17 @@ async def _until(done: Callable[[], Awaitable[bool]], program: Program) -> None:
 
 
 async def _results(api: Api) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     after = 0
     while items := (page := await api.get(f"/v1/results?after={after}&limit=1000"))["items"]:
-        found += items
+        results += items
         after = page["cursor"]
-    return found
+    return results
 
 
 # --------------------------------------------------------------------------- dispatch
 class Worker:
-    """A node that asks for one session at a time and has its result at once."""
+    """A node that leases one session at a time and commits its result immediately."""
 
     def __init__(self, api: Api, node: str) -> None:
         self._api, self.node = api, node
@@ -124,20 +124,22 @@ class Worker:
     @classmethod
     async def join(cls, server: Server, http: aiohttp.ClientSession, name: str) -> Worker:
         """Register."""
-        hello = NodeRegistration(name=name, slots=4, capacity=4)
-        told = await server.api(http, "join").post("/v1/nodes", hello)
-        return cls(Api(http, server.api(http).url, told["token"]), told["node"])
+        registration = NodeRegistration(name=name, slots=4, capacity=4)
+        registered = await server.api(http, "join").post("/v1/nodes", registration)
+        return cls(Api(http, server.api(http).url, registered["token"]), registered["node"])
 
     async def lease(self) -> dict[str, Any]:
-        """The next session, however long it takes."""
+        """Wait for the next session."""
         while True:
-            orders = await self._api.post(f"/v1/nodes/{self.node}/lease", LeaseRequest(capacity=1))
-            if orders["work"]:
-                session: dict[str, Any] = orders["work"][0]["session"]
+            response = await self._api.post(
+                f"/v1/nodes/{self.node}/lease", LeaseRequest(capacity=1)
+            )
+            if response["work"]:
+                session: dict[str, Any] = response["work"][0]["session"]
                 return session
 
     async def commit(self, session: dict[str, Any]) -> None:
-        """Its result: nothing was sampled, all is well."""
+        """Commit the result of a session: completed, without tokens."""
         trajectory = Trajectory(
             session=session["id"],
             task=session["task"],
@@ -153,7 +155,7 @@ class Worker:
 
 
 async def dispatch(server: Server, http: aiohttp.ClientSession, size: Size) -> dict[str, Any]:
-    """From the commit of a task to its lease: by a node that waits, and past 1,000 others."""
+    """Time from the commit of a task to its lease: by a waiting node, and past 1,000 others."""
     api = server.api(http)
     worker = await Worker.join(server, http, "dispatch")
     idle = []
@@ -165,7 +167,7 @@ async def dispatch(server: Server, http: aiohttp.ClientSession, size: Size) -> d
         session = await waiting
         idle.append(time.perf_counter() - sent)
         await worker.commit(session)
-    await api.post("/v1/tasks", [task(f"line{n}") for n in range(BATCH)])
+    await api.post("/v1/tasks", [task(f"queued{n}") for n in range(BATCH)])
     queued = []
     for number in range(size.probes):
         await api.post("/v1/tasks", task(f"probe{number}", priority=10))
@@ -173,12 +175,12 @@ async def dispatch(server: Server, http: aiohttp.ClientSession, size: Size) -> d
         session = await worker.lease()
         queued.append(time.perf_counter() - committed)
         if session["task"] != f"probe{number}":
-            fail(f"asked for probe{number}, which is first in the line, and got {session['task']}")
+            fail(f"probe{number} has the highest priority, but {session['task']} was leased")
         await worker.commit(session)
-    return {**_told("dispatch", queued), **_told("idle_dispatch", idle)}
+    return {**_percentiles("dispatch", queued), **_percentiles("idle_dispatch", idle)}
 
 
-def _told(name: str, seconds: Sequence[float]) -> dict[str, float]:
+def _percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
     return {
         f"{name}_p50_ms": round(statistics.median(seconds) * 1000, 2),
         f"{name}_p99_ms": round(sorted(seconds)[int(len(seconds) * 0.99)] * 1000, 2),
@@ -187,7 +189,7 @@ def _told(name: str, seconds: Sequence[float]) -> dict[str, float]:
 
 # --------------------------------------------------------------------------- a long queue
 async def queue(server: Server, http: aiohttp.ClientSession, size: Size) -> dict[str, Any]:
-    """Submit until the queue is long; then what memory, lists and the status cost."""
+    """Submit `size.tasks` tasks; measure rate, memory, and latency of lists and status."""
     api = server.api(http)
     seconds, small = 0.0, 0.0
     batch = min(BATCH, size.tasks // 10)
@@ -206,8 +208,8 @@ async def queue(server: Server, http: aiohttp.ClientSession, size: Size) -> dict
     status = [await _time(api, "/v1/status") for _ in range(40)]
     return {
         "submit_per_s": round(size.tasks / seconds),
-        "list_ms": round(_slow(lists), 1),
-        "status_ms": round(_slow(status), 1),
+        "list_ms": round(_p95(lists), 1),
+        "status_ms": round(_p95(status), 1),
         "rss_mb": round(server.rss_mb(), 1),
         "rss_growth_mb": round(server.rss_mb() - small, 1),
         "queued": size.tasks,
@@ -220,6 +222,6 @@ async def _time(api: Api, path: str) -> float:
     return (time.perf_counter() - began) * 1000
 
 
-def _slow(values: Sequence[float]) -> float:
+def _p95(values: Sequence[float]) -> float:
     """The 95th percentile."""
     return sorted(values)[int(len(values) * 0.95)]

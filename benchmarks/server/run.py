@@ -1,7 +1,7 @@
-"""What the rollout server costs: sessions through a node, dispatch, a long queue, waiting.
+"""Cost of the rollout server: sessions through a node, dispatch, a long queue, waiting.
 
 Server, node and load generator (this program, with an engine that has no model) are one process
-each, on loopback. `docs/benchmarks.md` says what each figure means.
+each, on loopback. `docs/benchmarks.md` explains each figure.
 
     python benchmarks/server/run.py [--json] [--quick] [--store sqlite|postgres]
 """
@@ -32,7 +32,7 @@ STORES = ("sqlite", "postgres")
 
 
 async def polls(server: Server, http: aiohttp.ClientSession, size: Size) -> dict[str, Any]:
-    """Share of a core that open questions take while nothing happens."""
+    """Share of a core that open long polls take while nothing happens."""
     return await long_polls(server, http, size.polls, size.polls_s)
 
 
@@ -40,9 +40,9 @@ MEASURES = {"pipeline": pipeline, "dispatch": dispatch, "queue": queue, "long po
 
 
 async def run(store: str, size: str) -> dict[str, Any]:
-    """Everything, each on a server of its own."""
+    """Run every measurement, each with a new server."""
     began, load = time.time(), os.getloadavg()[0]
-    told: dict[str, Any] = {"store": store}
+    report: dict[str, Any] = {"store": store}
     for name, measure in MEASURES.items():
         note(f"measuring: {name}")
         with tempfile.TemporaryDirectory(prefix="tugline-bench-") as path, ExitStack() as stack:
@@ -54,21 +54,21 @@ async def run(store: str, size: str) -> dict[str, Any]:
             await server.up()
             timeout, every = aiohttp.ClientTimeout(total=120), aiohttp.TCPConnector(limit=0)
             async with aiohttp.ClientSession(timeout=timeout, connector=every) as http:
-                told |= await measure(server, http, SIZES[size])
+                report |= await measure(server, http, SIZES[size])
             await asyncio.sleep(0.1)
-    told["size"] = size
-    told["machine"] = {
+    report["size"] = size
+    report["machine"] = {
         "cpus": os.cpu_count(),
         "load_before": round(load, 2),
         "load_after": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "seconds": round(time.time() - began),
     }
-    return told
+    return report
 
 
 def main() -> None:
-    """The command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -79,7 +79,7 @@ def main() -> None:
         help="fewer sessions and tasks, rougher figures",
     )
     parser.add_argument("--size", choices=SIZES, help=argparse.SUPPRESS)
-    parser.add_argument("--store", choices=STORES, default="sqlite", help="where the server keeps")
+    parser.add_argument("--store", choices=STORES, default="sqlite", help="database of the server")
     parser.set_defaults(size="full")
     options = parser.parse_args()
     report = uvloop.run(run(options.store, options.size))

@@ -1,14 +1,14 @@
 """Groups chosen by pass rate against a fixed order: a simulated study.
 
-``python benchmarks/training/choose.py`` draws the tasks of the demo with the code of ``tugline
-train``, and simulates only the policy: no model, no agent. A task's sessions pass with a
-probability whose log-odds are normal at first; each group with a signal (sessions that did not all
-end alike) raises those of all tasks of its family. A setting without learning shows the choice by
-itself. With a spread of 3, 31 % of sessions pass at first and half of the groups have a signal,
-about as in the demo.
+``python benchmarks/training/choose.py`` chooses tasks of the demo with the code of ``tugline
+train`` and simulates the policy, without a model or an agent. A task's sessions pass with a
+probability whose initial log-odds are normally distributed. Each group with a signal (not all
+sessions have the same reward) raises the log-odds of all tasks of its family. A gain of 0 shows the
+effect of the choice without learning. With a spread of 3, initially 31 % of sessions pass and half
+of the groups have a signal, about as in the demo.
 """
 
-# ruff: noqa: INP001, T201 - a script, which speaks by printing and simulates
+# ruff: noqa: INP001, T201 - a script that prints and simulates
 from __future__ import annotations
 
 import argparse
@@ -25,7 +25,7 @@ from tugline.trainers.batches import TaskBatches
 from tugline.types import Ledger, Reward, Status, Trajectory
 
 MEAN = -1.7
-"""Of the log-odds of tasks at first."""
+"""Mean of the initial log-odds."""
 
 
 class Setting(NamedTuple):
@@ -33,9 +33,9 @@ class Setting(NamedTuple):
 
     tasks: int
     spread: float
-    """Standard deviation of the log-odds of tasks."""
+    """Standard deviation of the initial log-odds."""
     gain: float
-    """What a group with a signal adds to the log-odds of its family."""
+    """Increase of a family's log-odds for each group with a signal."""
     staleness: int = 0
 
 
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
     """One simulated run."""
 
     signal: float
-    """Share of groups with a signal, after each task was seen once."""
+    """Share of groups with a signal, not counting the first pass over the tasks."""
     passed: float
     """Mean pass probability of all tasks at the end."""
 
@@ -64,6 +64,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=20)
     options = parser.parse_args()
+    if options.steps < 10:
+        parser.error(f"--steps is {options.steps}, must be at least 10: the first 8 are one epoch")
     print(
         "| tasks | spread | gain | staleness | signal, order | signal, pass_rate | passed at end |"
     )

@@ -1,15 +1,15 @@
-"""Asynchronous against synchronous training: what it learns, and the time it takes.
+"""Asynchronous and synchronous training compared: learning and time.
 
 ``python benchmarks/training/staleness.py`` runs ``tugline train`` with the same configuration at
 each bound on staleness and with each seed, and prints pass@1 on held-out tasks before and after,
-with 95 % intervals, and wall-clock and CPU time. The model is a random one of 0.1 million weights
+with 95 % intervals, and wall-clock and CPU time. The model has 0.1 million random weights and runs
 in the embedded engine; its task is to prefer the lower third of the vocabulary. Each agent makes
-one model call and then sleeps, which stands for the time of its tools: log-normal, with a median of
+one model call and then sleeps in place of running tools. The time is log-normal, with a median of
 0.6 and a 95th percentile of 3 seconds, so that a few sessions of each batch are much longer than
-the rest.
+the others.
 """
 
-# ruff: noqa: INP001, T201 - a script, which speaks by printing
+# ruff: noqa: INP001, T201 - a script that prints
 from __future__ import annotations
 
 import argparse
@@ -51,21 +51,21 @@ class Run(NamedTuple):
     staleness: int
     seed: int
     first: int
-    """Held-out sessions that passed with the first weights, of `sessions`."""
+    """Held-out sessions, out of `sessions`, that passed with the initial weights."""
     last: int
-    """With the last weights."""
+    """The same with the final weights."""
     sessions: int
     wall_s: float
     cpu_s: float
-    """Of the trainer and all it started."""
+    """CPU time of the trainer and its child processes."""
     mean_staleness: float
-    """Of trained tokens, in versions, over all steps."""
+    """Mean over all steps of the staleness of trained tokens, in versions."""
 
 
 def prefers_lower_third(outcome: SessionOutcome) -> float:
-    """Earn 1 if at least five of the first twelve sampled ids are in the lower third."""
-    ids = [int(one) for call in outcome.calls for one in call.sampled_ids][:TOKENS]
-    return float(sum(one < VOCABULARY // 3 for one in ids) >= WANTED)
+    """Return 1 if at least five of the first twelve sampled ids are in the lower third, else 0."""
+    ids = [int(token) for call in outcome.calls for token in call.sampled_ids][:TOKENS]
+    return float(sum(token < VOCABULARY // 3 for token in ids) >= WANTED)
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     runs: list[Run] = []
-    for seed in options.seeds:  # a machine that gets busier does so for all of a seed
+    for seed in options.seeds:  # the outer loop, so that changes of load affect all bounds alike
         for staleness in options.staleness:
             runs.append(train(staleness, seed, options.steps, options.grpo))
             print(json.dumps(runs[-1]._asdict()), file=None if options.json else sys.stderr)
@@ -173,14 +173,14 @@ def write_config(folder: Path, staleness: int, seed: int, steps: int, grpo: dict
 
 
 def print_table(runs: list[Run]) -> None:
-    """Print a row per bound, over its seeds; sessions of all seeds make one interval."""
+    """Print a row per bound; the sessions of all its seeds are pooled for the interval."""
     print("| staleness | mean | pass@1 before | pass@1 after | by seed | wall s | CPU s |")
     print("|---|---|---|---|---|---|---|")
     synchronous = sum(run.wall_s for run in runs if run.staleness == runs[0].staleness)
     for staleness in dict.fromkeys(run.staleness for run in runs):
         own = [run for run in runs if run.staleness == staleness]
         total, wall_s = sum(run.sessions for run in own), sum(run.wall_s for run in own)
-        before, after = (_format(sum(found), total) for found in (
+        before, after = (_format(sum(passed), total) for passed in (
             [run.first for run in own], [run.last for run in own]
         ))  # fmt: skip
         seeds = ", ".join(f"{run.last / run.sessions:.0%}" for run in own)

@@ -1,10 +1,10 @@
-"""Tokens, CPU time and gradient of the tree layout against the plain one.
+"""Tokens, CPU time and gradient with tree packing and without.
 
-``python benchmarks/training/tree_packing.py``: eight sessions that share a prompt, at several
-lengths of it. CPU seconds are of one forward and backward pass on one thread.
+``python benchmarks/training/tree_packing.py`` packs eight sessions that share a prompt, for several
+prompt lengths. CPU seconds are those of a forward and backward pass on one thread.
 """
 
-# ruff: noqa: INP001, T201 - a script, which speaks by printing
+# ruff: noqa: INP001, T201 - a script that prints
 from __future__ import annotations
 
 import argparse
@@ -21,7 +21,7 @@ from tugline.types import Ids, Sample
 
 VOCABULARY = 1400
 OWN = 400
-"""Tokens of a session after the shared prompt, on average; a quarter of them is trained."""
+"""Mean tokens of a session after the shared prompt; a quarter of them is trained."""
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def make_sessions(count: int, shared: int) -> list[Sample]:
-    """Sessions of random ids that begin with the same `shared` ones."""
+    """Make sessions of random ids that begin with the same `shared` ids."""
     rng = np.random.default_rng(0)
 
     def text(length: int) -> Ids:
@@ -72,7 +72,7 @@ def make_sessions(count: int, shared: int) -> list[Sample]:
 
 
 def measure(samples: list[Sample], *, tree: bool) -> tuple[int, float, torch.Tensor]:
-    """Tokens computed, CPU seconds, and the gradient of a policy loss."""
+    """Return computed tokens, CPU seconds, and the gradient of a policy loss."""
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(

@@ -1,13 +1,13 @@
-"""What a session costs on its way from the gateway to a trainer: bytes, time and memory by length.
+"""Cost of a session between gateway and trainer: bytes, time and memory by its length.
 
-Sessions of 10, 100 and 400 turns are recorded, read back and built by `prefix_merging`.
-Nothing waits for anything, so times are CPU times of this thread (a busy machine disturbs them
-less than a clock on the wall), and medians. `docs/benchmarks.md` says what each figure means.
+Sessions of 10, 100 and 400 turns are recorded, read back and built by `prefix_merging`. Nothing
+waits, so times are medians of this thread's CPU time, on which other load has less effect than on
+wall-clock time. `docs/benchmarks.md` explains each figure.
 
     python benchmarks/trajectories/run.py [--json] [--quick]
 """
 
-# ruff: noqa: INP001, T201 - programs, not a package, that speak by printing
+# ruff: noqa: INP001, T201 - programs that print, not a package
 from __future__ import annotations
 
 import argparse
@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import zstandard
-from session import BASE, RESULT, SAMPLED, Words, calls
+from session import BASE, RESULT, SAMPLED, TextSource, calls
 
 from tugline.recording import file as recordings
 from tugline.recording.codec import Record
@@ -38,17 +38,17 @@ from tugline.types import PluginSpec, Session, Task, decode
 TURNS = (10, 100, 400)
 REPEATS = {"full": 41, "quick": 9, "smoke": 3}
 DECODED = 40
-"""Calls of the session whose reading is timed."""
+"""Number of calls of the session for `measure_decoding`."""
 _ID, _ALLOWANCE, _LOGPROB, _SLACK = 4, 1.4, 4, 1.5
 
 
 def note(text: str) -> None:
-    """Progress, beside what a script reads."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def timed(work: Callable[[], object], repeats: int) -> list[float]:
-    """Milliseconds of each repetition, after one that does not count."""
+    """Repeat `work`, after one unmeasured run; return CPU milliseconds of each repetition."""
     work()
     gc.collect()
     gc.disable()
@@ -62,18 +62,18 @@ def timed(work: Callable[[], object], repeats: int) -> list[float]:
 
 
 def peak(work: Callable[[], object]) -> int:
-    """Bytes that `work` held at its height, beside what was there before."""
+    """Peak memory that `work` allocates, in bytes."""
     gc.collect()
     tracemalloc.start()
-    kept = work()
-    found = tracemalloc.get_traced_memory()[1]
+    result = work()
+    size = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    del kept
-    return found
+    del result
+    return size
 
 
-def record(words: Words, path: Path, turns: int) -> list[float]:
-    """Write a session; returns the CPU milliseconds of each call."""
+def record(source: TextSource, path: Path, turns: int) -> list[float]:
+    """Write a session; return the CPU milliseconds of each call."""
     task = Task(
         id="bench",
         instruction="Mend the tests.",
@@ -84,24 +84,24 @@ def record(words: Words, path: Path, turns: int) -> list[float]:
     header = Header(session=session, task=task, created=0.0, tugline="bench", engine="vllm")
     spent = []
     with recordings.Writer(path, header) as writer:
-        for call in calls(words, turns):
+        for call in calls(source, turns):
             began = time.thread_time()
             writer.append(call)
             spent.append(1e3 * (time.thread_time() - began))
     return spent
 
 
-def measure(words: Words, folder: Path, turns: int, repeats: int) -> dict[str, float]:
-    """One length of session."""
+def measure(source: TextSource, folder: Path, turns: int, repeats: int) -> dict[str, float]:
+    """Measure a session of `turns` turns."""
     note(f"{turns} turns")
     path = folder / f"{turns}.rec"
-    appended = record(words, path, turns)
+    appended = record(source, path, turns)
     recorded = recordings.read(path).calls
     builder = PrefixMerging()
     built = builder.build(recorded)
     last = recorded[-1]
     if len(built.traces) != 1 or built.ledger.trained != turns * SAMPLED:
-        msg = f"{turns} turns became {len(built.traces)} traces with {built.ledger}"
+        msg = f"{turns} turns were built as {len(built.traces)} traces with {built.ledger}"
         raise RuntimeError(msg)
     times = timed(lambda: builder.build(recorded), repeats)
     low, middle, high = statistics.quantiles(times, n=4)
@@ -118,22 +118,22 @@ def measure(words: Words, folder: Path, turns: int, repeats: int) -> dict[str, f
     }
 
 
-def decoding(words: Words, folder: Path, repeats: int) -> dict[str, float]:
-    """Reading 40 calls, and how much of it the parts take."""
+def measure_decoding(source: TextSource, folder: Path, repeats: int) -> dict[str, float]:
+    """Time to read 40 calls, and the time of each part of it."""
     note(f"reading {DECODED} calls")
     path = folder / "decoded.rec"
-    record(words, path, DECODED)
+    record(source, path, DECODED)
     data = path.read_bytes()
 
     def frames() -> list[bytes]:
-        return [one.data for one in recordings.read_frames(path, data) if one.data]
+        return [frame.data for frame in recordings.read_frames(path, data) if frame.data]
 
     def inflate() -> list[bytes]:
         stream = zstandard.ZstdDecompressor().decompressobj()
-        return [stream.decompress(one) for one in packed]
+        return [stream.decompress(frame) for frame in packed]
 
     def parse() -> list[msgspec.Struct]:
-        return [decode(one, Record) for one in inflated]  # type: ignore[arg-type]
+        return [decode(record, Record) for record in inflated]  # type: ignore[arg-type]
 
     packed, inflated = frames(), []
     inflated = inflate()
@@ -150,36 +150,36 @@ def decoding(words: Words, folder: Path, repeats: int) -> dict[str, float]:
     }
 
 
-def slope(found: dict[int, dict[str, float]], key: str) -> float:
-    """Of the logarithm of `key` over that of the number of turns, by least squares."""
-    turns, values = np.log(list(found)), np.log([one[key] for one in found.values()])
+def slope(by_turns: dict[int, dict[str, float]], key: str) -> float:
+    """Log-log slope of `key` over the number of turns, by least squares."""
+    turns, values = np.log(list(by_turns)), np.log([row[key] for row in by_turns.values()])
     return round(float(np.polyfit(turns, values, 1)[0]), 3)
 
 
 def run(size: str) -> dict[str, Any]:
-    """Everything, in order; a smoke test leaves out the longest session."""
+    """Run every measurement; the size ``smoke`` leaves out the longest session."""
     repeats, began = REPEATS[size], time.time()
     lengths = TURNS[:2] if size == "smoke" else TURNS
     note("training a tokenizer")
-    words = Words()
+    source = TextSource()
     with tempfile.TemporaryDirectory(prefix="tugline-bench-") as folder:
-        found = {turns: measure(words, Path(folder), turns, repeats) for turns in lengths}
-        parts = decoding(words, Path(folder), repeats)
-    hundred = found[100]
+        by_turns = {turns: measure(source, Path(folder), turns, repeats) for turns in lengths}
+        parts = measure_decoding(source, Path(folder), repeats)
+    hundred = by_turns[100]
     limit = _SLACK * (hundred["unique_ids"] * _ALLOWANCE + hundred["sampled"] * _LOGPROB)
     figures: dict[str, Any] = {
-        "slope_time": slope(found, "build_ms"),
-        "slope_bytes": slope(found, "recording_bytes"),
-        "slope_read": slope(found, "read_ms"),
-        "slope_peak": slope(found, "peak_bytes"),
+        "slope_time": slope(by_turns, "build_ms"),
+        "slope_bytes": slope(by_turns, "recording_bytes"),
+        "slope_read": slope(by_turns, "read_ms"),
+        "slope_peak": slope(by_turns, "peak_bytes"),
         **{f"{key}_100": _rounded(value) for key, value in hundred.items()},
         "recording_bytes_limit_100": round(limit),
         "peak_to_ids_100": round(hundred["peak_bytes"] / (_ID * hundred["unique_ids"]), 2),
         "decode_ms_40": _rounded(parts.pop("whole")),
         "decode_parts_ms_40": {name: _rounded(value) for name, value in parts.items()},
         "by_turns": {
-            str(turns): {key: _rounded(value) for key, value in one.items()}
-            for turns, one in found.items()
+            str(turns): {key: _rounded(value) for key, value in row.items()}
+            for turns, row in by_turns.items()
         },
     }
     figures["session"] = {"base": BASE, "sampled_a_turn": SAMPLED, "result_a_turn": RESULT}
@@ -198,23 +198,23 @@ def _rounded(value: float) -> float:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The result for people."""
+    """Format the figures as text."""
     columns = ("recording_bytes", "append_cpu_ms", "read_ms", "build_ms")
     head = f"{'turns':>6}{'unique ids':>12}" + "".join(f"{name:>27}" for name in columns)
     rows = [head]
-    for turns, one in figures["by_turns"].items():
-        row = f"{turns:>6}{one['unique_ids']:>12}"
-        rows.append(row + "".join(f"{one[name]:>27}" for name in columns))
+    for turns, values in figures["by_turns"].items():
+        row = f"{turns:>6}{values['unique_ids']:>12}"
+        rows.append(row + "".join(f"{values[name]:>27}" for name in columns))
     plain = {key: value for key, value in figures.items() if key != "by_turns"}
     return "\n".join([*rows, *(f"{key}: {value}" for key, value in plain.items())])
 
 
 def main() -> None:
-    """The command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     quick = parser.add_argument("--quick", action="store_const", const="quick", dest="size")
-    quick.help = "fewer repeats, rougher figures"
+    quick.help = "fewer repetitions, rougher figures"
     parser.add_argument("--size", choices=REPEATS, help=argparse.SUPPRESS)
     parser.set_defaults(size="full")
     options = parser.parse_args()

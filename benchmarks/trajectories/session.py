@@ -1,10 +1,10 @@
-"""Sessions of a coding agent, of any length, as a real gateway would have recorded them.
+"""Sessions of a coding agent, of any length, as a real gateway would record them.
 
-A prompt of 8,000 tokens, then 600 more a turn: 300 sampled (text and a tool call) and 300 of a tool
-result with its frame. The words are the standard library's own source, which is what such an agent
-reads and writes; the tokenizer is a BPE trained on it with ids spread over a vocabulary of Qwen3's
-size, which compresses worse than ids in the order of their frequency. Logprobs are drawn from an
-exponential distribution with every bit of their mantissa random: a sharp policy's compress better.
+The first prompt has 8,000 tokens; each turn adds 300 sampled ones (text and a tool call) and 300 of
+a tool result with the template's markup. The text is source code of the standard library, and the
+tokenizer is a BPE trained on it. Ids are spread over a vocabulary of Qwen3's size, which compresses
+worse than ids in the order of their frequency. Logprobs are drawn from an exponential distribution
+and have random mantissas, which compress worse than those of a sharp policy.
 """
 
 # ruff: noqa: INP001 - programs, not a package
@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1] / "gateway"))
 
-from script import TAIL, tokenizer_of
+from script import TAIL, train_tokenizer
 
 from tugline.chat.tokenizer import Tokenizer
 from tugline.types import (
@@ -47,7 +47,7 @@ _BEGAN = 1_700_000_000.0
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer and what its tool said then."""
+    """An answer and the result of its tool call."""
 
     ids: list[int]
     answer: Message
@@ -55,51 +55,51 @@ class Turn:
     tail: list[int]
 
 
-class Words:
-    """A text to quote from, and its tokenizer."""
+class TextSource:
+    """A long text, from which parts are quoted at random, and its tokenizer."""
 
     def __init__(self) -> None:
         sources = sorted(Path(os.__file__).parent.glob("*.py"))
         text = "".join(path.read_text(encoding="utf-8", errors="ignore") for path in sources)
         self.text = text.encode("ascii", "ignore").decode()
-        self.tokenizer: Tokenizer = tokenizer_of(self.text[:_TRAINED_ON])
+        self.tokenizer: Tokenizer = train_tokenizer(self.text[:_TRAINED_ON])
         self.random = random.Random(0)
 
     def quote(self, tokens: int) -> str:
-        """About as many tokens of text, from anywhere."""
+        """Return about `tokens` tokens of text from a random position."""
         at = self.random.randrange(len(self.text) - 8 * tokens)
         return self.tokenizer.decode(
             self.tokenizer.encode(self.text[at : at + 8 * tokens])[:tokens]
         )
 
     def exactly(self, tokens: int, before: str, after: str) -> tuple[list[int], str]:
-        """So many ids of `before`, a quotation and `after`, and the quotation."""
+        """Return `tokens` ids of `before`, a quotation and `after`; and the quotation."""
         head, end = self.tokenizer.encode(before), self.tokenizer.encode(after)
         middle = self.tokenizer.encode(self.quote(tokens))[: tokens - len(head) - len(end)]
         return [*head, *middle, *end], self.tokenizer.decode(middle)
 
 
-def turn(words: Words, number: int) -> Turn:
-    """One answer of 300 tokens and 300 tokens of what follows."""
-    arguments = {"path": f"src/part_{number}.py", "text": words.quote(SAMPLED // 3)}
-    written = json.dumps(arguments)
-    call = f'<tool_call>\n{{"name": "write", "arguments": {written}}}\n</tool_call><|im_end|>'
-    ids, text = words.exactly(SAMPLED, "", call)
-    tail, result = words.exactly(RESULT, *TAIL.split("%s"))
-    tool_call = ToolCall(f"call_{number}", "write", written)
+def turn(source: TextSource, number: int) -> Turn:
+    """Make an answer of 300 tokens and the 300 tokens that follow it."""
+    arguments = {"path": f"src/part_{number}.py", "text": source.quote(SAMPLED // 3)}
+    serialized = json.dumps(arguments)
+    call = f'<tool_call>\n{{"name": "write", "arguments": {serialized}}}\n</tool_call><|im_end|>'
+    ids, text = source.exactly(SAMPLED, "", call)
+    tail, result = source.exactly(RESULT, *TAIL.split("%s"))
+    tool_call = ToolCall(f"call_{number}", "write", serialized)
     return Turn(ids, Message(Role.ASSISTANT, text, tool_calls=(tool_call,)), result, tail)
 
 
-def calls(words: Words, turns: int) -> Iterator[Call]:
-    """The calls of a session, each with its whole prompt."""
-    words.random.seed(0)
+def calls(source: TextSource, turns: int) -> Iterator[Call]:
+    """Yield the calls of a session, each with its complete prompt."""
+    source.random.seed(0)
     schema: dict[str, Any] = {"type": "object", "properties": {"path": {"type": "string"}}}
-    tools = tuple(Tool(name, words.quote(40), schema) for name in ("read", "write", "bash"))
-    base, system = words.exactly(BASE, "", "")
+    tools = tuple(Tool(name, source.quote(40), schema) for name in ("read", "write", "bash"))
+    base, system = source.exactly(BASE, "", "")
     prompt, added = np.array(base, np.int32), (Message(Role.SYSTEM, system),)
     noise = np.random.default_rng(0)
     for number in range(turns):
-        step = turn(words, number)
+        step = turn(source, number)
         at = _BEGAN + 7.5 * number
         yield Call(
             session="bench-0-0",

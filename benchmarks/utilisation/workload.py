@@ -1,9 +1,9 @@
-"""Sessions like those of software-engineering agents, drawn from a seed, and an engine for them.
+"""Simulated sessions of software-engineering agents, drawn from a seed, and a simulated engine.
 
-Times are heavy-tailed (log-normal, cut off): INIT 1 to 60 s, three to a hundred turns a session,
-each some seconds of sampling and some of tools, then an evaluation of up to three minutes. All of
-it is scaled down by `SCALE`, so that a run takes seconds; the shares do not depend on that as long
-as the node's own work stays small against the scaled times.
+Times are heavy-tailed (log-normal with bounds): INIT 1 to 60 s, three to a hundred turns per
+session with some seconds of sampling and of tools each, then an evaluation of up to three minutes.
+They are scaled by `SCALE`, so that a run takes seconds. This does not change the shares as long as
+the node's own work is short compared with the scaled times.
 """
 
 # ruff: noqa: INP001 - parts of a program, not a package
@@ -26,7 +26,7 @@ from tugline.gateway.engine import SessionState
 from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.node.admission import EngineLoad
 from tugline.recording.records import RecordedResult
-from tugline.rollout.parts import Parts as Made
+from tugline.rollout.parts import Parts as BaseParts
 from tugline.sandbox.base import (
     MAX_READ_BYTES,
     Content,
@@ -51,36 +51,36 @@ from tugline.types import (
 )
 
 SCALE = 1 / 50
-"""Seconds that pass for each second of the workload."""
+"""Real seconds for each second of the workload."""
 OPEN_S = 6.0
-"""What opening a box for an evaluation takes, in seconds of the workload."""
+"""Time to open a sandbox for an evaluation, in seconds of the workload."""
 
 
 @dataclass(frozen=True)
-class Draw:
-    """What one session does, in seconds that really pass."""
+class SessionPlan:
+    """Times of one simulated session, in real seconds."""
 
     init: float
     turns: tuple[tuple[float, float], ...]
-    """Sampling and tool time of each."""
-    judging: float
+    """Sampling and tool time of each turn."""
+    evaluation: float
 
     @property
     def sampling(self) -> float:
-        """Seconds of an engine slot that it needs."""
+        """Total sampling time of the session."""
         return sum(turn for turn, _ in self.turns)
 
 
-def draw(seed: int, session: str) -> Draw:
-    """The same for the same seed and session, whoever asks."""
-    dice = random.Random(f"{seed}/{session}")
+def draw_session(seed: int, session: str) -> SessionPlan:
+    """Draw the times of a session; equal arguments give equal times."""
+    rng = random.Random(f"{seed}/{session}")
 
     def heavy(median: float, sigma: float, least: float, most: float) -> float:
-        return min(most, max(least, median * math.exp(dice.gauss(0.0, sigma))))
+        return min(most, max(least, median * math.exp(rng.gauss(0.0, sigma))))
 
     count = round(heavy(16, 0.7, 3, 100))
     turns = [(heavy(3.0, 0.8, 0.3, 40), heavy(1.2, 1.0, 0.1, 30)) for _ in range(count)]
-    return Draw(
+    return SessionPlan(
         heavy(15.0, 0.9, 1, 60) * SCALE,
         tuple((turn * SCALE, tool * SCALE) for turn, tool in turns),
         heavy(25.0, 0.8, 4, 180) * SCALE,
@@ -88,24 +88,24 @@ def draw(seed: int, session: str) -> Draw:
 
 
 class Engine:
-    """A fixed number of slots, first come first served, and how much of them was in use.
+    """An engine with a fixed number of slots, first come first served, that measures their use.
 
-    With `fits`, the KV memory holds so many sessions: beyond that a turn may find that its prefix
-    was pushed out, and sampling it takes twice as long; the second half is no use to anybody.
+    With `fits`, its KV memory holds that many sessions. Beyond that, the prefix of a turn may have
+    been evicted; the turn then takes twice as long, and half of that time is not useful.
     """
 
     def __init__(self, slots: int, *, fits: int | None = None) -> None:
         self.slots, self.fits = slots, fits
         self.sessions = 0
-        """Agents that are at work."""
+        """Agents that are running."""
         self._free = asyncio.Semaphore(slots)
         self.waiting = 0
         self._useful: list[tuple[float, float]] = []
-        """Begin and end of what was sampled, without what was sampled twice."""
-        self._dice = random.Random(0)
+        """Begin and end of each useful part of sampling."""
+        self._rng = random.Random(0)
 
     async def turn(self, seconds: float) -> None:
-        """Sample for so long, once a slot is free."""
+        """Wait for a free slot, then sample for `seconds`."""
         self.waiting += 1
         try:
             await self._free.acquire()
@@ -113,51 +113,51 @@ class Engine:
             self.waiting -= 1
         began = time.monotonic()
         try:
-            lost = self._lost() * seconds
-            await asyncio.sleep(lost)
+            recompute = self._is_evicted() * seconds
+            await asyncio.sleep(recompute)
             began = time.monotonic()
             await asyncio.sleep(seconds)
         finally:
             self._useful.append((began, time.monotonic()))
             self._free.release()
 
-    def _lost(self) -> bool:
-        crowd = 0 if self.fits is None else 1 - self.fits / max(self.sessions, self.fits)
-        return self._dice.random() < crowd
+    def _is_evicted(self) -> bool:
+        share = 0 if self.fits is None else 1 - self.fits / max(self.sessions, self.fits)
+        return self._rng.random() < share
 
     async def poll(self) -> Sequence[EngineLoad]:
-        """As its metrics page would say it."""
+        """Return the load, as from the engine's metrics."""
         kv = 0.0 if self.fits is None else min(1.0, self.sessions / self.fits)
         return [EngineLoad(self.waiting, kv)]
 
     def busy(self, start: float, end: float) -> float:
-        """Share of its slots that were usefully in use from `start` to `end`."""
+        """Share of its slots in useful use from `start` to `end`."""
         inside = sum(max(0.0, min(to, end) - max(at, start)) for at, to in self._useful)
         return inside / (self.slots * (end - start))
 
 
 @dataclass
-class Marks:
-    """When sessions began to run, had ended running, and were judged."""
+class SessionTimes:
+    """When the agents of sessions began and ended, and when the sessions were evaluated."""
 
     began: dict[str, float] = field(default_factory=dict)
-    ran: dict[str, float] = field(default_factory=dict)
-    judged: dict[str, float] = field(default_factory=dict)
+    ended: dict[str, float] = field(default_factory=dict)
+    evaluated: dict[str, float] = field(default_factory=dict)
 
 
 class Rollouts(Harness, Runtime):
-    """Harness and runtime whose programs only take time."""
+    """Simulated harness and runtime; programs only take time."""
 
     name = "simulated"
 
-    def __init__(self, engine: Engine, seed: int, *, spare: bool = True) -> None:
-        """With `spare` a box for the evaluator is opened while the agent runs."""
-        self.engine, self.seed, self.spare = engine, seed, spare
-        self.marks = Marks()
+    def __init__(self, engine: Engine, seed: int, *, prewarm_evaluator: bool = True) -> None:
+        """With `prewarm_evaluator`, the evaluator's sandbox is opened while the agent runs."""
+        self.engine, self.seed, self.prewarm_evaluator = engine, seed, prewarm_evaluator
+        self.times = SessionTimes()
 
     # ------------------------------------------------------------------ harness
     def launch(self, context: LaunchContext) -> Launch:
-        """The session is its own command."""
+        """Return the id of the session as the command line."""
         return Launch(argv=(context.base_url,))
 
     # ------------------------------------------------------------------ runtime
@@ -165,54 +165,54 @@ class Rollouts(Harness, Runtime):
     async def open(
         self, directory: Path, spec: SandboxSpec | None = None
     ) -> AsyncIterator[Sandbox]:
-        """A box without folders of its own, after the time that it takes to open."""
+        """Open a sandbox after the simulated time."""
         session = directory.parent.name.rpartition(".")[0]
         agent = directory.name == "agent"
-        await asyncio.sleep(draw(self.seed, session).init if agent else OPEN_S * SCALE)
+        await asyncio.sleep(draw_session(self.seed, session).init if agent else OPEN_S * SCALE)
         yield _Sandbox(self, directory)
 
     def reap(self, directory: Path) -> int:
-        """Nothing is ever left."""
+        """Return 0: nothing can be left behind."""
         return 0
 
     def check_available(self) -> str | None:
-        """It is everywhere."""
+        """Return None: it is always available."""
         return None
 
     def list_weaknesses(self) -> Sequence[str]:
-        """Nothing runs in it."""
+        """Return nothing: no program runs in it."""
         return ()
 
     async def agent(self, session: str) -> None:
-        """What its program does."""
-        self.marks.began[session] = time.monotonic()
+        """Play the turns of a session."""
+        self.times.began[session] = time.monotonic()
         self.engine.sessions += 1
         try:
-            for sampling, tool in draw(self.seed, session).turns:
+            for sampling, tool in draw_session(self.seed, session).turns:
                 await self.engine.turn(sampling)
                 await asyncio.sleep(tool)
         finally:
             self.engine.sessions -= 1
-            self.marks.ran[session] = time.monotonic()
+            self.times.ended[session] = time.monotonic()
 
 
 class RolloutEvaluator(Evaluator):
-    """The evaluator of `Rollouts`, which only takes time."""
+    """Simulated evaluator; it only takes time."""
 
     def __init__(self, rollouts: Rollouts) -> None:
-        self._rollouts, self.opens_sandbox = rollouts, rollouts.spare
+        self._rollouts, self.opens_sandbox = rollouts, rollouts.prewarm_evaluator
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """Half a point."""
+        """Return the reward 0.5 after the simulated time."""
         async with outcome.open_sandbox({}) as sandbox:
             session = sandbox.logs.parent.parent.name.rpartition(".")[0]
-            await asyncio.sleep(draw(self._rollouts.seed, session).judging)
-        self._rollouts.marks.judged[session] = time.monotonic()
+            await asyncio.sleep(draw_session(self._rollouts.seed, session).evaluation)
+        self._rollouts.times.evaluated[session] = time.monotonic()
         return Verdict(Reward(0.5), {})
 
 
-class Parts(Made):
-    """The one for every kind but the builder."""
+class Parts(BaseParts):
+    """Plug-ins of a session: simulated ones for every kind but the builder."""
 
     def __init__(self, rollouts: Rollouts) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class Parts(Made):
 
 
 @dataclass(frozen=True)
-class _Door:
+class _Endpoint:
     base_url: str
     key: str
 
@@ -240,18 +240,18 @@ class _Sandbox(Sandbox):
         self._rollouts = rollouts
 
     async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
-        """There are none."""
+        """Ignore the files."""
 
     async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
-        """There are none."""
+        """Return None: there are no files."""
         return None
 
     async def diff(self, limits: PatchLimits | None = None) -> Patch:
-        """Nothing was done."""
+        """Return an empty patch."""
         return Patch()
 
     async def expose(self, url: str) -> str:
-        """As it is."""
+        """Return the URL unchanged."""
         return url
 
     async def run(
@@ -262,26 +262,26 @@ class _Sandbox(Sandbox):
         timeout_s: float | PausableTimeout,
         log_name: str = "agent",
     ) -> Exit:
-        """The agent's turns, one after the other."""
+        """Play the agent's turns."""
         async with enforce_timeout(timeout_s):
             await self._rollouts.agent(argv[0])
         return Exit(0, timed_out=False, seconds=0.0)
 
 
 class Gateway:
-    """Every session has one call of two tokens."""
+    """Simulated gateway: every session has one call of two tokens."""
 
     url = ""
 
     @contextlib.asynccontextmanager
     async def open(
-        self, session: Session, task: Task, *_terms: object, **_hang: object
-    ) -> AsyncIterator[_Door]:
-        """Its address is its name."""
-        yield _Door(session.id, "")
+        self, session: Session, task: Task, *_terms: object, **_options: object
+    ) -> AsyncIterator[_Endpoint]:
+        """Yield an endpoint with the session id as its URL."""
+        yield _Endpoint(session.id, "")
 
     def read_calls(self, session: str) -> Sequence[Call]:
-        """As a builder wants them."""
+        """Return the single call of a session."""
         two = np.array([1, 2], np.int32)
         return [
             Call(
@@ -301,17 +301,17 @@ class Gateway:
         ]
 
     async def write_result(self, session: str, result: RecordedResult) -> None:
-        """Nothing is kept."""
+        """Ignore the result."""
 
     def describe(self, session: str) -> SessionState:
-        """The engine never fails, and there are no budgets."""
+        """Return a state without engine errors and limits."""
         return SessionState(Path(session))
 
     async def pause(self, mode: str, *, within_s: float = 600.0) -> None:
-        """Nothing is in flight."""
+        """Do nothing: no call is in flight."""
 
     async def resume(self) -> None:
-        """It was not paused."""
+        """Do nothing."""
 
     async def set_weights_version(self, version: int) -> None:
-        """There are none."""
+        """Do nothing: there are no weights."""

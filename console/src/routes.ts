@@ -2,10 +2,10 @@
 import type { Component } from "svelte";
 
 interface Route {
-  /** Its groups are the page's `ids`, if it takes any. */
+  /** Pattern of the path; its groups are the page's `ids`. */
   at: RegExp;
   page: () => Promise<{ default: Component<{ ids: string[] }> | Component }>;
-  /** How the left rail names it, and its key after `g`. */
+  /** Entry of the navigation, and its key after `g`. */
   rail?: { name: string; path: string; key: string };
 }
 

@@ -1,13 +1,13 @@
-"""A complete coding agent in one file, with the official OpenAI SDK; it knows nothing of Tugline.
+"""A complete coding agent in one file, with the official OpenAI SDK and without Tugline.
 
     tugline demo --harness shell --command "python3 examples/agents/openai_loop.py"
 
-trains a model under it; a task file names it with
+trains a model with it. A task file selects it with
 
     harness: {name: shell, options: {command: "python3 examples/agents/openai_loop.py"}}
 
-The SDK finds the model through OPENAI_BASE_URL and OPENAI_API_KEY. The tools have the names,
-schemas and answers of pi's, so that a model trained under one of the two can work in the other.
+The SDK reads OPENAI_BASE_URL and OPENAI_API_KEY. The tools have the names, schemas and results of
+pi's tools, so that a model trained with one of the two agents can work with the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEXT = {"type": "string"}
 
 
 def tool(name: str, description: str, **properties: dict) -> dict:
-    """A function tool all of whose `properties` are required."""
+    """Define a function tool; all `properties` are required."""
     schema = {"type": "object", "required": list(properties), "properties": properties}
     function = {"name": name, "description": description, "parameters": schema}
     return {"type": "function", "function": function}
@@ -50,12 +50,12 @@ TOOLS = [
 
 
 def read(path: str, **_: object) -> str:
-    """The text of a file."""
+    """Return the text of a file."""
     return Path(path).read_text()
 
 
 def bash(command: str, timeout: float = 60, **_: object) -> str:
-    """Output of a command."""
+    """Run a command and return its output."""
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, timeout=timeout, check=False
     )
@@ -64,12 +64,12 @@ def bash(command: str, timeout: float = 60, **_: object) -> str:
 
 
 def edit(path: str, edits: list[dict[str, str]], **_: object) -> str:
-    """Replace texts, each of which must be in the file exactly once."""
+    """Replace texts, each of which must occur exactly once in the file."""
     text = Path(path).read_text()
     for number, change in enumerate(edits):
-        found = text.count(change["oldText"])
-        if found != 1:
-            msg = f"edits[{number}]: oldText was found {found} times in {path}; it must be unique."
+        count = text.count(change["oldText"])
+        if count != 1:
+            msg = f"edits[{number}]: oldText was found {count} times in {path}; it must be unique."
             raise ValueError(msg)
         text = text.replace(change["oldText"], change["newText"])
     Path(path).write_text(text)
@@ -77,7 +77,7 @@ def edit(path: str, edits: list[dict[str, str]], **_: object) -> str:
 
 
 def use(name: str, arguments: str) -> str:
-    """What a tool answers; the model gets to read its own mistakes."""
+    """Call a tool and return its result; the model also gets the errors of its calls."""
     try:
         return {"read": read, "bash": bash, "edit": edit}[name](**json.loads(arguments))
     except (OSError, ValueError, KeyError, TypeError, subprocess.TimeoutExpired) as error:
@@ -85,7 +85,7 @@ def use(name: str, arguments: str) -> str:
 
 
 def main() -> None:
-    """Ask, use the tools that are called for, until the model answers without any."""
+    """Call the model and its tools until it answers without a tool call."""
     client = OpenAI()
     messages: list = [
         {"role": "system", "content": SYSTEM},

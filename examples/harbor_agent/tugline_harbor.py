@@ -2,10 +2,10 @@
 
     harbor run -p TASKS -a tugline_harbor:ClaudeCode --ak engine=http://127.0.0.1:8000
 
-A job has one gateway, in Harbor's process, which is open while a trial runs an agent. Each run is a
-session of it: Claude Code is Harbor's own, and only its variables for the model's address, key and
-name are set. What the session recorded becomes ``rollout_details`` of the agent's result, and the
-recording lies in the agent's logs.
+A job has one gateway in Harbor's process, which is open while any trial runs an agent. Each run is
+a session of the gateway. Claude Code is Harbor's agent; only its variables for the address, key and
+name of the model are set. The recorded tokens become ``rollout_details`` of the agent's result, and
+the recording is stored in the agent's logs.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from tugline.traces.base import make_builder
 from tugline.types import PluginSpec, Sampling, Session, Task, Trace, TraceKind
 
 FOLDER = "tugline"
-"""Folder of the recording, in the agent's logs."""
+"""Folder for the recording, in the agent's logs."""
 OTHER_CREDENTIALS = ("ANTHROPIC_AUTH_TOKEN", "CLAUDE_CODE_OAUTH_TOKEN", "CLAUDE_CODE_USE_BEDROCK")
-"""Variables by which Claude Code would use another model; they are emptied."""
+"""Variables with which Claude Code would use another model; they are set to empty."""
 
 
 class Options(ClaudeCodeOptions):
@@ -52,20 +52,22 @@ class Options(ClaudeCodeOptions):
     renderer: str | None = Field(default=None, description="Chat template, such as qwen3.")
     settings: Path | None = Field(default=None, description="Tugline's configuration file.")
     listen: str | None = Field(default=None, description="Address that the gateway listens on.")
-    port: int | None = Field(default=None, description="Its port. Default: any free one.")
+    port: int | None = Field(default=None, description="Port of the gateway. Default: a free one.")
     reach: str = Field(
         default="http://127.0.0.1:{port}",
         description="URL by which the environment reaches the gateway; {port} is its port.",
     )
-    temperature: float = Field(default=1.0, description="What every answer is sampled at.")
-    lean: bool = Field(default=True, description="Requests that strictly append, see README.md.")
+    temperature: float = Field(default=1.0, description="Sampling temperature of every answer.")
+    lean: bool = Field(
+        default=True, description="Requests that only append to the previous one, see README.md."
+    )
     tools: Annotated[str | None, Cli("--tools")] = Field(
         default="Bash,Edit,Read,Write", description="Claude Code's tools; null for all of them."
     )
 
 
 class SharedGateway:
-    """A gateway for the trials of a job: opened by the first that comes, closed by the last."""
+    """A gateway shared by the trials of a job: the first one opens it, the last one closes it."""
 
     def __init__(self) -> None:
         self._lock, self._users = asyncio.Lock(), 0
@@ -73,7 +75,7 @@ class SharedGateway:
 
     @contextlib.asynccontextmanager
     async def use(self, options: Options) -> AsyncIterator[Gateway]:
-        """The gateway, open while the block lasts."""
+        """Yield the gateway, which stays open during the block."""
         async with self._lock:
             if not self._users:
                 self.gateway = await self._open(options)
@@ -111,7 +113,7 @@ class SharedGateway:
 
 
 _GATEWAYS: dict[str, SharedGateway] = {}
-"""By the options of the agent, since a job may have several; Harbor makes an agent per trial."""
+"""Gateways by the options of agents: Harbor makes an agent per trial, with options of its own."""
 
 
 class ClaudeCode(HarborClaudeCode):
@@ -120,11 +122,11 @@ class ClaudeCode(HarborClaudeCode):
     options_model = Options
     options: Options
     details: list[dict[str, Any]] | None = None
-    """Of the last run: one `RolloutDetail` per trace, that of the main conversation first."""
+    """A `RolloutDetail` for each trace of the last run, the main conversation first."""
     summary: dict[str, Any] | None = None
 
     async def run(self, instruction: str, environment: Any, context: Any) -> None:
-        """Run Claude Code in a session of its own, and keep what it sampled however it ends."""
+        """Run Claude Code in a new session; keep its tokens also if it fails."""
         trial = self.logs_dir.parent.name  # multi-step trials have several runs
         task = Task(
             id=trial,
@@ -148,7 +150,7 @@ class ClaudeCode(HarborClaudeCode):
                 await asyncio.to_thread(self.collect, gateway, session)
 
     def make_variables(self, preset: Preset, endpoint: Opened, gateway_url: str) -> dict[str, str]:
-        """Claude Code's variables; those that the job sets (``--ae``) win unless of the model."""
+        """Make Claude Code's variables, without those that the job sets itself (``--ae``)."""
         port = gateway_url.rpartition(":")[2]
         reach = self.options.reach.format(port=port).rstrip("/")
         launch = preset.configure(
@@ -162,12 +164,12 @@ class ClaudeCode(HarborClaudeCode):
             )
         )
         variables = {**launch.env, **dict.fromkeys(OTHER_CREDENTIALS, "")}
-        del variables["CLAUDE_CONFIG_DIR"]  # Harbor's is where it looks for the logs
+        del variables["CLAUDE_CONFIG_DIR"]  # Harbor reads the logs from its own folder
         own = {name for name in self.extra_env if not name.startswith("ANTHROPIC_")}
         return {name: value for name, value in variables.items() if name not in own}
 
     def collect(self, gateway: Gateway, session: Session) -> None:
-        """Move the recording into the agent's logs and keep what goes into the result."""
+        """Move the recording into the agent's logs; compute the fields of the result."""
         built = make_builder(PluginSpec("prefix_merging")).build(gateway.read_calls(session.id))
         folder, recording = self.logs_dir / FOLDER, gateway.recording_path(session)
         folder.mkdir(parents=True, exist_ok=True)
@@ -186,18 +188,18 @@ class ClaudeCode(HarborClaudeCode):
         }
 
     def populate_context_post_run(self, context: Any) -> None:
-        """Add to Harbor's own figures, which come from Claude Code's log."""
+        """Add the tokens to Harbor's figures, which come from Claude Code's log."""
         super().populate_context_post_run(context)
-        context.cost_usd = None  # Claude Code's prices are not those of this model
+        context.cost_usd = None  # Claude Code's prices do not apply to this model
         context.rollout_details = self.details
         context.metadata = {**(context.metadata or {}), "tugline": self.summary}
 
 
 def make_detail(trace: Trace) -> dict[str, Any]:
-    """A trace as Harbor's `RolloutDetail`: a turn for each answer in it, all ids as sampled.
+    """Convert a trace to Harbor's `RolloutDetail`, with a turn for each answer.
 
-    ``extra`` has, per turn, whether each token is to be trained on, the version of the weights that
-    sampled it, and the temperature of a forward pass that gives its logprob (null if none does).
+    ``extra`` has for each turn the loss mask, the version of the weights of each token, and the
+    temperature at which a forward pass gives its logprobs (null if none does).
     """
     turns = [list(spans) for _, spans in groupby(trace.spans, key=lambda span: span.call)]
     ranges = [(spans[0].start, spans[-1].end) for spans in turns]

@@ -1,11 +1,12 @@
 """A runtime whose sandboxes are Harbor's environments, see README.md.
 
 ``runtime: {name: "harbor_runtime:HarborRuntime", options: {environment: daytona, reach: ...}}``
-opens each sandbox in an environment of Harbor: Docker, Daytona, Modal, E2B, a class of your own.
+opens each sandbox in an environment of Harbor: Docker, Daytona, Modal, E2B, or a custom class.
 
-Files travel as tar archives and what was done is the difference of two of them. Programs carry a
-mark in their environment by which they are all ended. Folders that a harness or an evaluator mounts
-are copied, unless the image has them. What a killed node left is found by a note.
+Files are transferred as tar archives, and the patch is the difference of two archives. All programs
+have a mark in their environment, by which they can be killed. Folders mounted by a harness or an
+evaluator are copied, unless the image has them. After a crash of the node, a note on disk has what
+to clean up.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ NOTE = "harbor.json"
 MARK = "TUGLINE_MARK"
 END = """
 n=0
-while found=$(grep -lsF {0} /proc/[0-9]*/environ); test "$found" && test $((n = n + 1)) -lt 100; do
-  for one in $found; do one=${{one%/environ}}; kill -s KILL "${{one#/proc/}}" 2>/dev/null; done
+while files=$(grep -lsF {0} /proc/[0-9]*/environ); test "$files" && test $((n = n + 1)) -lt 100; do
+  for f in $files; do f=${{f%/environ}}; kill -s KILL "${{f#/proc/}}" 2>/dev/null; done
 done
 """
-"""Ends every program with a mark, also those that it started meanwhile."""
+"""Kills every program with a mark, also programs that start meanwhile."""
 
 
 class Note(msgspec.Struct):
-    """How an environment was made: enough to make it again and stop it."""
+    """How an environment was made, so that it can be made again and stopped."""
 
     environment: str
     session: str
@@ -75,13 +76,13 @@ class HarborRuntime(Runtime):
     """Sandboxes in environments of Harbor.
 
     `environment` is a name of Harbor's (``docker``, ``daytona``) or ``module:Class``, and `kwargs`
-    its options (``--ek`` of ``harbor run``). `image` is the one of tasks without their own. `reach`
-    is the URL by which an environment reaches the gateway of this node; ``{port}`` is its port.
-    With `only_gateway` it reaches nothing else, where Harbor can have that enforced. `home` is the
-    agent's home in it.
+    its options (``--ek`` of ``harbor run``). `image` is for tasks without an image. `reach` is the
+    URL by which an environment reaches the gateway of this node; ``{port}`` is the gateway's port.
+    With `only_gateway`, everything else is blocked, if Harbor can enforce that. `home` is the
+    agent's home folder.
     """
 
-    def __init__(  # noqa: PLR0913 - each is a setting of its own
+    def __init__(  # noqa: PLR0913 - each is a separate setting
         self,
         *,
         environment: str = "docker",
@@ -102,13 +103,11 @@ class HarborRuntime(Runtime):
     async def open(
         self, directory: Path, spec: SandboxSpec | None = None
     ) -> AsyncIterator[HarborSandbox]:
-        """An environment; logs, Harbor's own files and a note are here."""
+        """Open an environment; its logs, Harbor's files and a note are on this machine."""
         spec = spec or SandboxSpec()
         workspace = spec.workspace
         if workspace.repo or workspace.commit or workspace.folder:
-            msg = (
-                "runtime 'harbor_runtime' takes workspace.image, build and path: put it in an image"
-            )
+            msg = "runtime 'harbor_runtime' takes workspace.image, build and path only"
             raise UsageError(msg)
         environment = self._create(workspace, directory)
         try:
@@ -119,7 +118,7 @@ class HarborRuntime(Runtime):
             await asyncio.shield(self._stop(environment, directory))
 
     def reap(self, directory: Path) -> int:
-        """Stop what the notes below `directory` tell of, where Harbor finds it by its name."""
+        """Stop the environments whose notes are below `directory`, if Harbor finds them by name."""
         notes = list(directory.rglob(NOTE))
         for path in notes:
             note = msgspec.json.decode(path.read_bytes(), type=Note)
@@ -127,15 +126,15 @@ class HarborRuntime(Runtime):
         return len(notes)
 
     def check_available(self) -> str | None:
-        """Whether Harbor has the environment and what it needs."""
+        """Check that Harbor has the environment and its requirements."""
         try:
             _find(self.environment).preflight(kwargs=self.kwargs)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - each provider has its own
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - providers have their own errors
             return f"environment {self.environment!r} of Harbor cannot be used: {error}"
         return None
 
     def list_weaknesses(self) -> Sequence[str]:
-        """What the environment must see to."""
+        """List what the environment has to isolate."""
         network = () if self.only_gateway else ("the network is what the environment allows",)
         return (
             f"isolation is that of Harbor's environment {self.environment!r}",
@@ -144,7 +143,7 @@ class HarborRuntime(Runtime):
         )
 
     def _create(self, workspace: Workspace, directory: Path) -> BaseEnvironment:
-        """A new environment, noted before there is anything to be found."""
+        """Make an environment; write its note before anything is started."""
         note = Note(
             environment=self.environment,
             session=f"tugline-{secrets.token_hex(6)}",
@@ -181,26 +180,26 @@ class HarborRuntime(Runtime):
     async def _prepare(
         self, environment: BaseEnvironment, directory: Path, spec: SandboxSpec
     ) -> HarborSandbox:
-        box = HarborSandbox(environment, directory, self.home, self.reach)
+        sandbox = HarborSandbox(environment, directory, self.home, self.reach)
         workspace = spec.workspace
         if workspace.path:
-            box.workdir = PurePosixPath(workspace.path)
+            sandbox.workdir = PurePosixPath(workspace.path)
         elif workspace.image or workspace.build:
-            box.workdir = PurePosixPath((await box.check("pwd")).strip())
-        await box.check(f"mkdir -p {shlex.quote(str(box.workdir))} {self.home}")
+            sandbox.workdir = PurePosixPath((await sandbox.check("pwd")).strip())
+        await sandbox.check(f"mkdir -p {shlex.quote(str(sandbox.workdir))} {self.home}")
         for mount in spec.mounts:
             target = shlex.quote(mount.target)
-            may_be_there = mount.optional or mount.source == mount.target  # such as in the image
-            if may_be_there and not (await box.execute(f"test -e {target}")).return_code:
+            may_exist = mount.optional or mount.source == mount.target  # it may be in the image
+            if may_exist and not (await sandbox.execute(f"test -e {target}")).return_code:
                 continue
-            await box.check(f"rm -rf {target}")
+            await sandbox.check(f"rm -rf {target}")
             if mount.source is None:
-                await box.check(f"mkdir -p {target}")
+                await sandbox.check(f"mkdir -p {target}")
             else:
-                await box.copy(Path(mount.source), mount.target)
-        await box.put(box.workdir, spec.files)
-        box.before = await box.archive()
-        return box
+                await sandbox.copy(Path(mount.source), mount.target)
+        await sandbox.put(sandbox.workdir, spec.files)
+        sandbox.before = await sandbox.archive()
+        return sandbox
 
     async def _stop(self, environment: BaseEnvironment, directory: Path) -> None:
         await _call("the environment does not stop", environment.stop(delete=True))
@@ -220,7 +219,7 @@ class HarborSandbox(Sandbox):
         self.mark = f"{MARK}={secrets.token_hex(16)}"
 
     async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
-        """Remove what is in the way, unpack an archive."""
+        """Remove existing files, and unpack an archive."""
         if files:
             with tempfile.NamedTemporaryFile() as file:
                 file.write(pack_files(files))
@@ -235,7 +234,7 @@ class HarborSandbox(Sandbox):
             await self._unpack(str(to.parent), file.name)
 
     async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
-        """A copy that is cut off behind `max_bytes`, and then downloaded."""
+        """Download a file, at most `max_bytes` of it."""
         at, copy = shlex.quote(str(path)), f"/tmp/{secrets.token_hex(8)}"  # noqa: S108 - there
         line = f"test -f {at} && test ! -L {at} && head -c {max_bytes + 1} {at} >{copy}"
         if (await self.execute(line)).return_code:
@@ -244,19 +243,19 @@ class HarborSandbox(Sandbox):
         return data if len(data) <= max_bytes else None
 
     async def archive(self) -> bytes:
-        """The workdir as a tar archive."""
+        """Return the workdir as a tar archive."""
         copy = f"/tmp/{secrets.token_hex(8)}"  # noqa: S108 - there
         await self.check(f"tar -c -f {copy} -C {shlex.quote(str(self.workdir))} .")
         return await self._download(copy)
 
     async def diff(self, limits: PatchLimits | None = None) -> Patch:
-        """End all programs; the difference of two archives."""
+        """Kill all programs, and compare two archives of the workdir."""
         await self._end()
         before, after = io.BytesIO(self.before), io.BytesIO(await self.archive())
         return await asyncio.to_thread(diff_archives, before, after, limits)
 
     async def expose(self, url: str) -> str:
-        """The URL with `reach` in place of its host."""
+        """Return the URL with its host replaced by `reach`."""
         parts = urlsplit(url)
         return self.reach.format(port=parts.port).rstrip("/") + parts.path
 
@@ -268,7 +267,7 @@ class HarborSandbox(Sandbox):
         timeout_s: float | PausableTimeout,
         log_name: str = "agent",
     ) -> Exit:
-        """One `exec`; its output comes as it is written where the environment streams it."""
+        """Run a program with `exec`; its output is streamed to the log if possible."""
         began, timed_out = time.monotonic(), False
         name, _, value = self.mark.partition("=")
         variables = {"HOME": str(self.home), **env, name: value}
@@ -302,15 +301,15 @@ class HarborSandbox(Sandbox):
         return await _call("no command can be run there", self.environment.exec(line, **options))
 
     async def check(self, line: str) -> str:
-        """The output of a shell line that must succeed."""
+        """Run a shell line that must succeed; return its output."""
         done = await self.execute(line)
         if done.return_code:
-            said = (done.stderr or done.stdout or "")[-300:]
-            raise SandboxError(f"in the environment: {line[:80]}: {said}")
+            output = (done.stderr or done.stdout or "")[-300:]
+            raise SandboxError(f"in the environment: {line[:80]}: {output}")
         return done.stdout or ""
 
     async def _end(self, running: asyncio.Future[Any] | None = None) -> None:
-        """End all programs, and give the `exec` that runs one a moment to see it."""
+        """Kill all programs; wait up to 10 s for the running `exec` to return."""
         await self.execute(END.format(self.mark), timeout_sec=60)
         if running is not None:
             await asyncio.wait({running}, timeout=10)
@@ -342,14 +341,14 @@ def _find(environment: str) -> type[BaseEnvironment]:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """An event loop of Python's own for Harbor, in a thread: Podman keeps uvloop's pipes open."""
+    """Start an asyncio event loop for Harbor in a thread: with uvloop, Podman's pipes stay open."""
     loop = asyncio.SelectorEventLoop()
     threading.Thread(target=loop.run_forever, name="harbor", daemon=True).start()
     return loop
 
 
 async def _call(what: str, work: Coroutine[Any, Any, T]) -> T:
-    """Await a call of Harbor. Errors of Harbor and of its providers are a `SandboxError`."""
+    """Await a call of Harbor. Raises `SandboxError` for errors of Harbor and its providers."""
     try:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))
     except Exception as error:

@@ -1,9 +1,9 @@
-"""Write graded groups as the training batches that prime-rl's trainer reads from files.
+"""Write graded groups as batch files for prime-rl's trainer.
 
 python examples/prime_rl/tugline_prime_rl.py OUTPUT_DIR --groups 32 --ranks 8 --seq-len 32768
 
 The trainer runs with ``rollout_transport.type = "filesystem"`` and the same output folder and
-waits for ``rollouts/step_N/rank_R.bin`` of its step. This script needs nothing of prime-rl.
+waits for ``rollouts/step_N/rank_R.bin`` of its step. This script does not import prime-rl.
 """
 
 import argparse
@@ -18,14 +18,14 @@ from tugline.stream import GradedGroup, GroupStream
 from tugline.types import Sample
 
 WRITTEN = "groups.json"
-"""Beside the batches of a step, once all of them are there: the groups that are in it."""
+"""File with the ids of a step's groups; written after all batches of the step."""
 
 
 class MicroBatch(msgspec.Struct, array_like=True):
-    """Sequences side by side, in prime-rl's order of fields, which is all that the files have.
+    """Concatenated sequences; the files have the fields in prime-rl's order, without names.
 
-    A list has a value for each token, and those of lengths one for each sequence. What may be
-    None is for reference models, routing, images and other losses.
+    Lists have a value per token, except for lists of lengths, which have one per sequence. Fields
+    that are None are for reference models, routing, images and other losses.
     """
 
     input_ids: list[int]
@@ -47,57 +47,57 @@ class MicroBatch(msgspec.Struct, array_like=True):
 
 
 def make_micro_batch(samples: Sequence[Sample]) -> MicroBatch:
-    """Return these sequences, one after the other."""
+    """Concatenate sequences to a micro-batch."""
 
     def join(parts: Iterator[np.ndarray]) -> list:
         return np.concatenate(list(parts)).tolist()
 
-    lengths = [len(one.input_ids) for one in samples]
+    lengths = [len(sample.input_ids) for sample in samples]
     return MicroBatch(
-        input_ids=join(one.input_ids for one in samples),
-        loss_mask=join(one.loss_mask for one in samples),
-        advantages=join(one.advantages for one in samples),
-        inference_logprobs=join(one.logprobs for one in samples),
+        input_ids=join(sample.input_ids for sample in samples),
+        loss_mask=join(sample.loss_mask for sample in samples),
+        advantages=join(sample.advantages for sample in samples),
+        inference_logprobs=join(sample.logprobs for sample in samples),
         position_ids=join(np.arange(length) for length in lengths),
         sequence_lengths=lengths,
-        temperatures=join(shift_temperatures(one) for one in samples),
-        env_names=[one.harness for one in samples for _ in one.input_ids],
+        temperatures=join(shift_temperatures(sample) for sample in samples),
+        env_names=[sample.harness for sample in samples for _ in sample.input_ids],
         seq_lens=list(lengths),
     )
 
 
 def shift_temperatures(sample: Sample) -> np.ndarray:
-    """Return at each place the temperature of the token after it.
+    """Return at each position the temperature of the next token.
 
-    prime-rl divides the logits of a place by its temperature, and they are of the next token. Where
-    no temperature is known nothing is trained, and 1 keeps the logits finite.
+    prime-rl divides the logits of a position, which are those of the next token, by the temperature
+    of the position. Tokens without a temperature are not trained; 1 keeps their logits finite.
     """
     shifted = np.append(sample.temperatures[1:], np.float32(1))
     return np.where(shifted > 0, shifted, np.float32(1))
 
 
 def pack(samples: Sequence[Sample], seq_len: int, ranks: int) -> list[list[MicroBatch]]:
-    """Return the micro-batches of each rank: as many for each, none above `seq_len` tokens."""
+    """Pack samples into equally many micro-batches per rank, of at most `seq_len` tokens each."""
     bins: list[list[Sample]] = []
-    for sample in sorted(samples, key=lambda one: -len(one.input_ids)):
-        room = seq_len - len(sample.input_ids)
-        fits = (one for one in bins if sum(len(s.input_ids) for s in one) <= room)
-        found = next(fits, None)
-        if found is None:
+    for sample in sorted(samples, key=lambda sample: -len(sample.input_ids)):
+        left = seq_len - len(sample.input_ids)
+        fitting = (each for each in bins if sum(len(s.input_ids) for s in each) <= left)
+        target = next(fitting, None)
+        if target is None:
             bins.append([sample])
         else:
-            found.append(sample)
-    batches = [make_micro_batch(one) for one in bins]
-    batches.sort(key=lambda one: -len(one.input_ids))
-    if spare := -len(batches) % ranks:
+            target.append(sample)
+    batches = [make_micro_batch(each) for each in bins]
+    batches.sort(key=lambda batch: -len(batch.input_ids))
+    if padding := -len(batches) % ranks:
         last = batches[-1]
-        untrained = msgspec.structs.replace(last, loss_mask=[False] * len(last.input_ids))
-        batches += [untrained] * spare
+        masked = msgspec.structs.replace(last, loss_mask=[False] * len(last.input_ids))
+        batches += [masked] * padding
     return [batches[rank::ranks] for rank in range(ranks)]
 
 
 class StepWriter:
-    """Writes one step after the other, and begins with the first that is not complete."""
+    """Writes steps in order, beginning with the first incomplete one."""
 
     def __init__(self, output: Path, seq_len: int, ranks: int) -> None:
         self._folder, self._seq_len, self._ranks = output / "rollouts", seq_len, ranks
@@ -106,18 +106,18 @@ class StepWriter:
         self.known: frozenset[str] = frozenset(
             msgspec.json.decode(last.read_bytes()) if last.exists() else ()
         )
-        """Groups of the step before, which may not have been acknowledged."""
+        """Groups of the previous step, which may not have been acknowledged."""
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step_{step}"
 
     def write(self, groups: Sequence[GradedGroup]) -> int:
-        """Write a step of these groups, and return how many traces were too long for it.
+        """Write a step of these groups; return the number of traces that were too long.
 
-        The same groups make the same bytes, so a step that was cut short is written again.
+        Equal groups give equal bytes, so an interrupted step can be written again.
         """
         samples = [sample for group in groups for sample in group.samples]
-        fitting = [one for one in samples if len(one.input_ids) <= self._seq_len]
+        fitting = [sample for sample in samples if len(sample.input_ids) <= self._seq_len]
         folder = self._path(self.step)
         folder.mkdir(parents=True, exist_ok=True)
         for rank, batches in enumerate(pack(fitting, self._seq_len, self._ranks)):
@@ -128,38 +128,42 @@ class StepWriter:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Give a file its name once it is whole."""
+    """Replace a file atomically."""
     part = path.with_name(f"{path.name}.tmp")
     part.write_bytes(data)
     part.rename(path)
 
 
 def take(groups: Iterator[GradedGroup], count: int, writer: StepWriter) -> list[GradedGroup]:
-    """Return the next groups that a step can learn from, in their order."""
+    """Return the next groups that have a signal, in order."""
 
-    def teaches(group: GradedGroup) -> bool:
-        return group.id not in writer.known and any(one.advantages.any() for one in group.samples)
+    def has_signal(group: GradedGroup) -> bool:
+        return group.id not in writer.known and any(
+            sample.advantages.any() for sample in group.samples
+        )
 
-    return list(itertools.islice(filter(teaches, groups), count))
+    return list(itertools.islice(filter(has_signal, groups), count))
 
 
 def main() -> None:
-    """Write steps until the stream ends, each acknowledged once it is on disk."""
+    """Write steps until the stream ends; acknowledge each when it is on disk."""
     parser = argparse.ArgumentParser()
     parser.add_argument("output", type=Path, help="output_dir of the trainer")
-    parser.add_argument("--groups", type=int, required=True, help="of a step")
+    parser.add_argument("--groups", type=int, required=True, help="groups per step")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of the trainer")
-    parser.add_argument("--seq-len", type=int, required=True, help="of a micro-batch")
+    parser.add_argument(
+        "--seq-len", type=int, required=True, help="maximum tokens of a micro-batch"
+    )
     parser.add_argument("--consumer", default="prime-rl")
     parser.add_argument("--no-follow", action="store_true", help="end with the newest group")
-    given = parser.parse_args()
-    writer = StepWriter(given.output, given.seq_len, given.ranks)
-    with GroupStream(given.consumer, follow=not given.no_follow) as stream:
+    options = parser.parse_args()
+    writer = StepWriter(options.output, options.seq_len, options.ranks)
+    with GroupStream(options.consumer, follow=not options.no_follow) as stream:
         groups = iter(stream)
-        while len(taken := take(groups, given.groups, writer)) == given.groups:
+        while len(taken := take(groups, options.groups, writer)) == options.groups:
             left_out = writer.write(taken)
             stream.acknowledge(taken[-1])
-            print(f"step {writer.step - 1}: {given.groups} groups, {left_out} traces too long")
+            print(f"step {writer.step - 1}: {options.groups} groups, {left_out} traces too long")
 
 
 if __name__ == "__main__":

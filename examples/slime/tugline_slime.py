@@ -1,7 +1,7 @@
 """Graded groups of Tugline for slime: its data source, rollout function and rewards.
 
-slime keeps the engines, the weights and the update; sessions run on a rollout server of Tugline,
-which sends model calls to slime's engines. slime names each part by its path:
+slime owns engines, weights and update. Sessions run on a rollout server of Tugline, which sends
+model calls to slime's engines. slime imports each part by its path:
 
     --data-source-path tugline_slime.TuglineGroups
     --rollout-function-path tugline_slime.generate_rollout
@@ -24,11 +24,11 @@ _STATUSES = {
     tugline.Status.COMPLETED: Sample.Status.COMPLETED,
     tugline.Status.TIMED_OUT: Sample.Status.TRUNCATED,
 }
-"""All others are `FAILED`."""
+"""Statuses of slime; all others become `FAILED`."""
 
 
 class TuglineGroups:
-    """The stream as slime's data source: saved with slime's checkpoint means acknowledged."""
+    """The stream as slime's data source; groups are acknowledged with slime's checkpoints."""
 
     def __init__(self, args: Namespace) -> None:
         consumer = getattr(args, "tugline_consumer", "slime")
@@ -37,12 +37,12 @@ class TuglineGroups:
         self._last: GradedGroup | None = None
 
     def close(self) -> None:
-        """Close the connection, which otherwise ends with the process."""
+        """Close the connection, which is otherwise closed at the end of the process."""
         self._groups.close()
         self._stream.__exit__(None, None, None)
 
     def take(self, count: int) -> Iterator[GradedGroup]:
-        """Yield the next groups that have something to train on, and wait for them."""
+        """Yield the next `count` groups with samples; wait for them."""
         while count:
             group = self._last = next(self._groups)
             if group.samples:
@@ -50,12 +50,12 @@ class TuglineGroups:
                 yield group
 
     def save(self, rollout_id: int) -> None:
-        """Acknowledge what was taken; slime calls this once its checkpoint is written."""
+        """Acknowledge the groups taken so far; slime calls this after writing its checkpoint."""
         if self._last is not None:
             self._stream.acknowledge(self._last)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Do nothing: what was not acknowledged comes again."""
+        """Do nothing: groups that are not acknowledged are sent again."""
 
 
 def generate_rollout(
@@ -69,8 +69,8 @@ def generate_rollout(
     first = rollout_id * args.rollout_batch_size
     return RolloutFnTrainOutput(
         samples=[
-            make_group(group, first + place, args.n_samples_per_prompt)
-            for place, group in enumerate(groups)
+            make_group(group, first + number, args.n_samples_per_prompt)
+            for number, group in enumerate(groups)
         ],
         metrics={"tugline/missing": sum(len(group.missing) for group in groups)},
     )
@@ -78,7 +78,7 @@ def generate_rollout(
 
 def make_group(group: GradedGroup, index: int, size: int) -> list[list[Sample]]:
     """Return the samples of each session; those of one session share its `rollout_id`."""
-    sessions = {one.sample: one for one in group.trajectories}
+    sessions = {each.sample: each for each in group.trajectories}
     numbers = sorted(sessions.keys() | set(group.missing))
     if len(numbers) != size:
         msg = f"task {group.id} has {len(numbers)} samples, --n-samples-per-prompt is {size}"
@@ -89,10 +89,10 @@ def make_group(group: GradedGroup, index: int, size: int) -> list[list[Sample]]:
 def make_session(
     group: GradedGroup, session: tugline.Trajectory | None, group_index: int, index: int
 ) -> list[Sample]:
-    """Return a row for each trace of a session, or one that trains nothing.
+    """Return a row for each trace of a session, or a row without trained tokens.
 
-    slime counts on every session of a group. One without a reward gets the mean of the others, so
-    that the mean stays what it is.
+    slime needs every session of a group. One without a reward gets the mean reward of the others,
+    which does not change the mean.
     """
     rewards = [one.reward.value for one in group.trajectories if one.reward is not None]
     common = {
@@ -144,6 +144,6 @@ def make_sample(trace: tugline.Sample, common: dict[str, Any]) -> Sample:
 
 
 def advantages(_args: Namespace, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
-    """Return rewards as earned, and Tugline's advantages in their place for the update."""
+    """Return the rewards, and Tugline's advantages as the rewards of the update."""
     rewards = [sample.reward for sample in samples]
     return rewards, [sample.metadata["advantage"] for sample in samples]

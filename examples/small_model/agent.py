@@ -1,4 +1,4 @@
-"""An agent for a very small model: it says one shell command a turn and is told what it printed."""
+"""An agent for a very small model: one shell command per turn, whose output is sent back."""
 
 import json
 import os
@@ -16,7 +16,7 @@ Answer: chmod +x run.sh"""
 
 
 def ask(messages: list[dict[str, str]]) -> str:
-    """The model's answer."""
+    """Return the model's answer."""
     body = {"model": os.environ["OPENAI_MODEL"], "messages": messages}
     headers = {
         "authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
@@ -29,14 +29,14 @@ def ask(messages: list[dict[str, str]]) -> str:
 
 
 def main() -> None:
-    """Run its commands until one succeeds, at most three."""
+    """Run the model's commands until one succeeds, at most three."""
     instruction = os.environ["TUGLINE_INSTRUCTION"]
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": instruction}]
     for _ in range(TURNS):
         answer = ask(messages)
         block = re.search(r"```\w*\n(.*?)```", answer, re.DOTALL)
         command = (block[1] if block else answer.removeprefix("Answer:")).strip().strip("`")
-        ran = subprocess.run(
+        done = subprocess.run(
             ["sh", "-c", command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -45,10 +45,10 @@ def main() -> None:
             text=True,
             check=False,
         )
-        print(f"$ {command}\n{ran.stdout}({ran.returncode})", flush=True)
-        if not ran.returncode:
+        print(f"$ {command}\n{done.stdout}({done.returncode})", flush=True)
+        if not done.returncode:
             return
-        output = f"{ran.stdout[-400:]}\nIt failed. Answer with another command."
+        output = f"{done.stdout[-400:]}\nIt failed. Answer with another command."
         messages.append({"role": "assistant", "content": answer})
         messages.append({"role": "user", "content": output})
 

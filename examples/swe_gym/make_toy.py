@@ -1,11 +1,11 @@
-"""A repository and three rows of our own in the format of SWE-bench, made in a second.
+"""Make a small repository and three rows in the format of SWE-bench.
 
     python examples/swe_gym/make_toy.py [FOLDER]
 
-writes FOLDER/larder, a git repository, and FOLDER/rows.jsonl (FOLDER is `toy` beside this script if
-not given). Made as SWE-bench was: each row is a commit that mended an issue, its patch is what that
-commit did to the code, its test patch what it did to the tests, and its base is the commit before.
-The repository thus holds the solution of every row in its later history, which agents must not see.
+writes FOLDER/larder, a git repository, and FOLDER/rows.jsonl (default: `toy` beside this script).
+As in SWE-bench, each row is a commit that fixed an issue: its patch has the commit's changes of
+code, its test patch those of tests, and its base is the previous commit. So the repository contains
+the solution of every row in its later history, which agents must not see.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ def test_expired():
 
 
 class Issue(NamedTuple):
-    """One row: what was reported, and the commit that mended it."""
+    """One row: the issue, and the commit that fixed it."""
 
     problem: str
     change: tuple[str, str, str]
     """File, old text, new text."""
     tests: tuple[str, str]
-    """File, and what was added to it."""
+    """File, and the text added to it."""
     fail_to_pass: list[str]
     pass_to_pass: list[str]
 
@@ -180,7 +180,7 @@ def test_units():
     ),
     Issue(
         "`soon` leaves out the last day and sorts by name\n\nWhat is good until the day that is "
-        "`days` days ahead should be told too, and the documentation says that the first to go "
+        "`days` days ahead should be listed too, and the documentation says that the first to go "
         "comes first, but names are sorted.",
         (
             "larder/shelf.py",
@@ -216,7 +216,7 @@ def test_soon_order():
 
 
 def main(folder: Path) -> list[dict[str, object]]:
-    """Make the repository and the rows, which are not there yet."""
+    """Make the repository and the rows, which must not exist yet."""
     repo = folder / NAME
     repo.mkdir(parents=True, exist_ok=True)
     git(repo, "init", "-q", "-b", "main")
@@ -228,7 +228,7 @@ def main(folder: Path) -> list[dict[str, object]]:
         path, old, new = issue.change
         source = (repo / path).read_text()
         if source.count(old) != 1:
-            msg = f"{path} does not have the text to change, or has it twice"
+            msg = f"{path} must have the text to change exactly once"
             raise ValueError(msg)
         (repo / path).write_text(source.replace(old, new))
         with (repo / issue.tests[0]).open("a") as file:
@@ -240,10 +240,10 @@ def main(folder: Path) -> list[dict[str, object]]:
 
 
 def row(repo: Path, number: int, commits: list[str]) -> dict[str, object]:
-    """One row. The public data sets say in three ways how their tests run; so do these."""
+    """Make a row. Public data sets specify the test command in three ways; so do the three rows."""
     issue, base, end = ISSUES[number], commits[number], commits[number + 1]
     test_patch = git(repo, "diff", base, end, "--", "tests")
-    told: list[dict[str, object]] = [
+    test_fields: list[dict[str, object]] = [
         {"test_cmd": PYTEST, "log_parser": "parse_log_pytest"},
         {"install_config": {"test_cmd": PYTEST, "log_parser": "parse_log_pytest"}},
         {
@@ -265,12 +265,12 @@ def row(repo: Path, number: int, commits: list[str]) -> dict[str, object]:
         "test_patch": test_patch,
         "FAIL_TO_PASS": json.dumps(issue.fail_to_pass) if as_text else issue.fail_to_pass,
         "PASS_TO_PASS": json.dumps(issue.pass_to_pass) if as_text else issue.pass_to_pass,
-        **told[number],
+        **test_fields[number],
     }
 
 
 def script(test_patch: str, base: str, tests: str) -> str:
-    """What newer rows of SWE-bench bring along."""
+    """Make the evaluation script, which newer rows of SWE-bench have."""
     return f"""#!/bin/bash
 set -uxo pipefail
 cd /testbed
@@ -287,20 +287,25 @@ git checkout {base} {tests}
 
 
 def commit(repo: Path, message: str) -> str:
-    """Commit all files; its hash is the same whenever and wherever it is made."""
+    """Commit all files, with a reproducible hash."""
     git(repo, "add", "-A")
     git(repo, "commit", "-q", "--allow-empty", "-m", message)
     return git(repo, "rev-parse", "HEAD").strip()
 
 
-def git(repo: Path, *words: str) -> str:
-    """What git says."""
+def git(repo: Path, *arguments: str) -> str:
+    """Run git and return its output."""
     done = subprocess.run(
-        ["git", *words], cwd=repo, env=os.environ | WHO, check=True, capture_output=True, text=True
+        ["git", *arguments],
+        cwd=repo,
+        env=os.environ | WHO,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     return done.stdout
 
 
 if __name__ == "__main__":
-    made = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "toy"
-    print(f"{len(main(made))} rows in {made / 'rows.jsonl'}")
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "toy"
+    print(f"{len(main(target))} rows in {target / 'rows.jsonl'}")

@@ -11,7 +11,7 @@ from tugline.types import Sample
 
 
 def make_data(groups: Iterable[GradedGroup]) -> list[Datum]:
-    """Return a datum for each trace; those of a group without signal would train nothing."""
+    """Return a datum for each trace, except for groups without a signal, which train nothing."""
     return [
         make_datum(sample)
         for group in groups
@@ -21,14 +21,14 @@ def make_data(groups: Iterable[GradedGroup]) -> list[Datum]:
 
 
 def make_datum(sample: Sample) -> Datum:
-    """Return a trace as Tinker has it: targets are one token ahead of the input.
+    """Convert a trace; targets are one token ahead of the input.
 
-    An advantage of 0 keeps a token out of the loss. Raises `UsageError` for tokens that were
-    sampled at a temperature other than 1, which Tinker's forward pass does not know of.
+    An advantage of 0 excludes a token from the loss. Raises `UsageError` for tokens that were
+    sampled at a temperature other than 1, which Tinker's forward pass does not support.
     """
-    found = set(sample.temperatures[sample.loss_mask].tolist())
-    if found - {1.0}:
-        msg = f"session {sample.session} was sampled at temperature {found}, must be 1"
+    temperatures = set(sample.temperatures[sample.loss_mask].tolist())
+    if temperatures - {1.0}:
+        msg = f"session {sample.session} was sampled at temperature {temperatures}, must be 1"
         raise UsageError(msg)
     return Datum(
         model_input=ModelInput.from_ints(sample.input_ids[:-1].tolist()),

@@ -25,23 +25,23 @@ TRANSLATED = {
     "lr", "betas", "max_grad_norm", "kl", "clip_low", "clip_high", "advantage",
     "gradient_checkpointing", "tree_packing", "micro_tokens", "sessions_per_update",
 }  # fmt: skip
-"""Keys of `grpo` with a meaning here; the last three only say how our own trainer computes."""
+"""Supported keys of `grpo`; the last three only affect the computation of Tugline's trainer."""
 SCALE = {"grpo": "group", "dr_grpo": "none"}
 
 
 def make_arguments(config: TrainConfig, out: Path, **changes: object) -> GRPOConfig:
-    """Translate the file of a run. Raises `UsageError` for what TRL would not do."""
-    plan, update, default = config.schedule, config.grpo, GrpoConfig()
+    """Translate the configuration of a run. Raises `UsageError` for unsupported keys."""
+    schedule, update, default = config.schedule, config.grpo, GrpoConfig()
     for name in update.__struct_fields__:
         value = getattr(update, name)
         if name not in TRANSLATED and value != getattr(default, name):
-            msg = f"grpo.{name} is {value!r}: leave it out; set what TRL has in train.py"
+            msg = f"grpo.{name} is {value!r}: leave it out; set the options of TRL in train.py"
             raise UsageError(msg)
     values: dict[str, object] = {
         "output_dir": str(out / "trl"),
-        "max_steps": plan.steps,
-        "num_generations": plan.samples,
-        "per_device_train_batch_size": plan.tasks_per_step * plan.samples,
+        "max_steps": schedule.steps,
+        "num_generations": schedule.samples,
+        "per_device_train_batch_size": schedule.tasks_per_step * schedule.samples,
         "temperature": config.template.get("sampling", {}).get("temperature", 1.0),
         "learning_rate": update.lr,
         "lr_scheduler_type": "constant",
@@ -53,10 +53,10 @@ def make_arguments(config: TrainConfig, out: Path, **changes: object) -> GRPOCon
         "epsilon_high": update.clip_high,
         "loss_type": "dapo",
         "scale_rewards": SCALE[update.advantage],
-        "save_steps": plan.checkpoint_every,
-        "save_total_limit": plan.keep,
+        "save_steps": schedule.checkpoint_every,
+        "save_total_limit": schedule.keep,
         "logging_steps": 1,
-        "seed": plan.seed,
+        "seed": schedule.seed,
         "bf16": torch.cuda.is_available(),
         "use_cpu": not torch.cuda.is_available(),
         "activation_checkpointing": update.gradient_checkpointing,
@@ -66,29 +66,29 @@ def make_arguments(config: TrainConfig, out: Path, **changes: object) -> GRPOCon
 
 
 def main() -> None:
-    """Run TRL's own loop to its end."""
+    """Run TRL's training loop."""
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--resume", action="store_true")
-    given = parser.parse_args()
-    config = read_config(given.config, Path(str(files("tugline.demo"))) / "warm_start_model")
+    options = parser.parse_args()
+    config = read_config(options.config, Path(str(files("tugline.demo"))) / "warm_start_model")
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
-    with TuglineRollouts(config, given.config.absolute().parent, given.out) as rollouts:
+    with TuglineRollouts(config, options.config.absolute().parent, options.out) as rollouts:
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=reward,
             rollout_func=rollouts,
             train_dataset=rollouts.dataset(),
             processing_class=load_tokenizer(model),
-            args=make_arguments(config, given.out),
+            args=make_arguments(config, options.out),
         )
-        trainer.train(resume_from_checkpoint=given.resume)
-        print(f"version {rollouts.version}; left out {rollouts.tokens_left_out} tokens")
+        trainer.train(resume_from_checkpoint=options.resume)
+        print(f"version {rollouts.version}; {rollouts.tokens_left_out} tokens were left out")
 
 
 def load_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that TRL pads and prints with; answers end as the model's settings say."""
+    """Load the tokenizer for TRL, with the end-of-turn token of the model's generation config."""
     tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
     ends = model.generation_config.eos_token_id
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(

@@ -1,8 +1,8 @@
 """Sessions of Tugline for TRL's `AsyncGRPOTrainer`: its rollout worker and its weight transfer.
 
-Groups are sampled while TRL trains. They are handed over in the order in which they were started,
-so long tasks are not left behind, and a new one starts only while few are waiting, so that TRL does
-not have to throw old ones away.
+Groups are sampled while TRL trains. They are delivered in the order of their start, so that long
+tasks are not delayed. A new group starts only while few are waiting, so that TRL does not have to
+discard old ones.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tugline.trainers.grpo.samples import read_group
 from tugline.types import Trajectory
 
 _POLL_S = 0.1
-"""Between two looks at how much TRL has taken."""
+"""Seconds between two checks of how much TRL has consumed."""
 
 
 class TuglineWorker(TuglineSessions):
@@ -40,15 +40,15 @@ class TuglineWorker(TuglineSessions):
 
     # ------------------------------------------------------------------ WeightTransferProtocol
     def init_weight_transfer(self) -> None:
-        """Engine and server are up already."""
+        """Do nothing: engine and server are running already."""
 
     def pause(self) -> None:
-        """Publishing pauses by itself."""
+        """Do nothing: publishing pauses by itself."""
 
     resume = destroy = pause
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Publish these weights. Raises `EngineError` at the deadline of a replica."""
+        """Publish weights. Raises `EngineError` at the deadline of a replica."""
         self._weights = dict(iterator)
         if self.models.served.config.tie_word_embeddings:
             self._weights["lm_head.weight"] = self._weights["model.embed_tokens.weight"]
@@ -56,24 +56,24 @@ class TuglineWorker(TuglineSessions):
         self._weights = {}
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Return what TRL sends at the moment."""
+        """Return the weights that TRL is sending."""
         return self._weights
 
     # ------------------------------------------------------------------ RolloutWorkerProtocol
     def start(self) -> None:
-        """Begin to sample; TRL has sent its first weights."""
+        """Start sampling; TRL has sent its first weights."""
         self._running = self.portal.start_task_soon(self._produce)
 
     def stop(self) -> None:
-        """End it; what runs is taken up again by the next run in this folder."""
+        """Stop sampling; the next run in this folder continues the running sessions."""
         self._running.cancel()
 
     def update_model_version(self, model_version: int) -> None:
-        """Learn TRL's number of the version that was published last."""
+        """Record TRL's number of the version published last."""
         self._offset = model_version - self.version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise what ended the sampling, or `EngineError` if no group was finished for so long."""
+        """Raise the error that stopped sampling, or `EngineError` if no group finishes in time."""
         if self._running.done():
             self._running.result()
         if time.monotonic() - self._progress > stale_after_s:
@@ -81,16 +81,16 @@ class TuglineWorker(TuglineSessions):
             raise EngineError(msg)
 
     async def _produce(self) -> None:
-        """Keep groups running, and hand them over in the order in which they were started."""
-        plan = self.config.schedule
-        most = (plan.staleness + 1) * plan.tasks_per_step * plan.samples
+        """Keep groups running, and deliver them in the order of their start."""
+        schedule = self.config.schedule
+        limit = (schedule.staleness + 1) * schedule.tasks_per_step * schedule.samples
         chosen = ((number, self.batches.choose(number, {})) for number in itertools.count(1))
         tasks = (task for step in chosen for task in self.batches.batch(*step))
         pending: deque[asyncio.Task[list[Trajectory]]] = deque()
         groups = itertools.count()
         async with asyncio.TaskGroup() as running:
             while True:
-                while len(pending) * plan.samples + self.rollout_buffer.qsize() < most:
+                while len(pending) * schedule.samples + self.rollout_buffer.qsize() < limit:
                     sessions = self.server.run([next(tasks)], lambda _done, _total: None)
                     pending.append(running.create_task(sessions))
                 if pending and pending[0].done():
@@ -101,7 +101,7 @@ class TuglineWorker(TuglineSessions):
                     await asyncio.sleep(_POLL_S)
 
     def hand_over(self, group: Sequence[Trajectory], number: int) -> None:
-        """Queue a row for each trace; those of a group without signal would train nothing."""
+        """Queue a row for each trace, except for groups without a signal, which train nothing."""
         self._progress = time.monotonic()
         for sample in read_group(group, self.config.grpo):
             trained = sample.loss_mask

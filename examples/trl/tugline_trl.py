@@ -2,7 +2,7 @@
 
 Each call of TRL publishes the trainer's weights to the engine if they changed, runs one group of
 sessions per prompt with the real harness, and returns their exact tokens. The configuration is that
-of `tugline train`, of which TRL takes over the update.
+of `tugline train`, except that TRL makes the updates.
 """
 
 import contextlib
@@ -40,16 +40,16 @@ from tugline.types import Sample, Task, Trajectory
 
 
 class TuglineSessions:
-    """Engine, server and node of a run, and the weights on their way to them; a context manager."""
+    """Engine, server and node of a run, and the publication of weights; a context manager."""
 
     def __init__(self, config: TrainConfig, tasks_folder: Path, run_folder: Path) -> None:
-        """`tasks_folder` is that of the configuration file; sessions are kept in `run_folder`."""
+        """`tasks_folder` is the folder of the configuration file; sessions go to `run_folder`."""
         if config.lora is not None:
-            msg = "lora is for our own trainer: leave it out, and give TRL's a peft_config"
+            msg = "lora is not supported here: use the peft_config of TRL's trainer"
             raise UsageError(msg)
         choose = config.schedule.choose
         if choose != "order":
-            msg = f"schedule.choose is {choose!r}, must be 'order': only our trainer has others"
+            msg = f"schedule.choose is {choose!r}, must be 'order' here"
             raise UsageError(msg)
         run_folder.mkdir(parents=True, exist_ok=True)
         self.config, self._folder = config, run_folder
@@ -58,7 +58,7 @@ class TuglineSessions:
         served, tokenizer, end_ids = load(config.model or Path(), dtype=torch.float32)
         self.models = Models(self, served, tokenizer, end_ids)
         self.version = -1
-        """Of the weights that the engine has; -1 before the first publication."""
+        """Version of the engine's weights; -1 before the first publication."""
 
     def __enter__(self) -> Self:
         """Start engine, server and node, or connect to running ones."""
@@ -83,15 +83,15 @@ class TuglineSessions:
             yield server, make_publisher(self.config, server, replicas)
 
     def dataset(self) -> Dataset:
-        """Return the tasks; a prompt is the id of one, which the harness turns into messages."""
+        """Return the tasks; a prompt is a task id, for which the harness makes the messages."""
         return Dataset.from_dict({"prompt": [task.id for task in self.batches.trained]})
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Return the trainer's weights, whole, by the names of the model without an adapter."""
+        """Return the trainer's full weights, by the names of the model without an adapter."""
         raise NotImplementedError
 
     def publish(self) -> None:
-        """Bring the trainer's weights to every replica, and announce the next version."""
+        """Load the trainer's weights into every replica, and announce the next version."""
         self.version += 1
         with tempfile.TemporaryDirectory(dir=self._folder, prefix="weights-") as name:
             if self.config.engine.urls:
@@ -100,23 +100,25 @@ class TuglineSessions:
 
 
 class TuglineRollouts(TuglineSessions):
-    """`rollout_func` of one `GRPOTrainer` in one process."""
+    """`rollout_func` of a `GRPOTrainer` in one process."""
 
     def __init__(self, config: TrainConfig, tasks_folder: Path, run_folder: Path) -> None:
         super().__init__(config, tasks_folder, run_folder)
         self._tasks = {task.id: task for task in self.batches.trained}
         self._step, self._calls = -1, itertools.count()
         self.tokens_left_out = 0
-        """Tokens in traces that TRL has no row for: it takes one per session, the longest."""
+        """Trained tokens without a row: TRL has one row per session, for its longest trace."""
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Return the trainer's weights, with an adapter of PEFT added to what it adapts."""
+        """Return the trainer's weights, with the adapter of PEFT merged."""
         return merge_adapter(self._trainer.accelerator.unwrap_model(self._trainer.model))
 
     def __call__(self, prompts: Sequence[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         """Run a group for each prompt, which TRL repeats once per session."""
         if trainer.accelerator.num_processes > 1:
-            msg = "this recipe is for one process of TRL; `torchrun tugline train` takes several"
+            msg = (
+                "this recipe supports one process of TRL; `torchrun tugline train` supports several"
+            )
             raise UsageError(msg)
         self._trainer, training = trainer, trainer.model.training
         if trainer.state.global_step != self._step:
@@ -133,7 +135,7 @@ class TuglineRollouts(TuglineSessions):
         return {name: [row[name] for row in rows] for name in rows[0]}
 
     def _make_rows(self, task: Task, results: Sequence[Trajectory]) -> list[dict[str, Any]]:
-        """Return the row of each sample of a task, whatever became of it."""
+        """Return a row for every sample of a task, failed ones included."""
         group = {one.sample: one for one in results if one.task == task.id}
         samples = list(read_group(list(group.values()), GrpoConfig()))
         samples.sort(key=lambda sample: int(sample.loss_mask.sum()))
@@ -152,7 +154,7 @@ def make_row(
 ) -> dict[str, Any]:
     """Return the columns of a session; the completion begins with the first sampled token.
 
-    One without a sample trains nothing, and counts for its group if it has a reward.
+    A session without a sample has no trained token, but counts for its group if it has a reward.
     """
     reward = session.reward.value if session is not None and session.reward else None
     sample = samples.get(session.session) if session is not None else None
@@ -174,5 +176,5 @@ def make_row(
 
 
 def reward(tugline_reward: list[float | None], **_: Any) -> list[float | None]:
-    """Return the evaluator's rewards; None where a failure says nothing about the policy."""
+    """Return the rewards; None for failures that do not count for the policy."""
     return tugline_reward

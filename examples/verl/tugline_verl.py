@@ -1,7 +1,7 @@
 """Sessions of Tugline as an agent loop of verl.
 
-verl asks for a session; its task goes to a rollout server of Tugline, and the graded traces become
-verl's rows. verl keeps the engines, the weights, the groups and the update.
+For each session that verl requests, its task is submitted to a rollout server of Tugline, and the
+graded traces become rows of verl. verl owns engines, weights, groups and the update.
 """
 
 from contextlib import aclosing
@@ -18,14 +18,13 @@ from tugline.types import Sample, Sampling, Task, Trajectory
 
 
 class TuglineAgentLoop(AgentLoopBase):
-    """One session for each call of `run`; server and token are found as by any client."""
+    """Runs a session for each call of `run`; server and token are found as by `Client`."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
         """Run the task in the row's `extra_info["task"]`, and return a row for each trace.
 
-        A prompt that verl issues again after a restart has the same id, so what was sampled for it
-        is not sampled again. Raises what the session failed of, if that says nothing about the
-        policy.
+        A prompt that verl issues again after a restart has the same id, so its session is not run
+        again. Raises the failure of a session that does not count for the policy.
         """
         task = msgspec.json.decode(kwargs["extra_info"]["task"], type=Task)
         name = f"{kwargs['uid']}-{kwargs['session_id']}"
@@ -39,15 +38,15 @@ class TuglineAgentLoop(AgentLoopBase):
 
 
 def read_sampling(task: Sampling, given: dict[str, Any]) -> Sampling:
-    """Put verl's parameters, with -1 for no top-k, in the place of the task's own."""
+    """Replace the task's sampling by verl's parameters, in which a top-k of -1 means none."""
     top_k = max(given["top_k"], 0)
     return replace(task, temperature=given["temperature"], top_p=given["top_p"], top_k=top_k)
 
 
 def make_outputs(group: GradedGroup, end_id: int) -> list[AgentLoopOutput]:
-    """Return a row for each trace, or one that trains nothing and counts with its reward.
+    """Return a row for each trace, or a row without trained tokens that has the reward.
 
-    Raises `TuglineError` for a session without a reward: verl calls its prompt failed.
+    Raises `TuglineError` for a session without a reward; verl then counts its prompt as failed.
     """
     session = next(iter(group.trajectories), None)
     if session is None or session.reward is None:
@@ -67,7 +66,7 @@ def make_outputs(group: GradedGroup, end_id: int) -> list[AgentLoopOutput]:
 
 
 def make_output(session: Trajectory, sample: Sample) -> AgentLoopOutput:
-    """Return a trace; the response begins with the first sampled token."""
+    """Convert a trace; the response begins with the first sampled token."""
     sampled = sample.versions >= 0
     first = int(np.argmax(sampled))
     return AgentLoopOutput(
@@ -80,7 +79,7 @@ def make_output(session: Trajectory, sample: Sample) -> AgentLoopOutput:
 
 
 def describe(session: Trajectory, versions: np.ndarray) -> dict[str, Any]:
-    """Return what the rows of a session have in common, and the versions of one."""
+    """Return the common fields of a session's rows, and the versions of a row."""
     calls = {span.call for trace in session.traces for span in trace.spans}
     return {
         "reward_score": session.reward.value,

@@ -1,4 +1,4 @@
-"""The benchmark of builders counts what is in recorded sessions, and says when there are none."""
+"""The benchmark of builders: counts over recorded sessions, and the error without any."""
 
 import subprocess
 import sys
@@ -33,12 +33,12 @@ TURNS = [
     call(1, [1, 2, 3, END, 4], [5, END], echo_changes=(EchoChange.REASONING,)),
     call(2, [1, 2, 3, END, 4, 5, END, 6], [7, END]),
 ]
-"""Prompts and answers of 4, 7 and 10 tokens, each beginning with the one before."""
+"""Prompts with answers of 4, 7 and 10 tokens; each is a prefix of the next."""
 EDITED = [
     call(0, [1, 2], [3, END]),
     call(1, [1, 2, 8, END, 4], [5, END], branch=Branch.HISTORY_EDITED),
 ]
-"""The harness put another answer into the history; the published rule does not notice."""
+"""The harness replaced an answer in the history; the published rule does not detect that."""
 TITLE = [
     call(0, [7, 7, 7], [3], kind=TraceKind.SIDE, parent=None),
     call(1, [1, 2], [3, END], parent=None),
@@ -46,7 +46,7 @@ TITLE = [
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """Rows by harness and stage, of a folder as ``tugline harness check --keep`` leaves it."""
     folder = tmp_path_factory.mktemp("kept")
     stages = {"plain": TURNS, "team": EDITED, "title": TITLE, "budget": TURNS}
@@ -58,9 +58,9 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     }
 
 
-def test_an_exact_session_costs_each_token_once(counted: Rows) -> None:
-    """Three turns: 4 + 7 + 10 tokens one by one, 10 as one trace; two turns, both exact."""
-    row = counted["pi", "plain"]
+def test_exact_turns_are_forwarded_once(rows: Rows) -> None:
+    """Three calls are 4 + 7 + 10 tokens as requests and 10 as one trace; both turns are exact."""
+    row = rows["pi", "plain"]
     assert (row["calls"], row["turns"]) == (3, 2)
     assert (row["exact_turns"], row["echo_changed_turns"]) == (2, 1)
     assert row["traces"] == {"per_request": 3, "prefix_merging": 1}
@@ -69,38 +69,38 @@ def test_an_exact_session_costs_each_token_once(counted: Rows) -> None:
     assert (row["canonical_dropped"], row["canonical_false"]) == (0, 0)
 
 
-def test_what_the_published_rule_trains_in_a_false_context_is_counted(counted: Rows) -> None:
-    """An edited answer makes two traces; merged by rule, two tokens see what was not there.
+def test_tokens_that_the_published_rule_trains_in_a_false_context_are_counted(rows: Rows) -> None:
+    """An edited answer makes two traces; the published rule trains two tokens in a false context.
 
-    Packed, the two tokens that both begin with are computed once.
+    With packing, the shared prefix of two tokens is computed once.
     """
-    row = counted["pi", "team"]
+    row = rows["pi", "team"]
     assert (row["turns"], row["exact_turns"]) == (1, 0)
     assert row["traces"] == {"per_request": 2, "prefix_merging": 2}
     assert row["forwarded"] == {"per_request": 11, "prefix_merging": 11, "packed": 9}
     assert row["canonical_false"] == 2
 
 
-def test_what_trains_nothing_is_not_computed(counted: Rows) -> None:
-    """A title is a trace of its own that no trainer forwards; the other stages are not counted."""
-    row = counted["pi", "title"]
+def test_traces_without_trained_tokens_are_not_counted_as_forwarded(rows: Rows) -> None:
+    """The trace of a title is not forwarded; a stage outside of `STAGES` has no row."""
+    row = rows["pi", "title"]
     assert row["traces"]["prefix_merging"] == 2
     assert row["forwarded"] == {"per_request": 4, "prefix_merging": 4, "packed": 4}
     assert (row["trained"], row["sampled"], row["turns"]) == (2, 3, 0)
-    assert ("pi", "budget") not in counted
+    assert ("pi", "budget") not in rows
 
 
-def test_the_made_up_session_shows_what_length_does(counted: Rows) -> None:
-    """Forty turns: 8,000 tokens and 600 a turn, laid out once or forty times."""
-    row = counted["(made up)", ""]
+def test_the_synthetic_session_shows_the_effect_of_length(rows: Rows) -> None:
+    """Forty turns of 600 tokens after 8,000: forwarded once, or again for every request."""
+    row = rows["(synthetic)", ""]
     forwarded = row["forwarded"]
     assert forwarded["prefix_merging"] == forwarded["packed"] == 8000 + 40 * 600 - 300
     assert row["ratio"] > 20
     assert row["canonical_dropped"] == 0
 
 
-def test_samples_of_a_task_share_what_they_begin_with(tmp_path: Path) -> None:
-    """Three attempts with one prompt, which is computed once; so is the answer that two gave."""
+def test_samples_of_a_task_share_prefixes(tmp_path: Path) -> None:
+    """The common prompt of three samples is computed once, and so is the answer of two of them."""
     other = [call(0, [1, 2], [4, 4, END])]
     write(tmp_path / "recordings" / "a.1.rec", "t", TURNS[:1])
     write(tmp_path / "recordings" / "b.1.rec", "t", other)
@@ -109,8 +109,8 @@ def test_samples_of_a_task_share_what_they_begin_with(tmp_path: Path) -> None:
     assert group == {"task": "t", "sessions": 3, "prefix_merging": 14, "tree": 14, "forest": 7}
 
 
-def test_a_folder_without_sessions_is_one_clear_line(tmp_path: Path) -> None:
-    """The command ends with 2 and names the folder."""
+def test_a_folder_without_sessions_is_an_error(tmp_path: Path) -> None:
+    """Exit code 2 and one line that names the folder."""
     command = [sys.executable, str(ROOT / "builders" / "run.py"), "--sessions", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
@@ -119,8 +119,8 @@ def test_a_folder_without_sessions_is_one_clear_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_costs_what_the_builder_makes_of_a_session() -> None:
-    """Fifty turns are fifty traces or one; the same tokens are trained, in fewer updates."""
+def test_training_cost_depends_on_the_builder() -> None:
+    """Fifty turns are fifty traces or one; merged, the same tokens are trained in fewer updates."""
     rows = measure("builders", "run.py", "--json", "--train", "--scale", "0.002")["rows"]
     names = ("builder", "batching", "packed")
     alone = {tuple(row[name] for name in names): row for row in rows if row["shape"] == "alone"}

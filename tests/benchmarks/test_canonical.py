@@ -1,4 +1,4 @@
-"""The published rule beside ours, on the cases that break it; the docs have the table."""
+"""The published merging rule and ours, on cases that break it; the docs have the table."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ def growing(
     echo: Callable[[list[int]], list[int]] = list,
     **how: object,
 ) -> list[Call]:
-    """Each prompt is the one before, the echo of its answer, and a tool's result."""
+    """Calls whose prompts are the previous prompt, the echo of its answer, and a tool result."""
     calls, prompt = [], PROMPT
     for number, sampled in enumerate(answers):
         calls.append(call(number, prompt, sampled, **how))
@@ -41,11 +41,11 @@ def growing(
 
 
 def repeated() -> list[Call]:
-    """Turn 3 of 6 asks what turn 1 asked; the work goes on from turn 2."""
+    """Turn 3 of 6 repeats the prompt of turn 1; later turns continue turn 2."""
     first, second, *rest = growing(ANSWERS[:5])
-    stray = call(2, PROMPT, answer(7))
-    later = [msgspec.structs.replace(one, number=one.number + 1) for one in rest]
-    return [first, second, stray, *later]
+    repetition = call(2, PROMPT, answer(7))
+    later = [msgspec.structs.replace(each, number=each.number + 1) for each in rest]
+    return [first, second, repetition, *later]
 
 
 CASES = {
@@ -53,23 +53,23 @@ CASES = {
     "identical prompt at turns 1 and 3": repeated(),
     # Tool calls end with one id, texts with another, as in Llama's and gpt-oss's formats.
     "mixed end-of-turn ids": growing([answer(n, (OTHER_END, END)[n % 2]) for n in range(6)]),
-    # The template closes them where they are echoed.
+    # The template adds the missing end-of-turn id to their echoes.
     "every answer cut for length": growing(
-        [one[:9] for one in ANSWERS], lambda one: [*one, END], finish=Finish.LENGTH
+        [ids[:9] for ids in ANSWERS], lambda ids: [*ids, END], finish=Finish.LENGTH
     ),
-    "the harness rewrites its own turns": growing(echo=lambda one: [500, 501, *one[3:]]),
-    # They are rendered as two turns of the assistant.
-    "text and tool call as two items": growing(echo=lambda one: [*one[:3], END, HEAD, *one[3:]]),
-    # A complaint stands in the place of the first answer.
+    "the harness rewrites its own turns": growing(echo=lambda ids: [500, 501, *ids[3:]]),
+    # The template renders them as two assistant turns.
+    "text and tool call as two items": growing(echo=lambda ids: [*ids[:3], END, HEAD, *ids[3:]]),
+    # An error message replaces the first answer.
     "a turn with a format error deleted": growing(
-        echo=lambda one: [] if one == ANSWERS[0] else one
+        echo=lambda ids: [] if ids == ANSWERS[0] else ids
     ),
 }
 
 
 def in_context(traces: Sequence[Trace], calls: Sequence[Call]) -> int:
-    """Trained tokens whose context is, id for id, the one that they were sampled in."""
-    by_number = {one.number: one for one in calls}
+    """Number of trained tokens whose context is exactly that of their sampling."""
+    by_number = {each.number: each for each in calls}
     return sum(
         trace.ids[:at].tolist() == whole(by_number[span.call])[:at]
         for trace in traces
@@ -80,13 +80,13 @@ def in_context(traces: Sequence[Trace], calls: Sequence[Call]) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_page_tells_what_each_rule_keeps(name: str) -> None:
-    """Every figure of the table is computed here; ours trains every token, in its context."""
+def test_the_documented_table_of_both_rules_is_correct(name: str) -> None:
+    """Each row of the table is computed here; our rule trains every token, in its context."""
     calls = CASES[name]
     theirs, ledger, _ = Canonical().build(calls)
     ours, own, _ = PrefixMerging().build(calls)
     assert not any(trace.exact for trace in theirs)
     assert own.trained == own.sampled == ledger.sampled == in_context(ours, calls)
-    kept = (ledger.sampled, ledger.trained, in_context(theirs, calls))
-    row = " | ".join(map(str, (name, *kept, own.trained, in_context(ours, calls), len(ours))))
+    published = (ledger.sampled, ledger.trained, in_context(theirs, calls))
+    row = " | ".join(map(str, (name, *published, own.trained, in_context(ours, calls), len(ours))))
     assert f"| {row} |" in PAGE.read_text(encoding="utf-8"), row

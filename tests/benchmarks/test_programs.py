@@ -1,4 +1,4 @@
-"""Benchmarks run at a small size, through every measure, and their figures can be true."""
+"""Every benchmark runs at a small size, and its figures are plausible."""
 
 import functools
 import subprocess
@@ -20,23 +20,23 @@ def measure_trajectories() -> Any:
     return measure("trajectories", "run.py", "--json", "--size", "smoke")
 
 
-def test_the_session_is_the_one_that_is_spoken_of() -> None:
+def test_the_session_has_the_documented_length() -> None:
     """8,000 tokens, then 600 a turn, of which 300 are sampled."""
     figures = measure_trajectories()
     assert figures["unique_ids_100"] == 8000 + 600 * 100 - 300
     assert figures["sampled_100"] == 300 * 100
 
 
-def test_bytes_are_linear_and_few() -> None:
-    """The limit is 1.5 times 1.4 bytes an id and 4 a logprob."""
+def test_recording_size_is_linear_and_bounded() -> None:
+    """The limit is 1.5 times 1.4 bytes for each id and 4 for each logprob."""
     figures = measure_trajectories()
     limit = 1.5 * (figures["unique_ids_100"] * 1.4 + figures["sampled_100"] * 4)
     assert figures["sampled_100"] * 4 < figures["recording_bytes_100"] <= limit
     assert 0 < figures["slope_bytes"] <= 1.1
 
 
-def test_memory_is_linear_and_little() -> None:
-    """Building holds less than four times the ids, reading less than twice the build's bound."""
+def test_peak_memory_is_linear_and_bounded() -> None:
+    """At most four times the ids' size to build; less than twice that to read."""
     figures = measure_trajectories()
     ids = 4 * figures["unique_ids_100"]
     assert ids < figures["peak_bytes_100"] <= 4 * ids
@@ -44,8 +44,8 @@ def test_memory_is_linear_and_little() -> None:
     assert figures["slope_peak"] <= 1.1
 
 
-def test_times_are_told() -> None:
-    """CPU times; the bounds leave a busy machine some room, the accepted ones are in the docs."""
+def test_times_are_plausible() -> None:
+    """Bounds of CPU times with a margin for a busy machine; the accepted ones are in the docs."""
     figures = measure_trajectories()
     assert 0 < figures["build_ms_100"] <= 50
     assert 0 < figures["decode_ms_40"] <= 20
@@ -58,42 +58,42 @@ def test_times_are_told() -> None:
 # --------------------------------------------------------------------------- the gateway
 @functools.cache
 def measure_gateway() -> Any:
-    """A run that is too small to mean anything, from end to end."""
+    """A complete run that is too small for meaningful figures."""
     return measure("gateway", "run.py", "--json", "--size", "smoke")
 
 
 @pytest.mark.slow
-def test_every_mode_of_the_gateway_has_its_figures() -> None:
-    """The documented keys are there; the gateway costs more than forwarding and not a fortune."""
-    told = measure_gateway()
+def test_every_gateway_mode_is_reported() -> None:
+    """The documented keys exist; the gateway costs more than the pass-through, within reason."""
+    report = measure_gateway()
     keys = {"cpu_ms", "opening_cpu_ms", "ratio_to_passthrough", "added_p50_ms", "added_p99_ms"}
     for mode in ("exact", "observed", "stream"):
-        assert told[mode].keys() >= keys
-        assert told[mode]["added_p99_ms"].keys() == {"1", "2"}
-        assert 1 < told[mode]["ratio_to_passthrough"] < 100
-    assert told["stream"]["first_byte_ms"] > 0
-    assert told["stream_paced"]["cpu_ms"] > 0
-    assert told["machine"]["noise"].keys() == {"exact", "observed", "stream", "stream_paced"}
+        assert report[mode].keys() >= keys
+        assert report[mode]["added_p99_ms"].keys() == {"1", "2"}
+        assert 1 < report[mode]["ratio_to_passthrough"] < 100
+    assert report["stream"]["first_byte_ms"] > 0
+    assert report["stream_paced"]["cpu_ms"] > 0
+    assert report["machine"]["noise"].keys() == {"exact", "observed", "stream", "stream_paced"}
 
 
 @pytest.mark.slow
-def test_what_lasts_in_the_gateway_has_its_figures() -> None:
-    """Turns, stalls and memory of open sessions are measured; a later turn does not cost a lot.
+def test_long_and_open_sessions_are_reported() -> None:
+    """Growth by turns, stalls and memory are measured; a later turn costs little more.
 
-    512 logprobs alone are 2 kB of a call; more than 10 would mean that history is stored again.
+    512 logprobs are 2 kB of a recorded call; more than 10 kB would mean that history is repeated.
     """
-    told = measure_gateway()
-    assert told["growth_cpu_ms"].keys() == {"10", "30"}
-    assert 0 < told["growth"] < 5
-    assert 0 < told["stall_cpu_ms"] < 1000
-    assert told["stall_ms"] > 0
-    assert told["rss_open_bytes_per_call"] < 10**6
-    assert 2048 < told["kept_bytes_per_call"] < 10_240
-    assert told["long_results"]["conversation"]["last_prompt_tokens"] > 90_000
+    report = measure_gateway()
+    assert report["growth_cpu_ms"].keys() == {"10", "30"}
+    assert 0 < report["growth"] < 5
+    assert 0 < report["stall_cpu_ms"] < 1000
+    assert report["stall_ms"] > 0
+    assert report["rss_open_bytes_per_call"] < 10**6
+    assert 2048 < report["kept_bytes_per_call"] < 10_240
+    assert report["long_results"]["conversation"]["last_prompt_tokens"] > 90_000
 
 
 @pytest.mark.slow
-def test_the_load_is_what_the_figures_are_quoted_for() -> None:
+def test_the_load_of_the_gateway_is_the_documented_one() -> None:
     """A 16k-token prompt on average, 40 turns, 512 sampled tokens."""
     load = measure_gateway()["conversation"]
     assert abs(load["mean_prompt_tokens"] - 16_384) < 100
@@ -102,8 +102,8 @@ def test_the_load_is_what_the_figures_are_quoted_for() -> None:
 
 # --------------------------------------------------------------------------- servers and nodes
 @pytest.mark.slow
-def test_a_server_has_its_figures() -> None:
-    """The documented keys are there, from real processes, with figures that can be true."""
+def test_the_server_benchmark_reports_its_figures() -> None:
+    """The documented keys have plausible figures, measured on real processes."""
     report = measure("server", "run.py", "--json", "--size", "smoke")
     assert report["store"] == "sqlite"
     assert report["sessions_per_s"] > 1
@@ -118,8 +118,8 @@ def test_a_server_has_its_figures() -> None:
 
 
 @pytest.mark.slow
-def test_every_fleet_has_its_figures() -> None:
-    """Every session is committed, by nodes that keep their leases, and a storm ends soon."""
+def test_every_fleet_is_reported() -> None:
+    """All sessions are committed, nodes keep their leases, and the storm ends in time."""
     report = measure("cluster", "run.py", "--json", "--quick")
     sizes = [(row["nodes"], row["servers"]) for row in report["rows"]]
     assert sizes == [(10, 1), (100, 1), (100, 2)]
@@ -136,50 +136,50 @@ def test_every_fleet_has_its_figures() -> None:
     assert storm["beyond_lease_s"] < 30
 
 
-BOXES = """
+SANDBOXES = """
 import asyncio, json, subprocess, tempfile
 from pathlib import Path
-from run import leaks, rate, there, timed
+from run import list_resources, rate, timed
 from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.local import LocalRuntime
 
 async def main(root):
     runtime, spec = LocalRuntime(), SandboxSpec()
-    one = await timed(runtime, root / "one", spec, 2)
-    many = await rate(runtime, spec, root / "many", 2, 6)
-    before = there(root, None)
+    session = await timed(runtime, root / "one", spec, 2)
+    per_minute = await rate(runtime, spec, root / "many", 2, 6)
+    before = list_resources(root, None)
     left = subprocess.Popen(["sleep", "30"])
-    seen = there(root, None)["processes"] - before["processes"]
+    leaked = list_resources(root, None)["processes"] - before["processes"]
     left.kill(); left.wait()
-    print(json.dumps([one, many, len(seen), seen == {str(left.pid)}]))
+    print(json.dumps([session, per_minute, leaked == {str(left.pid)}]))
 
 with tempfile.TemporaryDirectory() as root:
     asyncio.run(main(Path(root)))
 """
 
 
-def test_figures_of_runtimes_are_of_real_boxes() -> None:
-    """Every part takes its time, sessions remove their folders, a process left over is counted."""
-    one, many, seen, named = measure("runtimes", "-c", BOXES)
-    assert one["all"] >= one["start"] + sum(one["execs"]) > 0
-    assert len(one["execs"]) == 2
-    assert many > 0
-    assert (seen, named) == (1, True)
+def test_runtimes_are_measured_on_real_sandboxes() -> None:
+    """Every part is timed, sessions remove their folders, and a leaked process is detected."""
+    session, per_minute, leak_detected = measure("runtimes", "-c", SANDBOXES)
+    assert session["all"] >= session["start"] + sum(session["execs"]) > 0
+    assert len(session["execs"]) == 2
+    assert per_minute > 0
+    assert leak_detected
 
 
 SLOTS = """
 import json
 import uvloop
-from run import Case, ideal, on_node
+from run import Case, compute_ideal, run_on_node
 
-few, many = (ideal(Case(sessions=320, slots=slots)) for slots in (36, 52))
-seen = uvloop.run(on_node(Case(sessions=64)))
-print(json.dumps({"few": few, "many": many, "busy": seen.busy, "sessions": seen.sessions}))
+few, many = (compute_ideal(Case(sessions=320, slots=slots)) for slots in (36, 52))
+result = uvloop.run(run_on_node(Case(sessions=64)))
+print(json.dumps({"few": few, "many": many, "busy": result.busy, "sessions": result.sessions}))
 """
 
 
-def test_the_use_of_an_engine_gets_near_the_ideal() -> None:
-    """52 agents keep 32 slots full if they are always ready, 36 cannot; the node really runs."""
+def test_utilisation_depends_on_the_number_of_agents() -> None:
+    """Ideally 52 agents keep 32 engine slots busy and 36 do not; a real node runs the workload."""
     report = measure("utilisation", "-c", SLOTS)
     assert 0.99 < report["many"] <= 1.0
     assert 0.6 < report["few"] < 0.85
@@ -189,8 +189,8 @@ def test_the_use_of_an_engine_gets_near_the_ideal() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_no_attack_fails_another_session() -> None:
-    """Every attack is refused or bounded; the others' calls and sessions all succeed."""
+def test_no_attack_affects_another_session() -> None:
+    """Every attack is refused or bounded; all calls and sessions of the others succeed."""
     report = measure("hostile", "run.py", "--json", "--quick", timeout=240)
     assert report["completed"] == report["sessions"]
     assert (report["failed"], report["attempts_spent"]) == (0, 0)
@@ -200,18 +200,15 @@ def test_no_attack_fails_another_session() -> None:
     assert set(spells["n_128"]["hostile"]) <= {"200", "429"}
     assert set(spells["connections"]["hostile"]) <= {"400", "429", "503"}
     assert "200" not in spells["endless"]["hostile"]
-    assert all(one["calls"] > 0 for one in spells.values())
+    assert all(spell["calls"] > 0 for spell in spells.values())
 
 
 # --------------------------------------------------------------------------- learning
 @pytest.mark.slow
 @pytest.mark.pi
 @pytest.mark.timeout(600)
-def test_a_policy_is_made_trained_and_tried(tmp_path: Path) -> None:
-    """A policy that has learned next to nothing: what is shown is that the figures are there.
-
-    Run again it only reads what there is.
-    """
+def test_a_policy_is_made_trained_and_evaluated(tmp_path: Path) -> None:
+    """The run is complete, though too small to learn anything; a second call reads its results."""
     policy, runs = tmp_path / "policy", tmp_path / "runs"
     small = ("--blocks", "--harness", "pi", "--sessions", "2", "--steps", "2", "1", "1")
     subprocess.run([sys.executable, REBUILD, policy, *small], check=True, timeout=300)
@@ -231,8 +228,8 @@ def test_a_policy_is_made_trained_and_tried(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_only_a_believed_shortcut_is_rewarded() -> None:
-    """Both runs offer it; of the evaluator `tests` only changes of the code have a reward."""
+def test_a_shortcut_is_only_rewarded_by_the_naive_evaluator() -> None:
+    """Both runs take the shortcut; the evaluator `tests` only rewards changes of the code."""
     refused, believed = measure("training", "shortcut.py", "--steps", "3", "--json", timeout=500)
     assert (refused["judge"], believed["judge"]) == ("Refused", "Believed")
     assert sum(refused["write"]) > 0

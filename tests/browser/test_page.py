@@ -167,10 +167,12 @@ async def test_traces_are_rebuilt_from_their_parents(tab: Tab, session: ViewedSe
         assert await tab.js(f"[...{name}.logprobs]") == pytest.approx(trace.logprobs.tolist())
 
 
-async def test_a_session_without_calls_has_a_page(tab: Tab, tmp_path: Path) -> None:
-    """As of a harness that made no request."""
+@pytest.mark.parametrize("events", [0, 1])
+async def test_a_session_without_calls_has_a_page(tab: Tab, tmp_path: Path, events: int) -> None:
+    """As of a harness that made no request; without events, there is no time to draw."""
     script = Script(tmp_path)
-    script.writer.append_record(RecordedEvent(RecordedEventKind.PAUSED, START))
+    for _ in range(events):
+        script.writer.append_record(RecordedEvent(RecordedEventKind.PAUSED, START))
     file, _ = write_page(script.end())
     await tab.open(file)
     assert "no calls" in await tab.js("document.getElementById('conversation').innerText")

@@ -1,4 +1,4 @@
-"""However an answer is cut into chunks, what is streamed is what the whole answer says."""
+"""A streamed answer equals the whole answer, however it is split into chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tugline.types import Ids, Message, Role, Tool, ToolCall
 
 READ = Tool("read", "", {"type": "object", "properties": {"path": {"type": "string"}}})
 TOOLS = (READ,)
-WORDS = st.text(st.sampled_from('ab \n<>{}"é界🙂'), max_size=12)
+TEXTS = st.text(st.sampled_from('ab \n<>{}"é界🙂'), max_size=12)
 THOUGHTS = st.text(st.sampled_from("mn \né界🙂"), max_size=12)
 CHUNKS = st.lists(st.integers(0, 10_000), max_size=30)
 STREAMED = [name for name in OFFLINE if rendering(name).incremental]
@@ -69,8 +69,8 @@ def finish(parser: StreamParser, *chunks: list[int]) -> Message:
     rest, message = parser.finish()
     pieces += rest
     assert "".join(p.text for p in pieces if isinstance(p, TextDelta)) == message.content
-    said = "".join(p.text for p in pieces if isinstance(p, ReasoningDelta))
-    assert said == (message.reasoning or "")
+    reasoning = "".join(p.text for p in pieces if isinstance(p, ReasoningDelta))
+    assert reasoning == (message.reasoning or "")
     assert tuple(p for p in pieces if isinstance(p, ToolCall)) == message.tool_calls
     return message
 
@@ -92,7 +92,7 @@ def test_pieces_add_up_to_the_message(name: str, data: st.DataObject, cuts: list
     special = st.sampled_from(SPECIALS[name].split())
     call = st.just(written(name, ["a.txt"]))
     spoiled = call.map(lambda text: text[: 2 * len(text) // 3])
-    parts = data.draw(st.lists(WORDS | special | call | spoiled, max_size=6))
+    parts = data.draw(st.lists(TEXTS | special | call | spoiled, max_size=6))
     ids = rendering(name).tokenizer.encode("".join(parts))
     ids = ids[: data.draw(st.integers(0, len(ids)))]
     assert parse(name, ids, cuts)[0] == parse(name, ids, [])[0]
@@ -109,7 +109,7 @@ def test_pieces_add_up_to_the_message(name: str, data: st.DataObject, cuts: list
 def test_an_answer_is_parsed_as_the_library_does(
     name: str, thought: str | None, text: str, paths: list[str], cuts: list[int]
 ) -> None:
-    """A well-formed answer is taken apart as it was put together, and as the library does it."""
+    """A well-formed answer is parsed into its parts, with the same result as the library."""
     made = rendering(name)
     if name == "llama-3":
         thought, text, paths = None, "" if paths else text, paths[:1]
@@ -120,8 +120,8 @@ def test_an_answer_is_parsed_as_the_library_does(
     message, parser = parse(name, ids, cuts)
     assert message.content == text.strip()
     assert message.reasoning == ((thought or "").strip() or None)
-    said = [json.loads(call.arguments) for call in message.tool_calls]
-    assert said == [{"path": path} for path in paths]
+    arguments = [json.loads(call.arguments) for call in message.tool_calls]
+    assert arguments == [{"path": path} for path in paths]
     assert all(call.name == "read" for call in message.tool_calls)
     parsed = made.parse(ids, prompt(name), TOOLS)
     assert (parsed.content, parsed.reasoning) == (message.content, message.reasoning)
@@ -135,10 +135,10 @@ def test_an_answer_is_parsed_as_the_library_does(
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_an_answer_without_a_template_is_text(name: str, data: st.DataObject) -> None:
-    """Marks and white space as they are, up to the id that ends it or to a stop string."""
+    """Markup and white space stay as they are, up to a stop id or a stop string."""
     made = rendering(name)
     special = st.sampled_from(SPECIALS[name].split())
-    text = "".join(data.draw(st.lists(WORDS | special | st.sampled_from(" \n"), max_size=6)))
+    text = "".join(data.draw(st.lists(TEXTS | special | st.sampled_from(" \n"), max_size=6)))
     ids = made.tokenizer.encode(text)
     for end, stops in ((made.stop_ids[0], ()), (made.tokenizer.encode("#")[0], ("#",))):
         ids = [one for one in ids if one not in made.stop_ids]
@@ -153,7 +153,7 @@ def test_an_answer_without_a_template_is_text(name: str, data: st.DataObject) ->
 
 @pytest.mark.parametrize("name", STREAMED)
 def test_an_answer_is_emitted_while_it_is_sampled(name: str) -> None:
-    """Every word is out with its last id, a call with its close; nothing waits for the end."""
+    """Text is emitted with its last id, a call with its end mark; nothing waits for the end."""
     made = rendering(name)
     thought = "deep" if made.markers.reasons else None
     parser = StreamParser(made, prompt(name)[-64:], "0", tools=TOOLS)
@@ -197,7 +197,7 @@ def test_no_text_is_lost(name: str, parts: list[str], cuts: list[int], *, broken
 def test_text_ends_before_a_stop_string(
     name: str, text: str, stops: list[str], cuts: list[int]
 ) -> None:
-    """The text stops where the first stop string begins; `cut` tells which ids completed it."""
+    """The text ends where the first stop string begins; `length` counts the ids up to its end."""
     made = rendering(name)
     text = f"x{text}"
     ids = made.tokenizer.encode(answered(name, None, text, ""))
@@ -219,7 +219,7 @@ def test_text_ends_before_a_stop_string(
 
 
 def test_a_stop_string_is_not_looked_for_in_reasoning_or_calls() -> None:
-    """Only text is watched."""
+    """Only in text."""
     text = '<think>STOP</think>ab<tool_call>\n{"name": "read", "arguments": {"path": "STOP"}}\n'
     ids = rendering().tokenizer.encode(text + "</tool_call>")
     message, parser = parse("qwen3", ids, [], ("STOP",))
@@ -231,7 +231,7 @@ def test_a_stop_string_is_not_looked_for_in_reasoning_or_calls() -> None:
 @pytest.mark.parametrize("name", [name for name in OFFLINE if rendering(name).template.force])
 @pytest.mark.parametrize("named", [False, True])
 def test_a_forced_call_is_completed_by_what_is_sampled(name: str, *, named: bool) -> None:
-    """The ids that force a call are the beginning of the call, not of the answer's text."""
+    """The ids that force a call are the beginning of the call, not text."""
     made = rendering(name)
     choice = ToolChoice(ChoiceMode.NAMED, ("read",)) if named else ToolChoice(ChoiceMode.REQUIRED)
     forced = made.force_tool_call(choice)
@@ -264,7 +264,7 @@ def test_a_forced_call_is_completed_by_what_is_sampled(name: str, *, named: bool
     ids=["big", "surrogate", "nan", "monster", "deep", "unprintable", "number", "nameless"],
 )
 def test_no_arguments_break_the_parser(arguments: str, *, call: bool) -> None:
-    """Whatever a model writes as arguments is a call or a text, never an exception."""
+    """Any arguments of a model result in a call or in text, never in an exception."""
     text = f'<tool_call>\n{{"name": "read", "arguments": {arguments}}}\n</tool_call>'
     message, _ = parse("qwen3", rendering().tokenizer.encode(text), [])
     assert (len(message.tool_calls), message.content) == ((1, "") if call else (0, text))
@@ -274,7 +274,7 @@ def test_no_arguments_break_the_parser(arguments: str, *, call: bool) -> None:
 
 @pytest.fixture
 def harmony(monkeypatch: pytest.MonkeyPatch) -> Rendering:
-    """Channels, without the vocabulary that the library would ask the internet for."""
+    """A template with channels, without downloading its vocabulary."""
     monkeypatch.setattr("renderers.gpt_oss.load_harmony_encoding", lambda _: None)
     return Rendering(tokenizer(SPECIALS["gpt-oss"].split()), "gpt-oss")
 

@@ -1,4 +1,4 @@
-"""Ids are spelled one by one only where that is what the tokenizer decodes."""
+"""Bytes of single ids exist only for tokenizers that decode ids independently."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TEXTS = ["a b", " a  b\n", "é界🙂 <tool>", "\t\n<0x41>"]
 
 
 def byte_level() -> Tokenizer:
-    """As Qwen, Llama 3, GLM and DeepSeek have it, with a merge and special tokens."""
+    """A tokenizer like those of Qwen, Llama 3, GLM and DeepSeek, with special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {char: i for i, char in enumerate([*alphabet, "Ġa", "Ã©"])}
     backend = Backend(models.BPE(vocabulary, [("Ġ", "a"), ("Ã", "©")]))
@@ -23,7 +23,7 @@ def byte_level() -> Tokenizer:
 
 
 def pieces(*, stripping: bool) -> Tokenizer:
-    """As Gemma has it: whole words, bytes for the rest; Llama 2 also strips the first space."""
+    """One like that of Gemma, with byte fallback; as Llama 2's it also strips the first space."""
     words = ["▁", "a", "b", "c", "é", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a"]
     vocabulary = {word: i for i, word in enumerate(words)}
     backend = Backend(models.BPE(vocabulary, [("▁", "a")], byte_fallback=True))
@@ -35,12 +35,12 @@ def pieces(*, stripping: bool) -> Tokenizer:
 
 @pytest.mark.parametrize("made", [byte_level(), pieces(stripping=False)])
 @pytest.mark.parametrize("text", TEXTS)
-def test_spellings_join_to_the_decoded_text(made: Tokenizer, text: str) -> None:
+def test_token_bytes_join_to_the_decoded_text(made: Tokenizer, text: str) -> None:
     """The bytes of the ids, joined, are the text."""
     ids = made.encode(text)
     assert b"".join(made.token_bytes[one] for one in ids).decode() == made.decode(ids)
 
 
-def test_a_tokenizer_whose_ids_depend_on_each_other_has_no_spellings() -> None:
-    """Where the first word loses its space, ids cannot be decoded one by one."""
+def test_a_tokenizer_whose_ids_depend_on_each_other_has_no_bytes() -> None:
+    """The first word loses its space, so ids cannot be decoded one by one."""
     assert pieces(stripping=True).token_bytes is None

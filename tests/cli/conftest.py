@@ -16,7 +16,7 @@ import pytest
 import structlog
 
 from commands import TUGLINE, run_command
-from house import House, leased
+from live_server import LiveServer, leased
 from served import TOKENS
 from tugline import log
 from tugline.cli.app import main
@@ -31,11 +31,11 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 class Shell:
     """A working folder in which ``tugline up`` seems to have been started."""
 
-    def __init__(self, folder: Path, house: House) -> None:
-        self.folder, self.house = folder, house
+    def __init__(self, folder: Path, live: LiveServer) -> None:
+        self.folder, self.live = folder, live
         data = folder / "tugline-data"
         data.mkdir(parents=True)
-        (data / "server.json").write_bytes(msgspec.json.encode({"url": house.url}))
+        (data / "server.json").write_bytes(msgspec.json.encode({"url": live.url}))
         (data / "tokens.json").write_bytes(msgspec.json.encode(TOKENS))
 
     @contextlib.asynccontextmanager
@@ -43,8 +43,8 @@ class Shell:
         self, *tasks: Task, slots: int = 1
     ) -> AsyncIterator[tuple[NodeClient, list[Work]]]:
         """Submit tasks, then lease queued sessions as a node."""
-        await self.house.control.submit(tasks)
-        async with leased(self.house.url, slots, 20.0) as (node, _, *work):
+        await self.live.control.submit(tasks)
+        async with leased(self.live.url, slots, 20.0) as (node, _, *work):
             yield node, work
 
     async def start(self, *arguments: str) -> asyncio.subprocess.Process:
@@ -111,6 +111,6 @@ async def kill_when(process: asyncio.subprocess.Process, reached: Callable[[], o
 
 
 @pytest.fixture
-def shell(tmp_path: Path, house: House) -> Shell:
+def shell(tmp_path: Path, live: LiveServer) -> Shell:
     """A shell beside a running server."""
-    return Shell(tmp_path / "work", house)
+    return Shell(tmp_path / "work", live)

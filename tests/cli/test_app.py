@@ -115,7 +115,7 @@ def test_options_and_arguments_can_be_mixed() -> None:
     _, bound, _ = make_app("export").parse_args(line.split())
     given = bound.arguments
     assert (given["form"], given["sessions"], given["as_json"]) == ("sft", ("a.rec", "b.rec"), True)
-    assert (given["which"].tag, given["which"].min_reward) == (["k=1", "l=2"], -1.0)
+    assert (given["filters"].tag, given["filters"].min_reward) == (["k=1", "l=2"], -1.0)
 
 
 @pytest.mark.parametrize(

@@ -109,17 +109,17 @@ async def test_the_server_of_a_running_job_is_reported(shell: Shell) -> None:
         return json.loads((await shell.run(*command, "--json")).stdout)
 
     assert "server" not in await read()
-    (run / "up" / "address").write_text(f"{shell.house.url}\n")
+    (run / "up" / "address").write_text(f"{shell.live.url}\n")
     shutil.copytree(shell.folder / "tugline-data", run / "server")
-    assert (await read())["overview"]["url"] == shell.house.url
+    assert (await read())["overview"]["url"] == shell.live.url
     output = (await shell.run(*command)).stdout
     assert output.startswith(
-        f"job 17, state RUNNING, reason None, machines n[1-3], left 9:59, server {shell.house.url}"
+        f"job 17, state RUNNING, reason None, machines n[1-3], left 9:59, server {shell.live.url}"
     )
     assert "0 open" in output
-    await shell.house.stop()
+    await shell.live.stop()
     silent = await read()
-    assert (silent["server"], silent["overview"]) == (shell.house.url, None)
+    assert (silent["server"], silent["overview"]) == (shell.live.url, None)
 
 
 def test_a_training_configuration_is_checked(run_here: Run, slurm: Path) -> None:
@@ -141,5 +141,5 @@ def test_a_machine_without_slurm(run_here: Run, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PATH", "")
     assert run_here(*COMMAND, "--dry-run").returncode == 0
     done = run_here(*COMMAND, "--submit")
-    error = "tugline: sbatch is not on the PATH: here is no SLURM\n"
+    error = "tugline: sbatch is not on the PATH: SLURM is missing\n"
     assert (done.returncode, done.stderr) == (2, error)

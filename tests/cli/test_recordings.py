@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from cli.conftest import Shell
-from house import commit, task
+from live_server import commit, task
 from recording.view.synthetic import small
 
 UNKNOWN = "tugline: there is no recording 'nobody', and no session of that id below runs/; "
@@ -13,7 +13,7 @@ UNKNOWN = "tugline: there is no recording 'nobody', and no session of that id be
 
 async def run_session(shell: Shell) -> None:
     """Finish session `s-1`, recorded in the server's folder, and `s-0`, recorded elsewhere."""
-    folder = shell.house.folder / "nodes" / "n" / "recordings"
+    folder = shell.live.folder / "nodes" / "n" / "recordings"
     folder.mkdir(parents=True)
     async with shell.lease(task("s", samples=2), slots=2) as (node, held):
         for work in held:
@@ -48,7 +48,7 @@ async def test_the_error_of_an_unknown_session_names_both_places(shell: Shell) -
     assert asked.stderr.startswith(UNKNOWN)
     assert "nobody" in asked.stderr.removeprefix(UNKNOWN)
     elsewhere = await shell.run("view", "s-0")
-    assert f"{shell.house.url} has no recording of s-0: look on the node" in elsewhere.stderr
+    assert f"{shell.live.url} has no recording of s-0: look on the node" in elsewhere.stderr
     alone = await shell.run("verify", "nobody", "--dir", "nowhere")
     assert alone.stderr.startswith(f"{UNKNOWN}no server: nowhere/server.json does not exist")
 
@@ -62,6 +62,6 @@ async def test_saved_results_with_recordings_can_be_exported(shell: Shell) -> No
     assert "2 new, 2 in all" in saved.stderr
     copies = (shell.folder / "kept/recordings").glob("s-*")
     assert [path.name.split(".")[0] for path in copies] == ["s-1"]
-    await shell.house.stop()
+    await shell.live.stop()
     written = await shell.run("export", "sft", "kept", "--out", "chat.jsonl", "--json")
     assert json.loads(written.stdout)["exported"] == 1, written.stderr

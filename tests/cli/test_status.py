@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 from cli.conftest import TUGLINE, Shell, end
-from house import commit
-from house import task as a_task
+from live_server import commit
+from live_server import task as a_task
 from observed import CALL, Observed, observed, task
 from rig import until
 from served import TOKENS
@@ -46,8 +46,8 @@ async def served(folder: Path) -> AsyncIterator[tuple[Observed, str]]:
 
 async def test_a_server_a_task_and_a_session(shell: Shell) -> None:
     """Printed as tables and as JSON; without a terminal --watch prints once."""
-    await shell.house.control.submit([a_task("a", samples=2), a_task("b")])
-    await shell.house.finish(limit=2)
+    await shell.live.control.submit([a_task("a", samples=2), a_task("b")])
+    await shell.live.finish(limit=2)
     whole = await shell.run("status", "--watch")
     assert (whole.returncode, whole.stderr) == (0, "")
     assert "\x1b" not in whole.stdout
@@ -62,7 +62,7 @@ async def test_a_server_a_task_and_a_session(shell: Shell) -> None:
     assert ("completed" in session, "reward: 1; " in session) == (True, True)
     done = await shell.run("status", "x")
     assert done.returncode == 2
-    error = f"tugline: there is neither a task nor a session 'x' at {shell.house.url}\n"
+    error = f"tugline: there is neither a task nor a session 'x' at {shell.live.url}\n"
     assert done.stderr == error
 
 
@@ -105,8 +105,8 @@ async def test_a_lost_node_is_listed_for_ten_minutes(shell: Shell) -> None:
     """It is marked as gone; nodes that were lost earlier are left out."""
     for _ in range(2):
         registration = NodeRegistration(name="old", slots=1, capacity=1)
-        await shell.house.control.dispatcher.register(registration)
-    async with shell.house.client() as client:
+        await shell.live.control.dispatcher.register(registration)
+    async with shell.live.client() as client:
         nodes = [load.node for load in (await Monitor(client).read()).nodes]
         lost, live = sorted(nodes, key=lambda node: node.state)
         assert (lost.state, live.state) == (NodeState.GONE, NodeState.LIVE)
@@ -151,8 +151,8 @@ async def test_watch_refreshes_a_terminal_until_interrupted(tmp_path: Path) -> N
 
 async def test_a_consumer_continues_where_it_stopped(shell: Shell) -> None:
     """Each result is printed once."""
-    await shell.house.control.submit([a_task("a", samples=2)])
-    await shell.house.finish()
+    await shell.live.control.submit([a_task("a", samples=2)])
+    await shell.live.finish()
     first = await shell.run("results", "--consumer", "me", "--json")
     assert [json.loads(line)["session"] for line in first.stdout.splitlines()] == ["a-0", "a-1"]
     again = await shell.run("results", "--consumer", "me")
@@ -162,8 +162,8 @@ async def test_a_consumer_continues_where_it_stopped(shell: Shell) -> None:
 async def test_results_are_saved_as_a_folder_that_trainers_read(shell: Shell) -> None:
     """A second call adds new results."""
     for name in ("a", "b"):
-        await shell.house.control.submit([a_task(name)])
-        await shell.house.finish()
+        await shell.live.control.submit([a_task(name)])
+        await shell.live.finish()
         done = await shell.run("results", "--out", "kept")
         assert [line.split()[1] for line in done.stdout.splitlines()] == [f"{name}-0"]
     assert "saved in kept: 1 new, 2 in all" in done.stderr
@@ -208,12 +208,12 @@ async def test_a_terminal_gets_no_escape_sequences(shell: Shell) -> None:
 
 async def test_tasks_and_sessions_are_cancelled(shell: Shell) -> None:
     """The sessions that ended are printed; with an unknown name nothing is cancelled."""
-    await shell.house.control.submit([a_task("a", samples=3), a_task("b")])
+    await shell.live.control.submit([a_task("a", samples=3), a_task("b")])
     done = await shell.run("cancel", "a-1", "b", "--json")
     ended = {name: report["ended"] for name, report in json.loads(done.stdout).items()}
     assert ended == {"a-1": ["a-1"], "b": ["b-0"]}
     assert (await shell.run("cancel", "a")).stdout == "a: 2 ended, 1 final before\n"
-    await shell.house.control.submit([a_task("d")])
+    await shell.live.control.submit([a_task("d")])
     unknown = await shell.run("cancel", "d", "c")
     assert (unknown.returncode, "neither a task nor a session 'c'" in unknown.stderr) == (2, True)
     assert (await shell.run("cancel", "d")).stdout == "d: 1 ended\n", "nothing was cancelled before"

@@ -16,7 +16,7 @@ TASK = "id: {id}\ninstruction: do\nharness: {{name: pi}}\nevaluator: {{name: tes
 
 async def list_tasks(shell: Shell) -> list[str]:
     """Ids of the server's tasks."""
-    return [task.id for task in (await shell.house.control.database.read(tasks.page)).tasks]
+    return [task.id for task in (await shell.live.control.database.read(tasks.page)).tasks]
 
 
 async def test_tasks_are_submitted_and_waited_for(shell: Shell) -> None:
@@ -26,7 +26,7 @@ async def test_tasks_are_submitted_and_waited_for(shell: Shell) -> None:
     submitting = await shell.start("submit", ".", "--wait")
     finished: list[str] = []
     while len(finished) < 4:
-        finished += await shell.house.finish(wait_s=0.5)
+        finished += await shell.live.finish(wait_s=0.5)
     out, err = await end(submitting)
     assert "accepted tasks: 2, sessions: 4\n" in err
     assert [line.split()[:3] for line in out.splitlines()[1:3]] == [
@@ -73,7 +73,7 @@ async def test_an_interrupt_leaves_the_tasks_running(shell: Shell) -> None:
     submitting.send_signal(signal.SIGINT)
     _, err = await end(submitting, 130)
     assert "accepted tasks continue" in err
-    assert (await shell.house.control.database.read(stats.counts)).sessions == {"queued": 2}
+    assert (await shell.live.control.database.read(stats.counts)).sessions == {"queued": 2}
 
 
 async def test_the_first_failure_is_named_while_waiting(shell: Shell) -> None:

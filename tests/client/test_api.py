@@ -1,4 +1,4 @@
-"""The client against a real server: what is asked is done, what comes breaks off nowhere."""
+"""The client against a real server."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import aclosing
 
 import pytest
 
-from house import House, commit, held, leased, task
-from served import TOKENS, spoil
+from live_server import LiveServer, commit, held, leased, task
+from served import TOKENS, damage_results
 from tugline.client.api import Client
 from tugline.client.nodes import NodeClient
 from tugline.errors import FencedError, Invalid, Missing, ServerError, UsageError
@@ -18,14 +18,14 @@ from tugline.types import Limits, Reward, Status
 
 
 @pytest.fixture
-async def client(house: House) -> AsyncIterator[Client]:
-    """Somebody who asks it."""
-    async with house.client(deadline_s=10.0) as made:
+async def client(live: LiveServer) -> AsyncIterator[Client]:
+    """A client that may submit."""
+    async with live.client(deadline_s=10.0) as made:
         yield made
 
 
-async def test_many_tasks_go_in_batches(client: Client) -> None:
-    """More tasks than a request may hold; an error names the place among all of them."""
+async def test_many_tasks_are_submitted_in_batches(client: Client) -> None:
+    """More tasks than a request may hold; errors have the index among all of them."""
     tasks = [task(f"t{n}") for n in range(1005)]
     accepted = await client.submit(tasks)
     assert [one.task for one in accepted] == [one.id for one in tasks]
@@ -36,8 +36,8 @@ async def test_many_tasks_go_in_batches(client: Client) -> None:
     assert raised.value.field == "1005.limits.agent_s"
 
 
-async def test_what_is_not_there_is_missing(client: Client) -> None:
-    """An unknown id has an error of its own."""
+async def test_unknown_ids_are_missing(client: Client) -> None:
+    """Also ids that must be quoted in a URL."""
     for asking in (client.task("x/.."), client.session("x-0?"), client.trajectory("x-0")):
         with pytest.raises(Missing):
             await asking
@@ -45,8 +45,8 @@ async def test_what_is_not_there_is_missing(client: Client) -> None:
         await client.cancel(task="x")
 
 
-async def test_nobody_waits_for_a_server_that_is_not_there() -> None:
-    """A call ends at its deadline and says what it tried."""
+async def test_calls_to_an_unreachable_server_end() -> None:
+    """At their deadline, with the reason; a client that is not open refuses them."""
     refused = r"127\.0\.0\.1:9 cannot be reached: Connection refused$"
     async with asyncio.timeout(20), Client("http://127.0.0.1:9", "t", deadline_s=0.5) as client:
         with pytest.raises(ServerError, match=refused):
@@ -55,39 +55,39 @@ async def test_nobody_waits_for_a_server_that_is_not_there() -> None:
         await client.status()
 
 
-async def test_a_stream_goes_on_over_a_restart(house: House, client: Client) -> None:
-    """The server goes down and comes back: nothing is lost, nothing comes twice."""
+async def test_a_stream_survives_a_restart(live: LiveServer, client: Client) -> None:
+    """No result is lost and none comes twice."""
     await client.submit([task("a", samples=2), task("b", samples=2)])
-    await house.finish(limit=2)
+    await live.finish(limit=2)
     async with aclosing(client.results()) as results, asyncio.timeout(30):
         got = [(await anext(results)).view.session for _ in range(2)]
         waiting = asyncio.ensure_future(anext(results))
         await asyncio.sleep(0.1)
-        await house.stop()
-        await house.start()
-        await house.finish()
+        await live.stop()
+        await live.start()
+        await live.finish()
         got += [one.view.session for one in (await waiting, await anext(results))]
     assert got == ["a-0", "a-1", "b-0", "b-1"]
 
 
-async def test_a_call_rides_out_a_restart(house: House, client: Client) -> None:
+async def test_a_call_rides_out_a_restart(live: LiveServer, client: Client) -> None:
     """Submitted while the server is away, kept when it is back."""
-    await house.stop()
+    await live.stop()
     submitting = asyncio.create_task(client.submit(task()))
     await asyncio.sleep(0.2)
-    await house.start()
+    await live.start()
     (accepted,) = await submitting
     assert accepted.new
 
 
-async def test_a_lost_trajectory_stops_no_reader(house: House, client: Client) -> None:
-    """Its result comes without it, as does that of a damaged one; what follows is whole.
+async def test_a_lost_trajectory_does_not_stop_readers(live: LiveServer, client: Client) -> None:
+    """Its result comes without it, as for a damaged one; later results are whole.
 
     All results can be read, or those of some tasks.
     """
     await client.submit([task("a", samples=3), task("b"), task("c")])
-    await house.finish()
-    spoil(house.folder, "a-0", "a-1")
+    await live.finish()
+    damage_results(live.folder, "a-0", "a-1")
     some = client.results(tasks=("a", "c"), follow=False)
     read = {one.view.session: one async for one in some}
     assert [name for name, one in read.items() if one.trajectory] == ["a-2", "c-0"]
@@ -97,10 +97,10 @@ async def test_a_lost_trajectory_stops_no_reader(house: House, client: Client) -
     assert kept == [[False, False, True], [True], [True]]
 
 
-async def test_results_come_with_their_trajectories(house: House, client: Client) -> None:
-    """In order, and again from where the consumer acknowledged."""
+async def test_results_come_with_their_trajectories(live: LiveServer, client: Client) -> None:
+    """In order, and again from the acknowledged position."""
     await client.submit(task(samples=3))
-    await house.finish(t_1=0.5)
+    await live.finish(t_1=0.5)
     got = [one async for one in client.results("trainer", follow=False)]
     assert [one.view.session for one in got] == ["t-0", "t-1", "t-2"]
     trajectory = await client.trajectory("t-1")
@@ -114,10 +114,10 @@ async def test_results_come_with_their_trajectories(house: House, client: Client
     assert await client.consumers() == []
 
 
-async def test_auto_ack_counts_what_the_loop_is_done_with(house: House, client: Client) -> None:
-    """A result whose loop body broke comes again; those before it do not."""
+async def test_auto_ack_covers_finished_loop_bodies(live: LiveServer, client: Client) -> None:
+    """A result whose loop body was left comes again; those before it do not."""
     await client.submit(task(samples=3))
-    await house.finish()
+    await live.finish()
     async with aclosing(client.results("trainer", auto_ack=True)) as results:
         async for one in results:
             if one.view.sample == 1:
@@ -129,14 +129,14 @@ async def test_auto_ack_counts_what_the_loop_is_done_with(house: House, client: 
         await anext(client.results(auto_ack=True))
 
 
-async def test_waiting_ends_with_the_release(house: House, client: Client) -> None:
-    """For one that is over and one that is not; in the order that was asked for."""
+async def test_waiting_ends_with_the_release(live: LiveServer, client: Client) -> None:
+    """Views have the order of the ids, whether tasks have ended already or not."""
     await client.submit([task("a"), task("b")])
-    await house.finish(limit=1)
+    await live.finish(limit=1)
     waiting = asyncio.create_task(client.wait(["b", "a"]))
     await asyncio.sleep(0.1)
     assert not waiting.done()
-    await house.finish()
+    await live.finish()
     views = await asyncio.wait_for(waiting, 20)
     assert [view.id for view in views] == ["b", "a"]
     assert {view.state for view in views} == {TaskState.RELEASED}
@@ -144,7 +144,7 @@ async def test_waiting_ends_with_the_release(house: House, client: Client) -> No
 
 
 async def test_events_are_followed_from_a_position(client: Client) -> None:
-    """Each comes once, those that were there and those that come."""
+    """Past and new events, each once."""
     await client.submit(task("a"))
     async with aclosing(client.events(after=0)) as events, asyncio.timeout(20):
         assert (await anext(events)).task == "a"
@@ -152,26 +152,26 @@ async def test_events_are_followed_from_a_position(client: Client) -> None:
         assert (await anext(events)).task == "b"
 
 
-async def test_a_log_is_followed_to_the_end_of_its_session(house: House, client: Client) -> None:
-    """Also over a restart of the server; the tail alone if asked for."""
+async def test_a_log_is_followed_to_its_end(live: LiveServer, client: Client) -> None:
+    """Also over a restart of the server; `tail` reads the end alone."""
     await client.submit(task())
-    async with leased(house.url) as (node, _, work), asyncio.timeout(30):
+    async with leased(live.url) as (node, _, work), asyncio.timeout(30):
         epoch = work.session.epoch
         assert await node.log("t-0", epoch, 0, b"one\n") == 4
         async with aclosing(client.log("t-0", follow=True)) as log:
             assert await anext(log) == b"one\n"
-            await house.stop()
-            await house.start()
+            await live.stop()
+            await live.start()
             await node.log("t-0", epoch, 4, b"two\n")
             await commit(node, work)
             assert [piece async for piece in log] == [b"two\n"]
     assert [piece async for piece in client.log("t-0", tail=4)] == [b"two\n"]
 
 
-async def test_cancelling_reaches_the_node(house: House, client: Client) -> None:
-    """What waits ends at once; what runs is stopped by its node."""
+async def test_cancelling_reaches_the_node(live: LiveServer, client: Client) -> None:
+    """Queued sessions end at once; running ones are stopped by their node."""
     await client.submit([task("a"), task("b")])
-    async with leased(house.url) as (node, name, work), asyncio.timeout(20):
+    async with leased(live.url) as (node, name, work), asyncio.timeout(20):
         ask = LeaseRequest(capacity=0, held=held(work), wait_s=10.0)
         polling = asyncio.create_task(node.lease(name, ask))
         assert (await client.cancel(task="b", by="me")).ended == ("b-0",)
@@ -182,18 +182,18 @@ async def test_cancelling_reaches_the_node(house: House, client: Client) -> None
         await client.cancel()
 
 
-async def test_a_node_that_does_not_pause_is_named(house: House, client: Client) -> None:
+async def test_a_pause_names_nodes_that_do_not_apply_it(live: LiveServer, client: Client) -> None:
     """The block is not entered, and calls go on."""
     assert (await client.announce(3)).version == 3
-    async with NodeClient(house.url, TOKENS.join) as node:
+    async with NodeClient(live.url, TOKENS.join) as node:
         welcome = await node.register(NodeRegistration(name="deaf", slots=1, capacity=1))
 
-        async def hear_late() -> None:
+        async def apply_late() -> None:
             await asyncio.sleep(0.5)
             now = await client.weights()
             await node.renew(welcome.node, Renewal(applied=now.generation))
 
-        hearing = asyncio.create_task(hear_late())
+        hearing = asyncio.create_task(apply_late())
         with pytest.raises(ServerError, match="deaf"):
             async with client.paused(within_s=0.1):
                 pass
@@ -201,16 +201,16 @@ async def test_a_node_that_does_not_pause_is_named(house: House, client: Client)
         assert (await client.weights()).paused is None
 
 
-async def test_a_node_that_was_given_up_is_fenced(house: House) -> None:
-    """Its token is gone: whatever it says is a lost lease, not a wrong password."""
+async def test_a_replaced_node_is_fenced(live: LiveServer) -> None:
+    """Its requests fail as a lost lease; a wrong token is another error."""
     hello = NodeRegistration(name="n", slots=1, capacity=1)
-    async with NodeClient(house.url, TOKENS.join) as old, NodeClient(house.url, TOKENS.join) as new:
+    async with NodeClient(live.url, TOKENS.join) as old, NodeClient(live.url, TOKENS.join) as new:
         welcome = await old.register(hello)
         await new.register(hello)
         for late in (old.renew(welcome.node, Renewal()), old.drain(welcome.node)):
             with pytest.raises(FencedError):
                 await late
-    async with NodeClient(house.url, TOKENS.read) as wrong:
+    async with NodeClient(live.url, TOKENS.read) as wrong:
         with pytest.raises(ServerError, match="join") as raised:
             await wrong.register(hello)
     assert raised.value.status == 403

@@ -1,4 +1,4 @@
-"""Which server is meant, and which token it is shown."""
+"""Which server and which token a client uses."""
 
 from __future__ import annotations
 
@@ -12,29 +12,26 @@ from tugline.errors import UsageError
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder without a server."""
+    """A folder without a server, as the current one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TUGLINE_SERVER", raising=False)
     monkeypatch.delenv("TUGLINE_TOKEN", raising=False)
     return tmp_path
 
 
-def up(folder: Path, url: str = "http://127.0.0.1:7700") -> None:
-    """As ``tugline up`` leaves a folder."""
+def make_data_folder(folder: Path, url: str = "http://127.0.0.1:7700") -> None:
+    """Make a folder as ``tugline up`` leaves it."""
     folder.mkdir()
     (folder / "server.json").write_text(f'{{"url": "{url}"}}')
     (folder / "tokens.json").write_text('{"client": "c", "join": "j", "read": "r"}')
 
 
-def test_what_is_told_goes_first(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flags before the environment, before the folder; a folder that is named before both.
-
-    On the machine of the server nothing needs to be told.
-    """
-    up(here / "tugline-data")
+def test_sources_of_url_and_token(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments, then the environment, then files; a named folder comes before the environment."""
+    make_data_folder(here / "tugline-data")
     assert find_server() == ("http://127.0.0.1:7700", "c")
     assert find_server("http://127.0.0.1:7700/") == ("http://127.0.0.1:7700", "c")
-    up(here / "other", "http://other:1")
+    make_data_folder(here / "other", "http://other:1")
     monkeypatch.setenv("TUGLINE_SERVER", "http://env:1")
     monkeypatch.setenv("TUGLINE_TOKEN", "e")
     assert find_server() == ("http://env:1", "e")
@@ -43,18 +40,18 @@ def test_what_is_told_goes_first(here: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert find_server(folder="other") == ("http://other:1", "c")
 
 
-def test_a_token_goes_to_its_own_server_only(here: Path) -> None:
-    """That of the folder is not shown to a server elsewhere."""
-    up(here / "tugline-data")
+def test_a_token_is_only_sent_to_its_own_server(here: Path) -> None:
+    """That of the folder is not used for another URL."""
+    make_data_folder(here / "tugline-data")
     with pytest.raises(UsageError, match="no token for http://evil:1: give --token"):
         find_server("http://evil:1")
 
 
-def test_without_any_it_says_what_to_do(here: Path) -> None:
-    """How to start one, or how to name it; a damaged file is named."""
+def test_errors_say_how_to_name_a_server(here: Path) -> None:
+    """Without any server, and with a damaged file."""
     with pytest.raises(UsageError, match="start one with `tugline up`"):
         find_server()
-    up(here / "tugline-data")
+    make_data_folder(here / "tugline-data")
     (here / "tugline-data" / "server.json").write_text("{")
     with pytest.raises(UsageError, match=r"server\.json cannot be read"):
         find_server()

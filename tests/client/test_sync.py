@@ -1,4 +1,4 @@
-"""The client without await: every method of the other one, from any thread."""
+"""The blocking client."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from house import House, task
+from live_server import LiveServer, task
 from served import TOKENS
 from tugline.client.api import Client
 from tugline.client.sync import SyncClient
@@ -19,11 +19,11 @@ def test_both_clients_have_the_same_methods() -> None:
         assert getattr(SyncClient, name).__wrapped__ is getattr(Client, name)
 
 
-async def test_it_does_what_the_other_one_does(house: House) -> None:
+async def test_calls_from_another_thread(live: LiveServer) -> None:
     """Calls, lists, streams, blocks and errors."""
 
     def work() -> None:
-        with SyncClient(house.url, TOKENS.client) as client:
+        with SyncClient(live.url, TOKENS.client) as client:
             assert client.submit([task("a", samples=2)])[0].new
             assert [one.id for one in client.tasks()] == ["a"]
             with client.paused():
@@ -33,7 +33,7 @@ async def test_it_does_what_the_other_one_does(house: House) -> None:
                 client.task("x")
             with pytest.raises(TimeoutError):
                 client.wait("a", within_s=0.1)
-            asyncio.run_coroutine_threadsafe(house.finish(), loop).result(20)
+            asyncio.run_coroutine_threadsafe(live.finish(), loop).result(20)
             assert client.wait("a", within_s=20)[0].usable == 2
             for one in client.results("me"):
                 assert one.trajectory is not None

@@ -1,4 +1,4 @@
-"""What is tried again, for how long, and what is not."""
+"""Retries, deadlines and errors of the client's requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def problem(name: str, status: int, **more: str) -> JSONResponse:
 async def server(
     answer: Callable[[int], Response | None], deadline_s: float = 5.0
 ) -> AsyncIterator[tuple[Transport, list[Request]]]:
-    """A client of a server that answers its n-th request so; None: never."""
+    """A client of a server with scripted responses by request number; None: no response."""
     requests: list[Request] = []
     closing = asyncio.Event()
 
@@ -48,8 +48,8 @@ async def server(
             closing.set()
 
 
-async def test_what_passes_is_tried_again() -> None:
-    """503, and 429 that says when: not before that; the token is sent each time."""
+async def test_transient_errors_are_retried() -> None:
+    """503, and 429 after its `retry-after`; each request has the token."""
     asked_at: list[float] = []
 
     def answer(number: int) -> Response:
@@ -81,10 +81,10 @@ async def test_what_passes_is_tried_again() -> None:
         ("fault", 500, errors.ServerError),
     ],
 )
-async def test_a_refusal_is_an_error_of_its_class(
+async def test_refusals_raise_their_class(
     name: str, status: int, kind: type[errors.ServerError]
 ) -> None:
-    """At once, with the field and the words of the server."""
+    """At once, with the field and the message of the server."""
     async with server(lambda _n: problem(name, status, field="0.id")) as (http, requests):
         with pytest.raises(errors.ServerError, match="why") as raised:
             await http.ask("GET", "/x", Version)
@@ -93,8 +93,8 @@ async def test_a_refusal_is_an_error_of_its_class(
         assert len(requests) == 1
 
 
-async def test_a_silent_server_is_given_up_at_the_deadline() -> None:
-    """Each attempt ends by itself; no attempt begins after the deadline."""
+async def test_a_silent_server_times_out() -> None:
+    """No attempt begins after the deadline."""
     async with server(lambda _n: None, deadline_s=0.2) as (http, requests):
         with pytest.raises(errors.ServerError, match="cannot be reached"):
             await http.ask("GET", "/x", Version, wait_s=0.1)
@@ -102,8 +102,8 @@ async def test_a_silent_server_is_given_up_at_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 409, 413, 500])
-async def test_what_a_proxy_says_is_no_refusal(status: int) -> None:
-    """An error that is not ours is tried again like 502, whatever its status and form."""
+async def test_errors_of_a_proxy_are_retried(status: int) -> None:
+    """Like 502, whatever their status and body."""
     page = PlainTextResponse("<html>no</html>", status)
     other = JSONResponse({"type": "about:blank", "title": "", "status": 1, "detail": ""}, status)
     ours = JSONResponse({"version": 7})
@@ -112,8 +112,8 @@ async def test_what_a_proxy_says_is_no_refusal(status: int) -> None:
         assert len(requests) == 3
 
 
-async def test_a_foreign_server_is_told_apart() -> None:
-    """An answer that is none of ours is quoted, not taken for a success."""
+async def test_responses_of_another_server_are_errors() -> None:
+    """They are quoted, and not taken for a success."""
     async with server(lambda _n: PlainTextResponse("<html>hello")) as (http, _):
         with pytest.raises(errors.ServerError, match="is it a Tugline server"):
             await http.ask("GET", "/x", Version)

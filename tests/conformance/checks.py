@@ -12,7 +12,7 @@ from tugline.cli.harness_check import Case, find_forks, main_calls
 from tugline.types import Branch, Call, TraceKind
 
 _EARLY = 5
-"""Parts of an answer that are more than its opening."""
+"""Least number of parts that show an answer is streamed."""
 _IN_FLIGHT = 3
 """Tokens that may be on their way from the engine when a connection is cut."""
 _MOST_REQUESTS = 30
@@ -20,7 +20,7 @@ _MOST_REQUESTS = 30
 
 
 def streaming(_: Case, run: SessionRun) -> str | None:
-    """The slow turn's answer went out while it was sampled, not only its headers."""
+    """The answer of the slow turn was sent while it was sampled, not only its headers."""
     if len(run.calls) <= SLOW:
         return f"only {len(run.calls)} turns"
     call = run.calls[SLOW]
@@ -35,7 +35,7 @@ def streaming(_: Case, run: SessionRun) -> str | None:
 
 
 def usage_seen(_: Case, run: SessionRun) -> str | None:
-    """The program wrote a true count of prompt tokens, of one call or of all."""
+    """The program printed the exact count of prompt tokens, of one call or of several."""
     prompts = [len(call.prompt_ids) for call in run.calls]
     counts = {*prompts, *itertools.accumulate(prompts)}
     if any(re.search(rf"(?<![\d.]){count}(?![\d.])", run.output) for count in counts):
@@ -59,12 +59,12 @@ def retry_safe(case: Case, run: SessionRun) -> str | None:
 
 
 def slow_start_survived(case: Case, run: SessionRun) -> str | None:
-    """A first token after minutes is no reason to ask again."""
+    """A first token after minutes does not cause a second request."""
     return retry_safe(case, run)
 
 
 def budget_stop_survived(_: Case, run: SessionRun) -> str | None:
-    """The program gives up by itself, soon, and no call was made beyond the budget."""
+    """The program ends by itself, soon, and no call was made beyond the budget."""
     requests, calls = len(run.requests), len(run.calls)
     if run.exit.timed_out:
         return f"still running {run.exit.seconds:.0f} s after it began, {requests} requests"

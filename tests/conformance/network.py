@@ -7,44 +7,34 @@ the names. A harness that tries to reach a foreign host cannot, and is identifie
 
 import asyncio
 import contextlib
-import fcntl
-import socket
-import struct
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from tugline.errors import SandboxError
+from tugline.sandbox import netns
 
 UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--mount")
 _RESOLVER = "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n"
-_GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1
 
 
 def unavailable() -> str | None:
     """Return why the machine allows no namespaces; None if it does."""
     try:
-        done = subprocess.run(
-            [*UNSHARE, "mount", "--bind", "/proc/self/status", "/etc/resolv.conf"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        _replace_resolver("/proc/self/status", *UNSHARE)
+    except (OSError, SandboxError, subprocess.TimeoutExpired) as error:
         return f"no network namespace: {error}"
-    reason = f"no network namespace: {' '.join(done.stderr.split())}"
-    return reason if done.returncode else None
+    return None
 
 
 @contextlib.asynccontextmanager
 async def set_up(folder: Path) -> AsyncIterator[list[str]]:
     """Set up the namespaces that this process was started in; yield the names looked up."""
-    _bring_loopback_up()
+    netns._loopback_up()
     resolver = folder / "resolv.conf"
     await asyncio.to_thread(resolver.write_text, _RESOLVER)
-    await asyncio.to_thread(_mount, resolver)
+    await asyncio.to_thread(_replace_resolver, str(resolver))
     names: list[str] = []
     loop = asyncio.get_running_loop()
     transport, _ = await loop.create_datagram_endpoint(
@@ -56,18 +46,11 @@ async def set_up(folder: Path) -> AsyncIterator[list[str]]:
         transport.close()
 
 
-def _bring_loopback_up() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        request = struct.pack("16sh14x", b"lo", 0)
-        _, flags = struct.unpack("16sh14x", fcntl.ioctl(sock, _GET_FLAGS, request))
-        fcntl.ioctl(sock, _SET_FLAGS, struct.pack("16sh14x", b"lo", flags | _UP))
-
-
-def _mount(resolver: Path) -> None:
-    command = ["mount", "--bind", str(resolver), "/etc/resolv.conf"]
+def _replace_resolver(source: str, *wrapper: str) -> None:
+    command = [*wrapper, "mount", "--bind", source, "/etc/resolv.conf"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     if done.returncode != 0:
-        msg = f"cannot put a name server in place: {' '.join(done.stderr.split())}"
+        msg = f"cannot replace the name server: {' '.join(done.stderr.split())}"
         raise SandboxError(msg)
 
 

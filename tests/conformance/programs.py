@@ -1,4 +1,4 @@
-"""Programs of others that talk to a session: how they are installed and run, what they get."""
+"""Install and run third-party clients, with the answers that they get."""
 
 import asyncio
 import hashlib
@@ -35,7 +35,7 @@ def exact(calls: Sequence[Call]) -> bool:
 
 
 async def install(kind: str, packages: bytes, *command: str | Path) -> Path:
-    """The folder into which a command has installed these packages; on first use."""
+    """Install these packages with a command, on first use; return their folder."""
     folder = cache_folder() / kind / hashlib.sha256(packages).hexdigest()[:12]
 
     async def fill(fresh: Path) -> None:
@@ -58,7 +58,7 @@ async def run_on_node(kind: str, packages: Sequence[str], script: Path, *argumen
 
 
 async def run(argv: Sequence[str | Path], **env: str) -> Any:
-    """Run a program that is told by arguments where the session is; the JSON that it ends with."""
+    """Run a program and return the JSON in the last line of its output."""
     known = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     done = await asyncio.to_thread(
         subprocess.run,

@@ -1,11 +1,11 @@
-"""The four APIs through their official SDKs behind one face, so that one table tests them all."""
+"""The four APIs through their official SDKs behind one interface, for shared tests."""
 
 # ruff: noqa: D102 - `Api` documents the methods
 import contextlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anthropic
@@ -16,6 +16,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 
 READ: Any = {"name": "read", "description": "Read"}
 PIXEL = "iVBORw0KGgo="
+PICTURE = f"data:image/png;base64,{PIXEL}"
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class Reply:
 
 
 class Api(ABC):
-    """One API; `options` are tools, system, stop, limit, force, image and what the SDK takes."""
+    """One API; `options` are tools, system, limit, force, image and what the SDK takes."""
 
     name: str
     echoes: tuple[str, ...] = ("verbatim",)
-    """Ways in which harnesses send the history back."""
+    """Ways in which harnesses rewrite the history."""
     error: type[Any]
 
     @abstractmethod
@@ -119,8 +120,8 @@ class Chat(OpenAi):
     names: Mapping[str, str] = {"limit": "max_completion_tokens", "history": "messages"}
 
     def parts(self, text: str) -> list[Any]:
-        url = f"data:image/png;base64,{PIXEL}"
-        return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+        picture = {"type": "image_url", "image_url": {"url": PICTURE}}
+        return [picture, {"type": "text", "text": text}]
 
     def declare(self, function: dict[str, Any]) -> dict[str, Any]:
         return {"type": "function", "function": function}
@@ -176,8 +177,8 @@ class Responses(OpenAi):
     names: Mapping[str, str] = {"limit": "max_output_tokens", "history": "input"}
 
     def parts(self, text: str) -> list[Any]:
-        url = f"data:image/png;base64,{PIXEL}"
-        return [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": text}]
+        picture = {"type": "input_image", "image_url": PICTURE}
+        return [picture, {"type": "input_text", "text": text}]
 
     def declare(self, function: dict[str, Any]) -> dict[str, Any]:
         return {"type": "function", **function}
@@ -260,8 +261,6 @@ class Anthropic(Api):
             history = [*history[:-1], {**history[-1], "content": [*content[:-1], marked]}]
         if fields.get("tools") is True:
             fields["tools"] = [{**READ, "input_schema": {"type": "object"}}]
-        if stop := fields.pop("stop", None):
-            fields["stop_sequences"] = stop
         if force := fields.pop("force", ""):
             named = {"type": "tool", "name": "read"}
             fields["tool_choice"] = named if force == "named" else {"type": "any"}
@@ -284,8 +283,10 @@ class Anthropic(Api):
 
     async def stream(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
         async with sdk.messages.stream(**self.fields(history, options)) as stream:
-            kinds = [event.type async for event in stream]
-            return self._read(await stream.get_final_message(), kinds.count("thinking"))
+            start, *events = [event async for event in stream]
+            reply = self._read(await stream.get_final_message())
+        assert start.message.usage.input_tokens == reply.prompt  # Claude Code compacts by it
+        return replace(reply, deltas=[event.type for event in events].count("thinking"))
 
     def echo(self, reply: Reply, how: str) -> list[Any]:
         content = [block.model_dump(exclude_none=True) for block in reply.raw.content]
@@ -326,8 +327,7 @@ class Google(Api):
         return [types.Content(role="user", parts=parts)]
 
     def fields(self, history: list[Any], options: dict[str, Any]) -> dict[str, Any]:
-        names = {"limit": "max_output_tokens", "stop": "stop_sequences"}
-        names["system"] = "system_instruction"
+        names = {"limit": "max_output_tokens", "system": "system_instruction"}
         config = {names.get(key, key): value for key, value in options.items()}
         if config.get("tools") is True:
             path = types.Schema(type="STRING")

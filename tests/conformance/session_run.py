@@ -38,7 +38,7 @@ class WireRecord:
 
 
 class RecordingGateway(Gateway):
-    """A gateway that records traffic, and loses the clients of the requests in `broken`."""
+    """A gateway that records traffic, and drops the clients of the requests in `broken`."""
 
     def __init__(self, *parts: Any, broken: frozenset[int], **settings: Any) -> None:
         super().__init__(*parts, **settings)
@@ -62,13 +62,13 @@ class RecordingGateway(Gateway):
             await send(message)
 
         await (
-            self._lose(receive, send_recorded, scope)
+            self._drop_client(receive, send_recorded, scope)
             if lost
             else super().app(scope, receive, send_recorded)
         )
 
-    async def _lose(self, receive: Receive, send_recorded: Send, scope: Message) -> None:
-        """Disconnect as if the line broke behind a proxy; the client gets 502."""
+    async def _drop_client(self, receive: Receive, send_recorded: Send, scope: Message) -> None:
+        """Disconnect as a proxy whose connection breaks; the client gets 502."""
         loop = asyncio.get_running_loop()
         lost = loop.create_future()
 
@@ -128,7 +128,6 @@ async def run_session(case: Case, scenario: Scenario, folder: Path) -> SessionRu
         serve_scripted_model(scenario.scripts, scenario.faults) as served,
         LocalRuntime().open(folder, SandboxSpec(files=scenario.files)) as sandbox,
     ):
-        assert served.engine is not None
         served.engine.max_model_len = scenario.window
         served.upstream._settings = scenario.tuning
         gateway = RecordingGateway(
@@ -138,8 +137,6 @@ async def run_session(case: Case, scenario: Scenario, folder: Path) -> SessionRu
         )
         async with gateway:
             end = await _launch(case, scenario, gateway, sandbox)
-        assert served.engine is not None
-        assert served.model is not None
         return SessionRun(
             exit=end,
             calls=recordings.read(gateway.recording_path(_SESSION)).calls,

@@ -12,7 +12,7 @@ from tugline.gateway.policy import CallSettings
 from tugline.testing import Reply, ScriptedTurn
 
 SLOW = 1
-"""The turn whose first words must leave before its last are sampled."""
+"""The turn whose first tokens must be sent before its last are sampled."""
 BUDGET = 2
 CUT = 12
 """Tokens after which the engine dies."""
@@ -65,7 +65,7 @@ def slow_start(case: Case) -> Scenario:
 
 
 def team(case: Case) -> Scenario:
-    """The program starts an agent of its own and waits for it."""
+    """The program starts a sub-agent and waits for it."""
     sub = (ScriptedTurn(calls=(case.call("cat one.txt"),)), ScriptedTurn("A walrus."))
     name, ask, options = _AGENT_TOOLS[case.harness]
 

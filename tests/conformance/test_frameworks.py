@@ -1,4 +1,4 @@
-"""Agent frameworks against the gateway, as their manuals use them: turns with tools, all exact.
+"""Agent frameworks against the gateway, as in their manuals: turns with tools, all exact.
 
 They are installed on first use, with everything that they need, into a folder of the cache that no
 other program sees.
@@ -63,7 +63,7 @@ def call(name: str, **arguments: str) -> str:
 
 
 async def play(framework: Framework, *arguments: str) -> Any:
-    """Run its script with no other package in sight; what it saw."""
+    """Run its script with no other packages; return its report."""
     script = SCRIPTS / framework.script
     if framework.script.endswith(".mjs"):
         return await run_on_node("frameworks-npm", AI_SDK, script, *arguments)

@@ -14,9 +14,9 @@ from tugline.types import PluginSpec
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
 AS_USED = msgspec.structs.replace(cases_of("claude_code")[0], options={"lean": False})
-"""Claude Code as people use it: moving cache markers, late system messages, all of its tools."""
+"""Claude Code with default options: moving cache markers, late system messages, all tools."""
 IN_THE_HARNESS = {"mini_swe_agent": {"streaming": "fail: the answer came whole"}}
-"""What does not hold, as in docs/harnesses.md: it asks for whole answers only."""
+"""Known failures, as in docs/harnesses.md: it requests whole answers only."""
 
 
 def not_passed(checks: dict[str, str]) -> dict[str, str]:
@@ -29,8 +29,8 @@ def not_passed(checks: dict[str, str]) -> dict[str, str]:
     [*(case for case in CASES if case.harness != "pi"), AS_USED],
     ids=lambda case: f"{case.harness}-{case.dialect}{' as used' if case is AS_USED else ''}",
 )
-async def test_nothing_fails(case: Case) -> None:
-    """Whatever does not hold lies in the harness; every turn continues exactly."""
+async def test_every_check_passes(case: Case) -> None:
+    """But for known failures of the harness; every turn continues exactly."""
     assert not_passed(await check(case)) == IN_THE_HARNESS.get(case.harness, {})
     command = await harness_check.check(case, PluginSpec("local"))
     assert not_passed(command.checks) == {}
@@ -38,7 +38,7 @@ async def test_nothing_fails(case: Case) -> None:
 
 
 async def test_gemini_cli_asks_again_after_a_late_error(tmp_path: Path) -> None:
-    """The engine fails after the headers: it does not end with 0 and half of its work."""
+    """When the engine fails after the headers, it retries and completes its work."""
     case = cases_of("gemini_cli")[0]
     run = await run_session(case, late_error(case), tmp_path)
     assert (run.exit.code, len(run.requests), len(run.calls)) == (0, 5, 4)
@@ -46,7 +46,7 @@ async def test_gemini_cli_asks_again_after_a_late_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gemini_cli", "qwen_code"])
 async def test_a_first_token_after_seventy_seconds(name: str) -> None:
-    """Headers go out early enough for those that would give up at 60 s, or ask twice."""
+    """Headers are sent early enough for harnesses with a timeout of 60 s."""
     checks = await check(cases_of(name)[0], slow=True)
     assert not_passed(checks) == {}
     assert "slow_start_survived" in checks

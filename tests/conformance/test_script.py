@@ -1,4 +1,4 @@
-"""The scripted model, and the judge of what harnesses do with it."""
+"""The scripted model, and the checks of what harnesses do with it."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ import pytest
 from calls import make_call
 from conformance import worker
 from conformance.session_run import SessionRun, WireRecord
-from conformance.worker import parts_of
+from conformance.worker import stages_of
 from tugline.chat.templates.rendering import Rendering
 from tugline.cli.harness_check import CASES, LAST_WORDS, Case, cases_of, check
 from tugline.sandbox.base import Exit
@@ -24,9 +24,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "harnesses.md").read_text(encoding="utf-8")
 
 
-# --------------------------------------------------------------------------- the player
-def test_what_belongs_to_no_script_is_a_side_call() -> None:
-    """A title request is answered and owes the script nothing."""
+# --------------------------------------------------------------------------- the model
+def test_requests_outside_the_scripts_are_side_calls() -> None:
+    """A title request is answered and takes no turn of the script."""
     player = ScriptedModel(WORDS, {"Do it": (ScriptedTurn("Done."),)})
     for asked, tools in (("Give a title", [Tool("bash", "Run", {})]), ("Give a title: Do it", [])):
         prompt = RENDERING.render([Message(role=Role.USER, content=asked)], tools)
@@ -42,7 +42,7 @@ def test_an_answer_is_what_the_renderer_reads_back() -> None:
     assert [(name, json.loads(arguments)) for name, arguments in parsed.calls] == list(turn.calls)
 
 
-# --------------------------------------------------------------------------- the judge
+# --------------------------------------------------------------------------- the checks
 def call(number: int, **changes: Any) -> Call:
     """A turn that continues the one before it exactly; seven ids are new in each."""
     size = 5 + 7 * number
@@ -53,7 +53,7 @@ def call(number: int, **changes: Any) -> Call:
 
 
 def session(**changes: Any) -> SessionRun:
-    """Four turns in which everything went well."""
+    """Four turns without a fault."""
     fields: dict[str, Any] = {
         "exit": Exit(0, timed_out=False, seconds=1.0),
         "calls": tuple(map(call, range(4))),
@@ -70,13 +70,13 @@ def session(**changes: Any) -> SessionRun:
 
 
 def verdicts(ran: SessionRun) -> dict[str, str | None]:
-    """What every judge says about the same session."""
-    parts = parts_of(CASE, slow=True)
-    return {examine.__name__: examine(CASE, ran) for part in parts for examine in part.checks}
+    """The result of every check for the same session."""
+    stages = stages_of(CASE, slow=True)
+    return {examine.__name__: examine(CASE, ran) for stage in stages for examine in stage.checks}
 
 
 def test_a_good_session_passes() -> None:
-    """No judge objects, but for the budget that this session did not have."""
+    """No check fails but that of the budget, which this session did not have."""
     failures = verdicts(session())
     assert failures.pop("budget_stop_survived") == "4 calls with a budget of 2"
     assert set(failures.values()) == {None}
@@ -107,22 +107,20 @@ def test_a_good_session_passes() -> None:
         ("budget_stop_survived", session(requests=session().requests * 9), "36 requests"),
     ],
 )
-def test_what_is_wrong_is_named(check: str, ran: SessionRun, reason: str) -> None:
-    """Each check can fail, and says how."""
-    found = verdicts(ran)[check]
-    assert found is not None
-    assert reason in found
+def test_failed_checks_give_their_reason(check: str, ran: SessionRun, reason: str) -> None:
+    """Each check can fail."""
+    assert reason in (verdicts(ran)[check] or "")
 
 
 def test_the_docs_say_what_is_checked() -> None:
-    """Each check of the suite stands in docs/harnesses.md."""
-    parts = [part for case in CASES for part in parts_of(case, slow=True)]
-    checks = {check.__name__ for part in parts for check in part.checks}
+    """docs/harnesses.md lists each check of the suite."""
+    stages = [stage for case in CASES for stage in stages_of(case, slow=True)]
+    checks = {check.__name__ for stage in stages for check in stage.checks}
     assert [name for name in sorted(checks) if f"| `{name}` |" not in PAGE] == []
 
 
 def test_every_harness_of_the_matrix_has_its_dialects() -> None:
-    """What the acceptance asks for, once each."""
+    """Fifteen different cases, four each of pi and opencode."""
     cases = [(case.harness, case.dialect) for case in CASES]
     assert len(cases) == len(set(cases)) == 15
     assert sum(harness == "pi" for harness, _ in cases) == 4
@@ -131,7 +129,7 @@ def test_every_harness_of_the_matrix_has_its_dialects() -> None:
 
 # --------------------------------------------------------------------------- the command
 @pytest.mark.parametrize(
-    ("old", "new", "failed", "words"),
+    ("old", "new", "failed", "reason"),
     [
         ("Be concise.", "", "", ""),
         ("MAX_TURNS = 20", "MAX_TURNS = 2", "completes", "2 turns instead of 4"),
@@ -141,10 +139,10 @@ def test_every_harness_of_the_matrix_has_its_dialects() -> None:
         ("print(answer.content)", "print()", "text_shown", "is not in its output"),
     ],
 )
-async def test_the_command_names_what_an_agent_does_wrong(
-    tmp_path: Path, old: str, new: str, failed: str, words: str
+async def test_the_command_names_the_fault_of_an_agent(
+    tmp_path: Path, old: str, new: str, failed: str, reason: str
 ) -> None:
-    """The example agent passes every check of `tugline harness check`, changed ones do not."""
+    """The example agent passes every check of `tugline harness check`; changed ones fail one."""
     agent, right = tmp_path / "agent.py", (ROOT / "examples/agents/openai_loop.py").read_text()
     assert old in right
     agent.write_text(right.replace(old, new))
@@ -154,7 +152,7 @@ async def test_the_command_names_what_an_agent_does_wrong(
     assert [name for name in checks if f"| `{name}` |" not in PAGE] == []
     failures = {name: verdict for name, verdict in checks.items() if verdict != "pass"}
     assert [*failures][:1] == ([failed] if failed else [])
-    assert words in failures.get(failed, "")
+    assert reason in failures.get(failed, "")
 
 
 # --------------------------------------------------------------------------- the sandbox
@@ -173,8 +171,8 @@ socket.getaddrinfo("reached.example.com", 80)
 """
 
 
-async def test_a_harness_reaches_nobody_and_whom_it_looked_up_is_named() -> None:
-    """No name exists there, the one that was asked for is kept, and no address can be reached."""
+async def test_a_harness_has_no_network_and_its_lookups_are_named() -> None:
+    """Name lookups fail and are recorded, and no address can be reached."""
     options = {"command": [sys.executable, "-c", LOOKS]}
     case = Case(harness="shell", dialect="openai_chat", tool="none", options=options)
     checks = await worker.check(case)

@@ -1,6 +1,5 @@
 """The official JavaScript SDKs against the gateway: most CLIs are built on one of them."""
 
-import asyncio
 import itertools
 import json
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conformance.programs import THINKS, exact, run_on_node
-from rig import in_turn, rig, says
+from rig import in_turn, rig, says, until
 from tugline.testing import Reply
 from tugline.types import CallOutcome, Ids
 
@@ -28,9 +27,7 @@ async def test_an_agent_on_a_javascript_sdk(tmp_path: Path, api: str) -> None:
 
     async with rig(tmp_path, play) as it:
         seen = await run_on_node("npm-sdks", SDKS, PROGRAM, api, it.url, it.key)
-        async with asyncio.timeout(5):
-            while it.running or len(it.calls) < 5:  # noqa: ASYNC110 - other processes' doing
-                await asyncio.sleep(0.02)
+        await until(lambda: not it.running and len(it.calls) >= 5, 5)
         calls = it.calls
     *others, last = seen["turns"]
     arguments = [{"path": "a.py"}, {"path": "b.py"}]

@@ -1,6 +1,6 @@
 """Check one case, in a process that ``unshare`` starts with a network of its own.
 
-It reads a `Job` from stdin and writes what each check says to ``result.json`` in the job's folder.
+It reads a `Job` from stdin and writes the result of each check to ``result.json`` in its folder.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ _TESTS = Path(__file__).parents[1]
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One case, and where to work."""
+    """One case, and the folder of its sessions."""
 
     case: Case
     folder: str
     no_network: str | None = None
-    """Why this process has the machine's own network; None if it has one of its own."""
+    """Why the worker shares the network of the machine; None if it has a namespace of its own."""
     slow: bool = False
     """Whether to run the session that takes minutes."""
 
@@ -42,7 +42,7 @@ class Job(msgspec.Struct, frozen=True):
 Check = Callable[[Case, SessionRun], str | None]
 
 
-class Part(NamedTuple):
+class Stage(NamedTuple):
     """A session and its checks; `harnesses` are those that have it, all if empty."""
 
     scenario: Callable[[Case], Scenario]
@@ -51,23 +51,23 @@ class Part(NamedTuple):
     slow: bool = False
 
 
-_PARTS = (
-    Part(sessions.plain, [checks.streaming, checks.usage_seen]),
-    Part(sessions.faulty, [checks.retry_safe]),
-    Part(sessions.budget, [checks.budget_stop_survived]),
-    Part(sessions.team, [checks.sub_agents_linked], ["codex", "claude_code", "qwen_code"]),
-    Part(sessions.overflowing, [checks.compaction_named], ["claude_code", "qwen_code"]),
-    Part(sessions.titled, [checks.title_is_side_call], ["opencode"]),
-    Part(sessions.slow_start, [checks.slow_start_survived], slow=True),
+_STAGES = (
+    Stage(sessions.plain, [checks.streaming, checks.usage_seen]),
+    Stage(sessions.faulty, [checks.retry_safe]),
+    Stage(sessions.budget, [checks.budget_stop_survived]),
+    Stage(sessions.team, [checks.sub_agents_linked], ["codex", "claude_code", "qwen_code"]),
+    Stage(sessions.overflowing, [checks.compaction_named], ["claude_code", "qwen_code"]),
+    Stage(sessions.titled, [checks.title_is_side_call], ["opencode"]),
+    Stage(sessions.slow_start, [checks.slow_start_survived], slow=True),
 )
 
 
-def parts_of(case: Case, *, slow: bool) -> list[Part]:
+def stages_of(case: Case, *, slow: bool) -> list[Stage]:
     """Return the sessions of a case; with `slow` also the one that takes minutes."""
     return [
-        part
-        for part in _PARTS
-        if (slow or not part.slow) and (not part.harnesses or case.harness in part.harnesses)
+        stage
+        for stage in _STAGES
+        if (slow or not stage.slow) and (not stage.harnesses or case.harness in stage.harnesses)
     ]
 
 
@@ -120,10 +120,10 @@ async def _run(job: Job) -> dict[str, str]:
     failures: dict[str, str | None] = {}
     own = contextlib.nullcontext([]) if job.no_network else network.set_up(Path(job.folder))
     async with own as names:
-        for part in parts_of(job.case, slow=job.slow):
-            folder = Path(job.folder) / part.scenario.__name__
-            run = await run_session(job.case, part.scenario(job.case), folder)
-            failures |= {one.__name__: one(job.case, run) for one in part.checks}
+        for stage in stages_of(job.case, slow=job.slow):
+            folder = Path(job.folder) / stage.scenario.__name__
+            run = await run_session(job.case, stage.scenario(job.case), folder)
+            failures |= {one.__name__: one(job.case, run) for one in stage.checks}
     foreign = f"asked for {', '.join(names)}" if names else None
     failures["no_foreign_host"] = job.no_network or foreign
     return {name: f"fail: {reason}" if reason else "pass" for name, reason in failures.items()}

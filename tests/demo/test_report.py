@@ -11,7 +11,7 @@ from tugline.demo.run import DemoSummary, closing
 SUMMARY = msgspec.json.decode(
     Path(__file__).with_name("summary.json").read_bytes(), type=DemoSummary, strict=False
 )
-"""A run of 30 steps that went from 31 to 77 of 96 held-out tasks."""
+"""A run of 30 steps: 31 of 96 held-out tasks solved before, 77 after."""
 
 
 def _text(summary: DemoSummary) -> str:
@@ -21,8 +21,8 @@ def _text(summary: DemoSummary) -> str:
     return output.get()
 
 
-def test_closing_says_how_sure_it_is_and_where_the_files_are() -> None:
-    """Pass rates carry counts and intervals; ledger, logprob distance and files are shown."""
+def test_closing_report_has_intervals_and_files() -> None:
+    """Pass rates have counts and intervals; ledger, logprob distance and files are printed."""
     text = _text(SUMMARY)
     for part in (
         "32% (31 of 96; interval 24% to 42%)",
@@ -38,6 +38,6 @@ def test_closing_says_how_sure_it_is_and_where_the_files_are() -> None:
         assert part in text
 
 
-def test_what_was_not_measured_is_not_claimed() -> None:
-    """A distance of None is shown as not compared, never as zero."""
+def test_a_missing_distance_is_reported_as_not_compared() -> None:
+    """A distance of None is never printed as zero."""
     assert "were not compared" in _text(replace(SUMMARY, replay_max_abs_dlogprob=None))

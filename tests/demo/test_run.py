@@ -1,4 +1,4 @@
-"""The training run that the demo's settings describe."""
+"""The training configuration made from the demo's settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tugline.trainers.grpo.config import GrpoConfig
 
 @pytest.mark.parametrize("steps", [3, 16])
 def test_the_learning_rate_falls_until_the_last_step(steps: int) -> None:
-    """However long the run is, unless the settings say when; one step has one update."""
+    """For a run of any length, unless the settings set `decay_updates`; a step has one update."""
     settings = DemoSettings(steps=steps)
     assert settings.tasks_per_step * settings.samples <= settings.grpo.sessions_per_update
     assert make_config(settings).grpo.decay_updates == steps
@@ -27,7 +27,7 @@ def test_the_learning_rate_falls_until_the_last_step(steps: int) -> None:
 
 @pytest.mark.parametrize("per_step", [6, 4])
 def test_every_step_has_tasks_of_every_kind(tmp_path: Path, per_step: int) -> None:
-    """In the same proportion as all tasks, as nearly as a step of that size allows."""
+    """In the proportion of the whole set, as nearly as the size of a step allows."""
     config = make_config(DemoSettings(tasks_per_step=per_step, steps=12))
     batches = TaskBatches(config, tmp_path)
     chosen = [batches.batch(step, batches.choose(step, {})) for step in range(1, 13)]

@@ -1,4 +1,4 @@
-"""The demo's problems: broken, mendable, and never the same in both splits."""
+"""The demo's problems: each has a bug and one right edit; the splits do not overlap."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def passes(problem: RepairProblem, edit: Edit | None) -> bool:
     return True
 
 
-def test_tests_fail_before_the_change_and_pass_after_the_right_one() -> None:
-    """Every repository is broken as it is, and one edit mends it."""
+def test_the_right_edit_makes_the_tests_pass() -> None:
+    """Tests fail without an edit and pass after the solution."""
     for problem in SAMPLE:
         assert not passes(problem, None), problem
         assert passes(problem, problem.solution), problem
 
 
-def test_every_wrong_choice_fails_the_tests() -> None:
-    """Reward cannot be had by guessing one of the other choices."""
+def test_wrong_edits_fail_the_tests() -> None:
+    """There are at least two wrong edits, and none earns a reward."""
     for problem in SAMPLE:
         assert len(problem.wrong) >= 2
         for edit in problem.wrong:
@@ -62,7 +62,7 @@ def test_every_wrong_choice_fails_the_tests() -> None:
 
 
 def test_pytest_agrees_with_the_check_in_this_process(tmp_path: Path) -> None:
-    """The files are a repository that plain pytest can judge, from its own folder."""
+    """Plain pytest gives the same results in a folder with the files."""
     problem = SAMPLE[0]
     for path, text in problem.files.items():
         file = tmp_path / path
@@ -83,13 +83,13 @@ def test_pytest_agrees_with_the_check_in_this_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_the_same_seed_gives_the_same_problems(split: Split) -> None:
-    """A run can be repeated and resumed: problems are a function of split and seed."""
+    """Problems are a function of split and seed."""
     assert problems(split, 20, seed=5) == problems(split, 20, seed=5)
     assert problems(split, 20, seed=5) != problems(split, 20, seed=6)
 
 
-def test_held_out_problems_share_no_combination_and_no_function_name_with_training() -> None:
-    """Held-out means: this family, wording and module were never seen together, nor the names."""
+def test_splits_share_no_combination_and_no_function_name() -> None:
+    """No family, wording and module occur together in both, and no function name does."""
     for problem in SAMPLE:
         split = problem.id.partition("-")[0]
         tags = problem.tags
@@ -104,7 +104,7 @@ def test_held_out_problems_share_no_combination_and_no_function_name_with_traini
 
 
 def test_all_families_occur_and_problems_differ() -> None:
-    """A few hundred problems cover every family and hardly repeat."""
+    """400 problems cover every family and hardly repeat."""
     assert {problem.tags["family"] for problem in SAMPLE} == {
         family.name for family in VOCABULARY.families
     }

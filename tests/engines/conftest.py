@@ -14,11 +14,11 @@ from tugline.gateway.probe import probe
 from tugline.trainers.publish import RemoteWeightUpdater, SglangWeightUpdater, VllmWeightUpdater
 
 FURTHEST = "largest logprob difference"
-"""What a test notes and the end of the run tells, since it is the point of it all."""
+"""Property in which tests report it; printed at the end of the run."""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how far captured logprobs were from recomputed ones."""
+    """Print how far captured logprobs were from recomputed ones."""
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties:
             if name == FURTHEST and report.when == "call":
@@ -27,30 +27,30 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @dataclass(slots=True)
 class Served:
-    """A running engine and what judges it."""
+    """A running engine, and the models that its log probabilities are compared with."""
 
     name: str
     url: str
     folders: Folders
     models: tuple[PreTrainedModel, PreTrainedModel]
     version: int = 0
-    """Of the first weights, as served now; higher than any before, for an engine outlives tests."""
+    """Of the first weights, as served now; it only grows, since tests share the engine."""
     report: EngineReport | None = None
 
-    async def examined(self) -> EngineReport:
-        """The doctor's report, made once."""
+    async def get_report(self) -> EngineReport:
+        """The report of the probe, made once."""
         self.report = self.report or await probe(self.url)
         return self.report
 
     def weights(self) -> RemoteWeightUpdater:
-        """How this engine's weights are changed."""
+        """An updater for the weights of this engine."""
         sglang = self.name == "sglang"
         return SglangWeightUpdater(self.url) if sglang else VllmWeightUpdater(self.url)
 
 
 @pytest.fixture(scope="session")
 def folders() -> Folders:
-    """Both weights of the tiny model."""
+    """Both sets of weights of the tiny model."""
     return tool_model.make()
 
 

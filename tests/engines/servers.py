@@ -73,7 +73,7 @@ COMMANDS: dict[str, Callable[[Path, int], tuple[list[str], dict[str, str]]]] = {
 
 
 def installed(name: str) -> Path:
-    """Where `make test-engines` has installed it."""
+    """The folder into which `make test-engines` has installed it."""
     tool = runpy.run_path(str(ROOT / "tools" / "engines.py"))
     home: Path = tool["HOMES"][name]
     if not (home / tool["STAMP"]).exists():
@@ -82,13 +82,13 @@ def installed(name: str) -> Path:
 
 
 class Server(NamedTuple):
-    """Where it listens, and its process, which leads a session of its own."""
+    """Its URL and its process, which leads a session of its own."""
 
     url: str
     process: subprocess.Popen[bytes]
 
     def kill(self) -> None:
-        """As when the machine dies: nothing is closed, nothing said."""
+        """Kill it as a power failure would: no connection is closed properly."""
         os.killpg(self.process.pid, signal.SIGKILL)
 
 
@@ -142,7 +142,7 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask, then insist; the session of its own keeps this to the server's processes."""
+    """Terminate it, then kill its session, which has only the processes of the server."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,11 +1,10 @@
-"""The gateway in front of real engines: the same sessions, judged by a plain forward pass."""
+"""The gateway in front of real engines; log probabilities are compared with a forward pass."""
 
 import asyncio
 import json
 import os
 import re
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from engines import servers
 from engines.conftest import FURTHEST, Served
 from engines.tool_model import RECITE, TOOLS, WINDOW
 from inference.tiny_model import truth
+from leased import a_task, until
 from recording.verify.recorded import read_in
 from tugline.chat.engines import ROUTES
 from tugline.chat.templates.rendering import Rendering
@@ -30,7 +30,7 @@ from tugline.recording.verify.engine import connect_scorer
 from tugline.recording.verify.session import VerifyVerdict, verify_logprobs, verify_session
 from tugline.recording.verify.text import TextVerifier
 from tugline.traces.base import PrefixMerging
-from tugline.types import Call, LogprobMeaning, Logprobs, Mode, PluginSpec, Sampling, Session, Task
+from tugline.types import Call, LogprobMeaning, Logprobs, Mode, Sampling, Session
 from tugline.types import CallOutcome as End
 from tugline.web.engine_http import EngineHttp
 
@@ -38,12 +38,12 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 ROUTE_NAMES = ("generate", "completions", "chat")
 WARM = Sampling(temperature=1.0, top_p=1.0, top_k=0)
 CALM = Sampling(temperature=0.5, top_p=1.0, top_k=0)
-"""Where it matters what is said: at 1 a tiny model now and then loses the thread."""
+"""For tests that depend on the text: at temperature 1 the tiny model may lose the thread."""
 LONG_WINDED: list[Any] = [{"role": "user", "content": RECITE}]
 STREAMED = 1500
-"""Tokens of a recital that is listened to."""
+"""Tokens of a recitation that a client streams."""
 LONG = 7000
-"""Tokens of a recital that is not to end by itself."""
+"""Tokens of a recitation that does not end by itself."""
 _RUNNING = re.compile(
     rb"^\w+:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([\d.e+]+)$", re.MULTILINE
 )
@@ -62,7 +62,7 @@ class Bench:
             base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120
         )
         self.usage: Any = None
-        """That of the last recital, once it is over."""
+        """Token counts of the last recitation, once it is complete."""
 
     async def ask(self, messages: list[Any], **options: Any) -> Any:
         """One chat completion."""
@@ -76,12 +76,12 @@ class Bench:
         messages.append(choice.message.model_dump(exclude_none=True))
         for call in choice.message.tool_calls or []:
             path = json.loads(call.function.arguments).get("path", "")
-            found = f"stone {path.removesuffix('.txt')} quay"
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+            content = f"stone {path.removesuffix('.txt')} quay"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
         return choice
 
     async def recite(self, limit: int = STREAMED) -> AsyncGenerator[str, None]:
-        """What a long streamed answer adds, piece by piece."""
+        """The pieces of a long streamed answer."""
         usage = {"include_usage": True}
         stream = await self.ask(LONG_WINDED, max_tokens=limit, stream=True, stream_options=usage)
         async with stream:
@@ -116,10 +116,6 @@ class Bench:
         """Whether the engine has nothing to do."""
         return await self.running() == 0
 
-    async def recorded(self) -> bool:
-        """Whether a call is on disk."""
-        return bool(self.calls)
-
 
 @asynccontextmanager
 async def bench(
@@ -132,25 +128,18 @@ async def bench(
 ) -> AsyncIterator[Bench]:
     """One session, open while the block lasts, on the engine and `more` replicas of it.
 
-    Its logprobs have the meaning that this engine was found to have.
+    Its logprobs have the meaning that the probe has reported.
     """
-    meaning = (await served.examined()).logprob_meaning
+    meaning = (await served.get_report()).logprob_meaning
     if route not in ROUTES[served.name]:
         pytest.skip(f"{served.name} has no route {route}")
     wire = ROUTES[served.name][route](meaning or LogprobMeaning.PROCESSED)
     tokenizer = Tokenizer.load(served.folders.first)
     rendering = Rendering(tokenizer, "qwen3") if wire.mode is Mode.EXACT else None
-    task = Task(
-        id="t",
-        instruction="",
-        harness=PluginSpec("shell"),
-        evaluator=PluginSpec("tests"),
-        sampling=sampling,
-    )
     session = Session(id=name, task="t", sample=0)
     async with (
         Gateway(Upstream([served.url, *more], wire), rendering, folder) as gateway,
-        gateway.open(session, task) as opened,
+        gateway.open(session, a_task("t", sampling=sampling)) as opened,
     ):
         await gateway.set_weights_version(served.version)
         it = Bench(served, gateway, opened.base_url, opened.key, name)
@@ -174,23 +163,14 @@ def check_logprobs(served: Served, calls: Sequence[Call]) -> float:
 
 
 def crowd() -> float:
-    """By how much longer things take on a machine that is busy with other work; 1 or more."""
+    """Factor for time limits on a machine that is busy with other work; 1 or more."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
-async def until(holds: Callable[[], Awaitable[object]], seconds: float) -> None:
-    """Wait for something that becomes true; fail when it does not."""
-    deadline = time.monotonic() + seconds
-    while not await holds():
-        if time.monotonic() > deadline:
-            pytest.fail(f"it did not happen within {seconds:g} s")
-        await asyncio.sleep(0.02)
-
-
-# --------------------------------------------------------------------------- the doctor
-async def test_the_doctor_finds_what_each_engine_is(served: Served) -> None:
-    """Exact mode is sound on all of them, and raw logprobs are told from processed ones."""
-    report = await served.examined()
+# --------------------------------------------------------------------------- the probe
+async def test_probe_identifies_each_engine(served: Served) -> None:
+    """Exact mode is sound on all of them; raw logprobs are distinguished from processed ones."""
+    report = await served.get_report()
     meanings = {"vllm": LogprobMeaning.RAW}
     assert report.engine == served.name
     assert (report.model, report.window) == ("tiny", WINDOW)
@@ -209,7 +189,7 @@ async def test_the_doctor_finds_what_each_engine_is(served: Served) -> None:
 async def test_a_tool_session_is_captured_token_by_token(
     served: Served, name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Four turns with parallel tool calls: parsed, one sequence, logprobs as recomputed."""
+    """Four turns with parallel tool calls are one sequence, with logprobs as recomputed."""
     async with bench(served, name, tmp_path, CALM) as it:
         messages: list[Any] = [
             {"role": "system", "content": "You help with stone."},
@@ -240,15 +220,15 @@ async def test_a_tool_session_is_captured_token_by_token(
 
 @pytest.mark.parametrize("name", ["generate", "chat"])
 async def test_streaming_is_real(served: Served, name: str, tmp_path: Path) -> None:
-    """The first words come while the engine is still sampling; streamed and recorded agree."""
+    """Text comes while the engine is still sampling; the streamed text equals the recorded one."""
     async with bench(served, name, tmp_path, CALM) as it:
         text, early = "", False
-        async for words in it.recite():
-            if words and not text:
+        async for piece in it.recite():
+            if piece and not text:
                 early = not it.calls
-            text += words
+            text += piece
         (call,) = it.calls
-    assert early, "the first words came when the last token was on disk already"
+    assert early, "the first text came when the last token was on disk already"
     assert it.usage.completion_tokens == len(call.sampled_ids) == STREAMED
     assert it.usage.prompt_tokens == len(call.prompt_ids)
     assert text.strip() == it.decode(call)
@@ -260,7 +240,7 @@ async def test_streaming_is_real(served: Served, name: str, tmp_path: Path) -> N
 async def test_a_client_that_hangs_up_frees_the_engine(
     served: Served, name: str, tmp_path: Path, *, stream: bool
 ) -> None:
-    """Nothing runs two seconds later, and the partial answer is recorded as what it is."""
+    """Nothing runs two seconds later, and the partial answer is recorded as one."""
     async with bench(served, name, tmp_path, CALM) as it:
         if stream:
             async with aclosing(it.recite(LONG)) as pieces:
@@ -272,37 +252,37 @@ async def test_a_client_that_hangs_up_frees_the_engine(
             asking.cancel()
             await asyncio.wait({asking}, timeout=5)
         await until(it.idle, 2 * crowd())
-        await until(it.recorded, 2 * crowd())
+        await until(lambda: it.calls, 2 * crowd())
         (call,) = it.calls
     seen = (call.outcome, call.finish, len(call.sampled_ids), call.unreported_tokens)
     assert call.outcome is End.CLIENT_GONE or not stream, seen
-    told = len(call.sampled_ids) or call.unreported_tokens
-    assert 0 < told < LONG
+    counted = len(call.sampled_ids) or call.unreported_tokens
+    assert 0 < counted < LONG
     if len(call.sampled_ids):
         check_logprobs(served, (call,))
     else:
-        assert (served.name, name) == ("sglang", "chat"), "only this route tells its ids last"
+        assert (served.name, name) == ("sglang", "chat"), "only this route sends its ids last"
         assert call.mode is Mode.TEXT
 
 
 async def test_another_replica_ends_the_answer_of_one_that_was_killed(
     served: Served, tmp_path: Path
 ) -> None:
-    """An engine dies by kill -9 in mid-answer: the client sees one answer, the record one sampling.
+    """An engine is killed during an answer: the client gets one answer, recorded as one call.
 
     The second replica is a real one, too, with the same weights; every token on either side of
     the cut has the logprob of a plain forward pass over all ids before it.
     """
     with servers.running(served.name, served.folders.first, tmp_path) as other:
-        for number in range(20):  # until a session is at home on the other one
+        for number in range(20):  # until a session is assigned to the other one
             name = f"s{number}"
             async with bench(served, "generate", tmp_path, CALM, other.url, name=name) as it:
                 await it.ask([{"role": "user", "content": "Mend north wharf."}], max_tokens=1)
                 if it.calls[0].replicas != (other.url,):
                     continue
                 pieces = []
-                async for words in it.recite():
-                    pieces.append(words)
+                async for piece in it.recite():
+                    pieces.append(piece)
                     if len(pieces) == 100:
                         other.kill()
                 call = it.calls[-1]
@@ -317,9 +297,9 @@ async def test_another_replica_ends_the_answer_of_one_that_was_killed(
 
 @pytest.mark.parametrize("name", ["generate", "completions"])
 async def test_an_answer_is_held_to_a_schema(served: Served, name: str, tmp_path: Path) -> None:
-    """The engine draws under the constraint; one that cannot is refused by name, unsampled.
+    """The engine samples under the constraint; one that cannot is a refusal that names it.
 
-    The logprobs are those of the grammar's leftovers, not of the policy: the call says so.
+    The logprobs are those under the grammar and not of the policy: the call is marked.
     """
     # no object: between its parts a tiny model may put blank space for ever
     schema = {"enum": ["read", "write"]}
@@ -337,15 +317,15 @@ async def test_an_answer_is_held_to_a_schema(served: Served, name: str, tmp_path
             return
         answer = await it.client.chat.completions.create(**asked)
         (call,) = it.calls
-    said = json.loads(answer.choices[0].message.content)
-    assert said in {"read", "write"}
+    value = json.loads(answer.choices[0].message.content)
+    assert value in {"read", "write"}
     assert call.constrained
-    assert float(gaps(served, call).max()) > CLOSE, "they are of what the grammar left"
+    assert float(gaps(served, call).max()) > CLOSE, "they are those under the grammar"
 
 
 # --------------------------------------------------------------------------- weights
 async def swap(it: Bench, folder: Path, version: int) -> None:
-    """What a trainer does between two updates."""
+    """Change the weights as a trainer does between two updates."""
     await it.gateway.pause("keep")
     async with it.served.weights() as weights:
         await weights.pause("keep")
@@ -355,20 +335,17 @@ async def swap(it: Bench, folder: Path, version: int) -> None:
     await it.gateway.resume()
 
 
-async def test_weights_that_change_in_an_answer_are_told_per_token(
-    served: Served, tmp_path: Path
-) -> None:
-    """Two spans; the tokens of each are those of their weights, and none of the other's."""
+async def test_versions_are_recorded_per_token_of_an_answer(served: Served, tmp_path: Path) -> None:
+    """Two spans; the logprobs in each are those of its weights, and not of the others."""
     old, new = served.version, served.version + 1
     async with bench(served, "generate", tmp_path, CALM) as it:
         swapping: asyncio.Task[None] | None = None
         try:
             seen = 0
-            async for words in it.recite():
-                seen += bool(words)
+            async for piece in it.recite():
+                seen += bool(piece)
                 if seen > 20 and swapping is None:
                     swapping = asyncio.create_task(swap(it, served.folders.second, new))
-            assert swapping is not None
             await swapping
             (call,) = it.calls
         finally:
@@ -388,7 +365,7 @@ async def test_weights_that_change_in_an_answer_are_told_per_token(
 async def test_weights_that_change_between_turns_leave_no_old_context(
     served: Served, name: str, tmp_path: Path
 ) -> None:
-    """The turn after a swap is all of the new version, computed anew."""
+    """The turn after a swap is of the new version alone, without a cached prefix."""
     old, new = served.version, served.version + 1
     async with bench(served, name, tmp_path, CALM) as it:
         messages: list[Any] = [{"role": "user", "content": "Mend north wharf."}]
@@ -415,7 +392,7 @@ async def test_weights_that_change_between_turns_leave_no_old_context(
 async def test_a_prompt_beyond_the_window_is_the_error_harnesses_know(
     served: Served, name: str, tmp_path: Path, *, stream: bool
 ) -> None:
-    """A 400 with OpenAI's code, whoever finds out; the session goes on."""
+    """A 400 with OpenAI's code, from gateway or engine; the session continues."""
     async with bench(served, name, tmp_path) as it:
         long = [{"role": "user", "content": "stone " * WINDOW}]
         with pytest.raises(openai.BadRequestError) as caught:
@@ -426,13 +403,13 @@ async def test_a_prompt_beyond_the_window_is_the_error_harnesses_know(
         assert len(it.calls) == 1
 
 
-# --------------------------------------------------------------------------- asking again
+# --------------------------------------------------------------------------- verification
 @pytest.mark.parametrize("sampling", [WARM, CALM], ids=["t1", "t0.5"])
 @pytest.mark.parametrize("name", ["generate", "chat"])
-async def test_verify_finds_what_the_engine_itself_recomputes(
+async def test_verify_agrees_with_the_scores_of_the_engine(
     served: Served, name: str, sampling: Sampling, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Captured while decoding, scored as a prompt: the same, where both mean the same."""
+    """Logprobs of decoding equal those of scoring, where both have the same meaning."""
     async with bench(served, name, tmp_path, sampling) as it:
         messages: list[Any] = [{"role": "user", "content": "Mend north wharf."}]
         for _ in range(2):
@@ -440,27 +417,27 @@ async def test_verify_finds_what_the_engine_itself_recomputes(
             if not choice.message.tool_calls:  # at temperature 1 a tiny model may only talk
                 messages.append({"role": "user", "content": "Mend east wharf."})
         path, recording = read_in(tmp_path)
-        found = verify_session(path, recording, TextVerifier(served.folders.first))
+        report = verify_session(path, recording, TextVerifier(served.folders.first))
         async with connect_scorer(served.url) as scorer:
             assert scorer.version == served.version
-            await verify_logprobs(found, recording, scorer, CLOSE)
-    assert not found.failed, found
-    assert [turn.scored for turn in found.turns] == [turn.sampled for turn in found.turns]
-    told = found.checks["engine"]
+            await verify_logprobs(report, recording, scorer, CLOSE)
+    assert not report.failed, report
+    assert [turn.scored for turn in report.turns] == [turn.sampled for turn in report.turns]
+    check = report.checks["engine"]
     if served.name == "sglang" and sampling is CALM:
-        assert told.verdict is VerifyVerdict.UNCHECKED
-        assert "captured at temperature 0.5, this engine recomputes at 1" in told.detail
+        assert check.verdict is VerifyVerdict.UNCHECKED
+        assert "captured at temperature 0.5, this engine recomputes at 1" in check.detail
         return
-    assert told.verdict is VerifyVerdict.PASS
-    worst = max(turn.max_dlogprob or 0.0 for turn in found.turns)
+    assert check.verdict is VerifyVerdict.PASS
+    worst = max(turn.max_dlogprob or 0.0 for turn in report.turns)
     request.node.user_properties.append((FURTHEST, worst))
     assert worst < CLOSE
 
 
-async def test_what_fills_the_window_is_scored_as_far_as_the_engine_goes(served: Served) -> None:
-    """SGLang takes a few ids less in one request than it samples up to; the rest is NaN."""
+async def test_scoring_stops_at_the_limit_of_the_engine(served: Served) -> None:
+    """SGLang scores a few ids less than it samples; the rest is NaN."""
     start = WINDOW - 20
     async with connect_scorer(served.url) as scorer:
         assert scorer.max_ids == WINDOW - (7 if served.name == "sglang" else 1)
-        found = await scorer.score(np.arange(WINDOW, dtype=np.int32) % 200 + 10, start)
-    assert np.isfinite(found).tolist() == [start + n < scorer.max_ids for n in range(20)]
+        scores = await scorer.score(np.arange(WINDOW, dtype=np.int32) % 200 + 10, start)
+    assert np.isfinite(scores).tolist() == [start + n < scorer.max_ids for n in range(20)]

@@ -1,4 +1,4 @@
-"""``--cluster ray`` on a real Ray, with PostgreSQL: machines come, drain, are lost, one or all."""
+"""``--cluster ray`` on a real Ray, with PostgreSQL: machines are added, drained and lost."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ TASKS, SAMPLES, LEASE_S = 100, 4, 5.0
 END_S = 240.0
 NOTHING: Mapping[str, str] = MappingProxyType({})
 LOSS = ("n2 is gone", "n2: The actor died")
-"""What is said of the killed machine, whichever is noticed first."""
+"""Log messages about the killed machine, of which the first detected is logged."""
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(420)]
 
 
@@ -73,15 +73,12 @@ class Machines:
 
     def ask(self, line: str) -> str:
         """Return the program's answer."""
-        assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
         return self._read()
 
     def close(self) -> None:
         """End all of it."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
         try:
@@ -92,7 +89,6 @@ class Machines:
         subprocess.run(stop, check=False, capture_output=True, timeout=60)
 
     def _read(self) -> str:
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("at "):
                 return line.removeprefix("at ").strip()
@@ -101,7 +97,7 @@ class Machines:
 
 @pytest.fixture
 def machines(tmp_path: Path, python: Path) -> Iterator[Callable[[int], Machines]]:
-    """Starts a cluster of so many machines; it may be called again when the first is lost."""
+    """Starts a cluster of so many machines; it may be called again after a loss."""
     with contextlib.ExitStack() as stack:
 
         def start(count: int) -> Machines:
@@ -141,7 +137,7 @@ def settings(fleet: Fleet, address: str, **ray: object) -> dict[str, Any]:
 def place_nodes(
     fleet: Fleet, python: Path, address: str, *, env: Mapping[str, str] = NOTHING, **ray: object
 ) -> Program:
-    """Start what keeps a node on each machine, for the server that runs already."""
+    """Start the program that places a node on each machine, for a server that runs already."""
     file = fleet.folder / "ray.json"
     file.write_text(json.dumps(settings(fleet, address, **ray)))
     program = fleet.add(
@@ -171,7 +167,7 @@ def done(fleet: Fleet) -> int:
 
 
 def events(fleet: Fleet) -> list[Mapping[str, Any]]:
-    """All that the server has said."""
+    """All events of the server."""
     return list(list_all(fleet.api(), "/v1/events", "position"))
 
 
@@ -182,13 +178,13 @@ def check_results(fleet: Fleet, count: int) -> None:
     assert set(results.values()) == {1}
 
 
-def test_sessions_outlive_machines_and_their_keeper(
+def test_sessions_survive_the_loss_of_machines_and_processes(
     machines: Callable[[int], Machines], python: Path, store: str, tmp_path: Path
 ) -> None:
     """400 sessions end, each committed once, with the engine that an actor of the cluster names.
 
     All are started by ``tugline up --cluster ray``. Meanwhile one of four machines is killed, one
-    drained, one added, the server is killed with SIGKILL, and later what places the nodes.
+    drained, one added, the server is killed with SIGKILL, and later the placer of nodes.
     """
     began, ray = time.time(), machines(4)
     fleet = Fleet(
@@ -202,9 +198,9 @@ def test_sessions_outlive_machines_and_their_keeper(
 
 
 def run_all(fleet: Fleet, ray: Machines, began: float) -> None:
-    """What the test above says, with all started."""
-    said = fleet.folder / "server.log"
-    until(lambda: "no node yet for" in said.read_text(), "the lack of an engine", 60)
+    """The steps of the test above, with all started."""
+    log_file = fleet.folder / "server.log"
+    until(lambda: "no node yet for" in log_file.read_text(), "the lack of an engine", 60)
     ray.do("engine", str(fleet.ports["engine"]))
     until(lambda: list(nodes(fleet).values()) == ["live"] * 4, "four nodes", 90)
     joined = time.time() - began
@@ -217,26 +213,23 @@ def run_all(fleet: Fleet, ray: Machines, began: float) -> None:
     ray.do("drain", "n3")
     until(lambda: nodes(fleet).get("n5") == "live", "the new machine's node", 60)
     until(lambda: done(fleet) > 160, "sessions with it", END_S)
-    until(lambda: any(loss in said.read_text() for loss in LOSS), "Ray to see the loss", 60)
+    until(lambda: any(loss in log_file.read_text() for loss in LOSS), "Ray to see the loss", 60)
     fleet.programs["server"].kill()
     fleet.supervise()
     until(lambda: done(fleet) > 240, "sessions after the server was back", END_S)
-    placer = fleet.programs["server"].process
-    assert placer is not None
-    next(iter(psutil.Process(placer.pid).children())).kill()
-    until(lambda: "it starts again" in said.read_text(), "the end of what places nodes")
+    server = fleet.programs["server"].process
+    next(iter(psutil.Process(server.pid).children())).kill()
+    until(lambda: "it starts again" in log_file.read_text(), "the end of the placer")
     until(lambda: done(fleet) == TASKS * SAMPLES, "every session", END_S)
     again = [one["created"] for one in events(fleet) if one["kind"] == "session.requeued"]
     check_results(fleet, TASKS * SAMPLES)
     assert {name for name, state in nodes(fleet).items() if state == "live"} == {"n1", "n4", "n5"}
-    log = said.read_text()
+    log = log_file.read_text()
     assert "n3 is drained" in log
     assert log.count("runs a node") >= 5
-    server = fleet.programs["server"].process
-    assert server is not None
     server.terminate()
     assert server.wait(60) == 0
-    assert all(f"{name} is drained" in said.read_text() for name in ("n1", "n4", "n5"))
+    assert all(f"{name} is drained" in log_file.read_text() for name in ("n1", "n4", "n5"))
     sys.stdout.write(
         f"nodes joined after {joined:.0f} s; of the lost machine's sessions the first ran again"
         f" {min(again) - lost_at:.1f} s after its loss (lease {LEASE_S:.0f} s);"
@@ -244,19 +237,18 @@ def run_all(fleet: Fleet, ray: Machines, began: float) -> None:
     )
 
 
-def test_sessions_outlive_the_cluster(
+def test_sessions_survive_the_loss_of_the_cluster(
     machines: Callable[[int], Machines], python: Path, fleet: Fleet
 ) -> None:
-    """The GCS restarts without Redis: the node ends after its sessions, a new cluster goes on."""
+    """The GCS restarts without Redis: the node ends after its sessions, a new cluster continues."""
     ray = machines(1)
     ray.do("engine", str(fleet.ports["engine"]))
-    keeper = place_nodes(fleet, python, ray.address)
+    placer = place_nodes(fleet, python, ray.address)
     until(lambda: list(nodes(fleet).values()) == ["live"], "a node", 90)
     submit(fleet, 8)
     until(lambda: done(fleet) > 2, "the first sessions", END_S)
     ray.do("gcs", "restart")
-    assert keeper.process is not None
-    assert keeper.process.wait(60) != 0
+    assert placer.process.wait(60) != 0
     until(lambda: "live" not in nodes(fleet).values(), "the node to end", 60)
     before = done(fleet)
     submit(fleet, 12)  # eight of them are known

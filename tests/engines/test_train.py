@@ -1,4 +1,4 @@
-"""`tugline train` with real engines: every version arrives, whatever happens to running calls."""
+"""`tugline train` with real engines: every version is used, in each pause mode."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ ADAPTER: Runs = [
 async def test_weights_arrive_in_every_pause_mode(
     tmp_path: Path, folders: Folders, name: str, flags: tuple[str, ...], runs: Runs
 ) -> None:
-    """Trainer and engine agree within 1e-4 after each publication, and sessions keep coming."""
+    """Trainer and engine agree within 1e-4 after each publication; sessions continue."""
     folder = folders.first
     with servers.running(name, folder, tmp_path, *flags) as server:
         for pause, changes in runs:

@@ -14,7 +14,7 @@ import zstandard
 from engines.servers import ROOT, installed
 from exports.made import export, record, two_turns
 from graded import ONCE, finish, trajectory
-from house import House, task
+from live_server import LiveServer, task
 from served import TOKENS
 from tugline.client.nodes import NodeClient
 from tugline.protocol import LeaseRequest, NodeRegistration
@@ -31,7 +31,7 @@ REWARDS: dict[str, float | None] = {
     "prompt1-1": 1.0,
     "prompt1-2": None,
 }
-"""By task: the prompt and the session that verl asks for."""
+"""By task, which is named after the prompt and the session that verl requests."""
 PARTS = Path(__file__).parent / "parts"
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
@@ -54,19 +54,19 @@ async def run(url: str, folder: Path, trainer: str, script: str, *arguments: str
 
 
 def read(url: str) -> list[GradedGroup]:
-    """Every group that is there now."""
+    """Every group in the stream so far."""
     with GroupStream("the-test", url, TOKENS.client, follow=False) as stream:
         return list(stream)
 
 
-async def test_data_of_tinker_is_the_stream(house: House, tmp_path: Path) -> None:
+async def test_data_of_tinker_is_the_stream(live: LiveServer, tmp_path: Path) -> None:
     """Read back from the bytes of its request: inputs, and what is one token ahead of them.
 
     Groups without signal have no data; another temperature than 1 is refused.
     """
-    await finish(house, a=[1.0, 0.0, None], b=[1.0, 1.0])
-    groups = await asyncio.to_thread(read, house.url)
-    sent = await run(house.url, tmp_path, "tinker", "send_tinker.py")
+    await finish(live, a=[1.0, 0.0, None], b=[1.0, 1.0])
+    groups = await asyncio.to_thread(read, live.url)
+    sent = await run(live.url, tmp_path, "tinker", "send_tinker.py")
     assert "must be 1" in sent["refused"]
     for sample, datum in zip(groups[0].samples, sent["data"], strict=True):
         assert datum["input"] == sample.input_ids[:-1].tolist()
@@ -76,9 +76,9 @@ async def test_data_of_tinker_is_the_stream(house: House, tmp_path: Path) -> Non
         assert any(datum["advantages"])
 
 
-async def work(house: House) -> None:
-    """Play a node on which every session has two traces, and earns what its task's id says."""
-    async with NodeClient(house.url, TOKENS.join) as node:
+async def work(live: LiveServer) -> None:
+    """Act as a node whose sessions have two traces, and the reward of `REWARDS`."""
+    async with NodeClient(live.url, TOKENS.join) as node:
         welcome = await node.register(NodeRegistration(name="played", slots=9, capacity=9))
         ask = LeaseRequest(capacity=9, applied=welcome.control.generation, wait_s=2.0)
         while True:
@@ -88,7 +88,7 @@ async def work(house: House) -> None:
                 await node.commit(of.id, of.epoch, zstandard.compress(encode(done)))
 
 
-async def test_rows_of_verl_are_the_stream(house: House, tmp_path: Path) -> None:
+async def test_rows_of_verl_are_the_stream(live: LiveServer, tmp_path: Path) -> None:
     """The manager and workers of verl put our traces into its queue, in a real Ray.
 
     It has the ids, mask, logprobs, reward and versions of the stream, under the keys by which verl
@@ -96,11 +96,11 @@ async def test_rows_of_verl_are_the_stream(house: House, tmp_path: Path) -> None
     rows one has. A session without a reward fails its prompt and has no rows.
     """
     body = msgspec.json.encode(task("replaced", group=ONCE)).decode()
-    working = asyncio.create_task(work(house))
-    made = await run(house.url, tmp_path, "verl", "run_verl.py", MODEL, body, "2", "3")
+    working = asyncio.create_task(work(live))
+    made = await run(live.url, tmp_path, "verl", "run_verl.py", MODEL, body, "2", "3")
     working.cancel()
-    groups = await asyncio.to_thread(read, house.url)
-    async with house.client() as client:
+    groups = await asyncio.to_thread(read, live.url)
+    async with live.client() as client:
         sampling = (await client.task_body("prompt1-2")).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 1.0, 0)
     assert made["prompts"] == {"prompt0": "finished", "prompt1": "failure"}
@@ -124,9 +124,9 @@ async def test_rows_of_verl_are_the_stream(house: House, tmp_path: Path) -> None
         assert row["num_turns"] == 2
         assert row["extra_fields"]["reward_extra_info"] == {"tests": sample.reward}
         assert row["extra_fields"]["tugline_session"] == sample.session
-        worth = sample.reward - {"prompt0": 0.5, "prompt1": 0.75}[row["key"].partition("_")[0]]
+        advantage = sample.reward - {"prompt0": 0.5, "prompt1": 0.75}[row["key"].partition("_")[0]]
         padding = [0] * (len(row["advantages"]) - len(ids) + first)
-        expected = [*(sample.loss_mask[first:] * worth).tolist(), *padding]
+        expected = [*(sample.loss_mask[first:] * advantage).tolist(), *padding]
         assert row["advantages"] == pytest.approx(expected)
 
 

@@ -1,10 +1,9 @@
 """A tiny Qwen3 that calls tools, made on the spot: what the real engines serve in these tests.
 
-It has learned two habits by heart and nothing else. To a user it answers with a thought, a
-sentence and two calls of `read`; to tool results with a thought and an answer; asked to recite it
-says random numbers and never ends. The words it picks are drawn at random, so that its log
-probabilities are worth comparing. Input and output embeddings are untied: engines that reload
-weights while running are exact only then.
+It is trained on fixed patterns. To a user it answers with a thought, a sentence and two calls of
+`read`; to tool results with a thought and an answer; asked to recite it lists random numbers and
+never ends. Its words are random, so that log probabilities are worth comparing. Input and output
+embeddings are untied: engines that reload weights while running are exact only then.
 """
 
 import asyncio
@@ -42,7 +41,7 @@ RECITED = [
     "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
     "twelve",
 ]  # fmt: skip
-"""Words of their own, after which nothing but the next was ever seen."""
+"""Words that occur only in recitations, so that one never ends."""
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -92,20 +91,20 @@ def make() -> Folders:
     return Folders(folder / "first", folder / "second")
 
 
-# --------------------------------------------------------------------------- what it learns
+# --------------------------------------------------------------------------- training data
 def _conversation(rng: random.Random, *, recite: bool) -> list[dict[str, Any]]:
-    def words(most: int) -> str:
+    def pick(most: int) -> str:
         return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, most)))
 
     messages: list[dict[str, Any]] = []
     if rng.random() < 0.8:
-        messages.append({"role": "system", "content": f"You help with {words(12)}."})
+        messages.append({"role": "system", "content": f"You help with {pick(12)}."})
     for _ in range(rng.randint(0, 1) if recite else rng.randint(1, 2)):
-        messages += _tool_turn(rng, words)
+        messages += _tool_turn(rng, pick)
     if rng.random() < 0.3:  # some harnesses do not echo thoughts
         for message in messages:
             message.pop("reasoning_content", None)
-        messages += _tool_turn(rng, words)
+        messages += _tool_turn(rng, pick)
     if recite:
         messages.append({"role": "user", "content": RECITE})
         recital = " ".join(rng.choice(RECITED) for _ in range(LONGEST))
@@ -113,7 +112,7 @@ def _conversation(rng: random.Random, *, recite: bool) -> list[dict[str, Any]]:
     return messages
 
 
-def _tool_turn(rng: random.Random, words: Any) -> list[dict[str, Any]]:
+def _tool_turn(rng: random.Random, pick: Any) -> list[dict[str, Any]]:
     calls = [
         {
             "id": f"call_{number}",
@@ -123,7 +122,7 @@ def _tool_turn(rng: random.Random, words: Any) -> list[dict[str, Any]]:
         for number in range(2)
     ]
     return [
-        {"role": "user", "content": f"{rng.choice(('Mend', 'Find', 'Tell me of'))} {words(8)}."},
+        {"role": "user", "content": f"{rng.choice(('Mend', 'Find', 'Tell me of'))} {pick(8)}."},
         {
             "role": "assistant",
             "reasoning_content": f"The user asks for {rng.choice(WORDS)} or {rng.choice(WORDS)}.",
@@ -131,7 +130,7 @@ def _tool_turn(rng: random.Random, words: Any) -> list[dict[str, Any]]:
             "tool_calls": calls,
         },
         *(
-            {"role": "tool", "tool_call_id": call["id"], "content": words(10)}
+            {"role": "tool", "tool_call_id": call["id"], "content": pick(10)}
             for call in calls[: rng.randint(1, 2)]
         ),
         {
@@ -143,7 +142,7 @@ def _tool_turn(rng: random.Random, words: Any) -> list[dict[str, Any]]:
 
 
 def _example(tokenizer: PreTrainedTokenizerFast, conversation: list[dict[str, Any]]) -> Sample:
-    """As the template says it; what the assistant says is to be learned."""
+    """A conversation in the template; only tokens of the assistant are trained."""
     rng = random.Random(json.dumps(conversation))
     tools = None if rng.random() < 0.1 else rng.sample(TOOLS, len(TOOLS))
     if tools and rng.random() < 0.3:  # as SGLang writes them
@@ -152,7 +151,7 @@ def _example(tokenizer: PreTrainedTokenizerFast, conversation: list[dict[str, An
         ]
     ids: list[int] = []
     mask: list[bool] = []
-    said = ""
+    rendered = ""
     for count, message in enumerate(conversation):
         if message["role"] != "assistant":
             continue
@@ -161,8 +160,8 @@ def _example(tokenizer: PreTrainedTokenizerFast, conversation: list[dict[str, An
             text = tokenizer.apply_chat_template(
                 conversation[:end], tools, add_generation_prompt=prompted, tokenize=False
             )
-            new = tokenizer.encode(text[len(said) :], add_special_tokens=False)
-            said = text
+            new = tokenizer.encode(text[len(rendered) :], add_special_tokens=False)
+            rendered = text
             ids += new
             mask += [learned and not prompted] * len(new)
     return plain_sample(np.array(ids[:LONGEST], np.int32), np.array(mask[:LONGEST], np.bool_))

@@ -1,21 +1,21 @@
-"""Forged build outputs, by a real make, cargo and Maven: the reward is for the sources.
+"""Forged build outputs, with a real make, cargo and Maven: rewards depend on the sources alone.
 
-The forgery is the best that there is: what the tool itself builds of the right sources, in a
-sandbox with the same paths. It is believed there beside the wrong ones. `tools/builds.py` installs
-the tools; Maven works offline with Debian's repository. In containers all are this machine's.
+A forgery is the tool's own build of the right sources, in a sandbox with the same paths, where the
+tool accepts it beside the wrong sources. `tools/builds.py` installs the tools; Maven works offline
+with Debian's repository. In containers the tools of this machine are mounted.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commands import run_program
 from judging import Judge, task
 from sandboxes import WITH_PYTHON, Driver, run_shell
 from tugline.evaluators.tests import TestsEvaluator
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(600)
 PROJECTS = Path(__file__).with_name("projects")
 WITHIN = 120.0
 COMMITTED = 1_600_000_000
-"""When the sources were changed last."""
+"""Modification time of the sources."""
 REPOSITORY = "/usr/share/maven-repo"
 NEEDED = (
     "org/apache/maven/plugins/maven-compiler-plugin",
@@ -41,7 +41,7 @@ OUTPUTS = ("build/", "target/")
 
 @dataclass
 class Tool:
-    """A build tool, with a project that has a bug: a minus instead of a plus."""
+    """A build tool, and a project with a bug: a minus instead of a plus."""
 
     project: str
     """Its folder below `PROJECTS`."""
@@ -60,7 +60,7 @@ class Tool:
 
     @property
     def right(self) -> dict[str, str]:
-        """The honest work."""
+        """The right patch."""
         return {self.source: self.wrong.replace("a - b", "a + b")}
 
 
@@ -72,22 +72,21 @@ def use_make(_: Path) -> Tool:
 
 
 def use_cargo(_: Path) -> Tool:
-    """Cargo with a folder of its own, wherever it is installed."""
+    """Cargo, wherever it is installed."""
     if shutil.which("cargo") is None or shutil.which("cc") is None:
         pytest.skip("there is no cargo, or no cc, which it links with")
-    argv = ("rustc", "--print", "sysroot")
-    found = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
-    if found.returncode != 0:
+    sysroot = run_program("rustc", "--print", "sysroot", timeout=60)
+    if sysroot.returncode != 0:
         pytest.skip("there is no cargo that works")
     env = {"CARGO_HOME": "/tmp/cargo", "PATH": "/srv/rust/bin:/usr/bin:/bin"}  # noqa: S108
     options = {"format": "cargo", "env": env}
-    mounts = (Mount("/srv/rust", found.stdout.strip()),)
+    mounts = (Mount("/srv/rust", sysroot.stdout.strip()),)
     command = "cargo test --offline --test adds"
     return Tool("cargo", "src/lib.rs", command, "adds", options, mounts)
 
 
 def use_maven(folder: Path) -> Tool:
-    """Maven with links to what the packages have installed, for it writes beside that."""
+    """Maven with links to its installed packages, since it writes beside them."""
     javac = os.path.realpath(shutil.which("javac") or "")
     if shutil.which("mvn") is None or Path(javac).name != "javac":
         pytest.skip("there is no mvn or no javac")
@@ -95,7 +94,7 @@ def use_maven(folder: Path) -> Tool:
         pytest.skip(f"Maven cannot work offline: there is no {REPOSITORY}/{missing[0]}")
     mounts = []
     for number, linked in enumerate((Path("/usr/share/maven"), Path(javac).parents[1] / "conf")):
-        # Links into /etc, of which sandboxes show little.
+        # They have links into /etc, which sandboxes have little of.
         copy = folder / f"settings-{number}"
         shutil.copytree(linked, copy)
         mounts.append(Mount(str(linked), str(copy)))
@@ -117,14 +116,14 @@ def use_maven(folder: Path) -> Tool:
     ids=["make", "cargo", "maven"],
 )
 def tool(request: pytest.FixtureRequest, tmp_path: Path) -> Tool:
-    """Each tool that is installed."""
-    found: Tool = request.param(tmp_path)
-    return found
+    """Each installed tool."""
+    installed: Tool = request.param(tmp_path)
+    return installed
 
 
 @pytest.fixture
 def judge(tool: Tool, driver: Driver, tmp_path: Path) -> Judge:
-    """Judges work on the project, whose files are as old as their commit."""
+    """A judge of patches of the project; its files are as old as their commit."""
     base = tmp_path / "base"
     shutil.copytree(PROJECTS / tool.project, base)
     for path in base.rglob("*"):
@@ -135,7 +134,7 @@ def judge(tool: Tool, driver: Driver, tmp_path: Path) -> Judge:
 
 
 async def passes(tool: Tool, sandbox: Sandbox, source: str) -> bool:
-    """Whether the tool alone says that the tests pass, of a source as old as its commit."""
+    """Whether the tests pass by the tool alone, with a source as old as its commit."""
     await sandbox.put(sandbox.workdir, {tool.source: source})
     script = f"touch -d @{COMMITTED} {tool.source} && {tool.command}"
     end = await run_shell(sandbox, script, WITHIN, **tool.options["env"])
@@ -143,21 +142,21 @@ async def passes(tool: Tool, sandbox: Sandbox, source: str) -> bool:
 
 
 async def forge(tool: Tool, judge: Judge) -> dict[str, FileChange | None]:
-    """What the tool builds of the right sources; it is believed beside the wrong ones."""
+    """Build outputs of the right sources, which the tool accepts beside the wrong ones."""
     async with judge.open_sandbox({}) as sandbox:
         log = sandbox.logs / "agent.log"
         assert await passes(tool, sandbox, tool.right[tool.source]), log.read_text()
         patch = await sandbox.diff()
-        built = {path: one for path, one in patch.files.items() if path.startswith(OUTPUTS)}
-        believed = await passes(tool, sandbox, tool.wrong)
-        assert believed, "the forgery is none: the tool has built again"
+        built = {path: change for path, change in patch.files.items() if path.startswith(OUTPUTS)}
+        accepted = await passes(tool, sandbox, tool.wrong)
+        assert accepted, "no forgery: the tool has built again"
     assert built
     return built
 
 
 @pytest.mark.parametrize("driver", WITH_PYTHON[1:], indirect=True)
-async def test_forged_build_outputs_are_not_believed(tool: Tool, judge: Judge) -> None:
-    """They are refused; where a task lets them in they are old, so the tool builds the sources."""
+async def test_forged_build_outputs_earn_nothing(tool: Tool, judge: Judge) -> None:
+    """They are refused; if a task allows them they are old, so the tool builds the sources."""
     built = await forge(tool, judge)
     options = {"command": tool.command, "expected": [tool.test], "timeout_s": WITHIN}
     tests = TestsEvaluator(**options, **tool.options)

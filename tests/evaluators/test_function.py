@@ -1,3 +1,5 @@
+"""The evaluator `function`: which functions it calls, and which results are rewards."""
+
 from __future__ import annotations
 
 import asyncio
@@ -19,48 +21,48 @@ RELEASE = threading.Event()
 
 
 def share(outcome: SessionOutcome, *, of: int = 4) -> float:
-    """How many files changed, of so many."""
+    """The number of changed files, divided by `of`."""
     return len(outcome.patch.files) / of
 
 
 async def opens(outcome: SessionOutcome) -> dict[str, float]:
-    """Runs the agent's program in a sandbox, which is how to do it."""
+    """Run the agent's program in a sandbox."""
     async with outcome.open_sandbox(dict(outcome.patch.files)) as sandbox:
         end = await sandbox.run(("sh", "run.sh"), env={}, timeout_s=30.0)
     return {"value": float(end.code == 0), "exit": end.code}
 
 
 def hangs(_outcome: SessionOutcome) -> float:
-    """Longer than anybody waits."""
+    """Block until the test ends."""
     RELEASE.wait(30)
     return 1.0
 
 
 def breaks(_outcome: SessionOutcome) -> float:
-    """A mistake of whoever wrote it."""
+    """A function with a bug."""
     return {}["key"]  # type: ignore[no-any-return]
 
 
 def leaves(_outcome: SessionOutcome) -> float:
-    """Takes nobody else down."""
+    """Exit the process."""
     sys.exit(3)
 
 
-MADE: dict[str, object] = {}
+RESULTS: dict[str, object] = {}
 
 
-def says(_outcome: SessionOutcome, *, what: str) -> object:
-    """Whatever a test wants."""
-    return MADE[what]
+def fixed(_outcome: SessionOutcome, *, key: str) -> object:
+    """Return what a test has set."""
+    return RESULTS[key]
 
 
 def later(_outcome: SessionOutcome) -> Awaitable[float]:
-    """Plain, but its result is awaited."""
+    """A plain function that returns an awaitable."""
     return asyncio.sleep(0, 0.25)
 
 
 def target(function: Callable[..., object], **options: object) -> FunctionEvaluator:
-    """The evaluator that calls it, by the name that a task has for it."""
+    """The evaluator that calls it, by its name."""
     return FunctionEvaluator(target=f"{__name__}:{function.__name__}", options=options)
 
 
@@ -77,14 +79,14 @@ async def test_a_number_is_a_reward(judge: Judge) -> None:
     assert (await judge(target(later))).reward.value == 0.25
 
 
-async def test_an_async_function_may_open_boxes(judge: Judge) -> None:
-    """A dict is the value and its parts."""
+async def test_an_async_function_may_open_sandboxes(judge: Judge) -> None:
+    """A dict that it returns has the value and the parts."""
     verdict = await judge(target(opens), {"run.sh": "exit 3"})
     assert verdict.reward == Reward(0.0, {"exit": 3.0})
 
 
 @pytest.mark.parametrize(
-    ("made", "reward"),
+    ("value", "reward"),
     [
         (True, Reward(1.0)),
         (2, Reward(2.0)),
@@ -92,38 +94,38 @@ async def test_an_async_function_may_open_boxes(judge: Judge) -> None:
         (Verdict(Reward(-1.0), {"why": "x"}), Reward(-1.0)),
     ],
 )
-async def test_what_may_be_returned(judge: Judge, made: object, reward: Reward) -> None:
-    """Everything that says a reward without doubt."""
-    MADE["it"] = made
-    verdict = await judge(target(says, what="it"))
+async def test_returned_values_become_rewards(judge: Judge, value: object, reward: Reward) -> None:
+    """Booleans, numbers, rewards and verdicts."""
+    RESULTS["it"] = value
+    verdict = await judge(target(fixed, key="it"))
     assert verdict.reward == reward
 
 
 @pytest.mark.parametrize(
-    "made",
+    "value",
     [None, "1.0", {}, {"value": "1"}, math.nan, Reward(math.inf), Reward(1.0, {"a": math.nan})],
 )
-async def test_what_is_no_reward_is_no_verdict(judge: Judge, made: object) -> None:
-    """Nothing is taken for 0 in silence."""
-    MADE["it"] = made
-    with pytest.raises(EvaluatorError, match=":says returned"):
-        await judge(target(says, what="it"))
+async def test_other_values_are_no_verdict(judge: Judge, value: object) -> None:
+    """They are errors, not a reward of 0."""
+    RESULTS["it"] = value
+    with pytest.raises(EvaluatorError, match=":fixed returned"):
+        await judge(target(fixed, key="it"))
 
 
-async def test_what_it_raises_is_told(judge: Judge) -> None:
-    """The last lines of the traceback, so that it can be mended; also of one that exits."""
+async def test_exceptions_are_reported(judge: Judge) -> None:
+    """With the last lines of the traceback; SystemExit, too."""
     with pytest.raises(EvaluatorError, match=r"(?s):breaks raised.*KeyError: 'key'"):
         await judge(target(breaks))
     with pytest.raises(EvaluatorError, match="SystemExit"):
         await judge(target(leaves))
 
 
-async def test_one_that_hangs_is_given_up(judge: Judge) -> None:
-    """Within the time of the evaluation, and without a place that others need."""
+async def test_a_hanging_function_is_abandoned(judge: Judge) -> None:
+    """At the evaluation's time-out; its thread is not one that other functions need."""
     judge.timeout_s = 0.5
     hung = [judge(target(hangs)) for _ in range(40)]
-    said = await asyncio.gather(*hung, return_exceptions=True)
+    results = await asyncio.gather(*hung, return_exceptions=True)
     RELEASE.set()
-    assert all("took over 0.5 s" in str(each) for each in said)
+    assert all("took over 0.5 s" in str(each) for each in results)
     judge.timeout_s = 30.0
     assert (await judge(target(share))).reward.value == 0.0

@@ -1,6 +1,6 @@
-"""Harbor tasks, judged by their own script: in a clean sandbox, or where the agent was.
+"""Harbor tasks, evaluated by their script in a clean sandbox or in that of the agent.
 
-The agent is a command that stands where a reference solution would, in real sandboxes.
+The agent is a command in the place of a reference solution, in real sandboxes.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ RUNTIMES = [
     pytest.param("container", id="container", marks=pytest.mark.podman),
 ]
 RIGHT = "if [ -f done ]; then echo 1; else echo 0; fi > $reward"
-FOLDER = "/logs/verifier"
-REWARDS = f"reward={FOLDER}/reward.txt; json={FOLDER}/reward.json\n"
-"""Names for what a script may write."""
+REWARDS = "reward=/logs/verifier/reward.txt; json=/logs/verifier/reward.json\n"
+"""Shell variables for the files that a script may write."""
 
 Judge = Callable[..., TaskValidation]
 
 
 @pytest.fixture(params=RUNTIMES)
 def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
-    """What an agent's command earns by a script, as ``judge(command, script, **options)``."""
+    """``judge(command, script, **options)`` evaluates an agent's command by a script."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "calendar.py").write_text("1\n")
     runtime = PluginSpec("bubblewrap")
@@ -50,7 +49,7 @@ def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
         if reason is not None:
             pytest.skip(reason)
 
-    def judged(
+    def validate(
         command: str, script: str = RIGHT, *, allow: Sequence[str] = (), **options: Any
     ) -> TaskValidation:
         tests = tmp_path / "tests"
@@ -72,22 +71,25 @@ def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
         solution = Solution(argv=("sh", "-c", REWARDS + command))
         return asyncio.run(validate_task(task, solution, tmp_path / "sandboxes", Parts()))
 
-    return judged
+    return validate
 
 
 EARNED = read_values(Path(__file__).with_name("harbor.yaml"))
 
 
 @pytest.mark.parametrize("case", EARNED)
-def test_the_work_is_judged_by_the_script(judge: Judge, case: str) -> None:
-    """Its number is the reward; what an agent leaves beside its work does not count."""
+def test_the_script_gives_the_reward(
+    judge: Judge, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that an agent leaves for the script do not change it."""
+    monkeypatch.setenv("NODE_KEY", "k3y")
     given = EARNED[case]
-    proof = judge(given.get("agent", "true"), given["script"], **given.get("options", {}))
-    assert proof.reward == given["earns"], proof.reason
+    validation = judge(given.get("agent", "true"), given["script"], **given.get("options", {}))
+    assert validation.reward == given["earns"], validation.reason
 
 
 @pytest.mark.parametrize(
-    ("script", "why"),
+    ("script", "message"),
     [
         ("exit 3", "no reward was written (exit 3)"),
         ("echo many > $reward", "must be a number"),
@@ -96,31 +98,31 @@ def test_the_work_is_judged_by_the_script(judge: Judge, case: str) -> None:
         ("", "there is no test.sh in"),
     ],
 )
-def test_a_script_without_a_readable_reward_is_no_verdict(
-    judge: Judge, script: str, why: str
+def test_a_script_without_a_valid_reward_is_an_error(
+    judge: Judge, script: str, message: str
 ) -> None:
-    """Nobody's work is charged with a broken task."""
-    proof = judge("touch done", script)
-    assert proof.failure is not None
-    assert (proof.reward, proof.failure.cause) == (None, Cause.EVALUATOR)
-    assert why in proof.reason
+    """The cause is the evaluator."""
+    validation = judge("touch done", script)
+    assert validation.failure is not None
+    assert (validation.reward, validation.failure.cause) == (None, Cause.EVALUATOR)
+    assert message in validation.reason
 
 
 def test_work_that_breaks_the_script_earns_nothing(judge: Judge) -> None:
-    """Without it the script gives a reward, so there is a verdict; a loop is a verdict, too."""
-    proof = judge("rm given.txt", "set -e; cat given.txt; echo 1 > $reward")
-    assert proof.failure is None
-    assert (proof.reward, proof.reason) == (0.0, "no reward was written (exit 1)")
-    proof = judge("true", "sleep 60", timeout_s=1.0)
-    assert (proof.reward, proof.reason) == (0.0, "not done within 1 s")
+    """If the script gives a reward without the work; so does a script that does not end."""
+    validation = judge("rm given.txt", "set -e; cat given.txt; echo 1 > $reward")
+    assert validation.failure is None
+    assert (validation.reward, validation.reason) == (0.0, "no reward was written (exit 1)")
+    validation = judge("true", "sleep 60", timeout_s=1.0)
+    assert (validation.reward, validation.reason) == (0.0, "not done within 1 s")
 
 
 @pytest.mark.podman
 @pytest.mark.parametrize("in_place", [False, True], ids=["clean", "in-place"])
-def test_tests_that_lie_in_an_image_are_not_the_agents(
+def test_tests_in_an_image_are_hidden_from_the_agent(
     podman: str, tmp_path: Path, *, in_place: bool
 ) -> None:
-    """Where a Dockerfile copies them there, the agent finds an empty folder."""
+    """The folder that a Dockerfile copies them to is empty for the agent."""
     for name, text in {
         "tests/test.sh": f"{REWARDS}echo 1 > $reward",
         "environment/Dockerfile": f"FROM {DEBIAN}\nCOPY secret.txt /tests/\nWORKDIR /app\n",
@@ -137,34 +139,22 @@ def test_tests_that_lie_in_an_image_are_not_the_agents(
         runtime=PluginSpec("container", {"engine": podman}),
         workspace=Workspace(build=str(tmp_path / "environment")),
     )
-    looking = Solution(argv=("sh", "-c", "ls -A /tests; ! [ -e /tests/secret.txt ]"))
-    proof = asyncio.run(validate_task(task, looking, tmp_path / "sandboxes", Parts()))
-    assert (proof.reward, proof.reason) == (1.0, "rewarded by the task's script")
+    agent = Solution(argv=("sh", "-c", "ls -A /tests; ! [ -e /tests/secret.txt ]"))
+    validation = asyncio.run(validate_task(task, agent, tmp_path / "sandboxes", Parts()))
+    assert (validation.reward, validation.reason) == (1.0, "rewarded by the task's script")
 
 
-def test_the_script_has_its_environment(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of the task, and variables of the node as far as they are passed."""
-    monkeypatch.setenv("NODE_KEY", "k3y")
-    env = {"A": "plain", "B": "${NODE_KEY}", "C": "${OTHER_KEY:-none}"}
-    script = '[ "$A$B$C" = plaink3ynone ] && echo 1 > $reward'
-    assert judge("true", script, env=env, pass_env=["NODE_KEY"]).reward == 1.0
-
-
-def test_work_that_stands_in_for_libraries_is_left_out(judge: Judge) -> None:
-    """Unless the task says that this is what is asked for."""
+def test_files_that_shadow_libraries_are_refused(judge: Judge) -> None:
+    """The reason lists them."""
     script = "ls; if [ -f json.py ]; then echo 1; else echo 0; fi > $reward"
-    left_out = judge("touch json.py sitecustomize.py", script)
-    assert left_out.reward == 0.0
-    assert left_out.reason.endswith("(not applied: json.py, sitecustomize.py)")
-    assert judge("touch json.py", script, editable=["json.py"]).reward == 1.0
-    lines = "cat calendar.py | wc -l > $reward"
-    there = judge("echo >> calendar.py", lines, reward_range=[0, 2])
-    assert there.reward == 2.0, there.reason
+    refused = judge("touch json.py sitecustomize.py", script)
+    assert refused.reward == 0.0
+    assert refused.reason.endswith("(not applied: json.py, sitecustomize.py)")
 
 
 @pytest.mark.parametrize("text", ['{"a": "1"}', "[]", "{}", "1e999", "null", "", "[" * 9999])
-def test_what_is_no_number_is_no_reward(text: str) -> None:
-    """Neither in JSON nor as text."""
+def test_other_values_than_numbers_are_no_reward(text: str) -> None:
+    """In JSON and as text."""
     for name in ("reward.json", "reward.txt"):
         with pytest.raises(ValueError, match=rf"{name} is b.*, must "):
             parse_rewards(name, text.encode())

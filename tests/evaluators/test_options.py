@@ -1,4 +1,4 @@
-"""Wrong options of every evaluator are refused where the task is accepted."""
+"""Wrong options of every evaluator are refused."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ BASE: dict[str, dict[str, Any]] = {
     "tests": {},
     "weighted": {"parts": {"a": {"evaluator": {"name": "session_completed"}}}},
 }
-"""Options with which each can be made."""
+"""Valid options of each."""
 REFUSED = [row for _, row in read_jsonl(Path(__file__).with_name("refused.jsonl"))]
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=[row["error"] for row in REFUSED])
-def test_wrong_options_are_named(row: dict[str, Any]) -> None:
-    """The error has the option, its value and what would be right."""
+def test_wrong_options_are_reported(row: dict[str, Any]) -> None:
+    """The error has the option, its value and what is allowed."""
     name = row["evaluator"]
     with pytest.raises((ConfigError, UnknownPlugin)) as error:
         make("evaluator", PluginSpec(name, BASE[name] | row["options"]), Evaluator)

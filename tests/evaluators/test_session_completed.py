@@ -1,3 +1,5 @@
+"""The evaluator `session_completed`."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -19,7 +21,7 @@ CALL = make_call(0, [1], [2])
     ("calls", "changes", "value", "reason"),
     [
         ([CALL], {}, 1.0, "completed"),
-        # Agents use exit codes as they like.
+        # Any exit code will do.
         ([CALL], {"exit": Exit(1, timed_out=False, seconds=1.0)}, 1.0, "completed"),
         ([], {}, 0.0, "no model call"),
         ([CALL], {"exit": Exit(-9, timed_out=True, seconds=9.0)}, 0.0, "out of time"),
@@ -28,10 +30,10 @@ CALL = make_call(0, [1], [2])
         ([CALL], {"spent": SpentLimit.MAX_TURNS}, 0.0, "max_turns is spent"),
     ],
 )
-async def test_an_end_of_its_own_is_a_one(
+async def test_the_reward_is_1_if_the_agent_ended_by_itself(
     tmp_path: Path, calls: list[Call], changes: dict[str, Any], value: float, reason: str
 ) -> None:
-    """One that a clock, a limit of its box or a spent budget made is a nought; it says which."""
+    """It is 0 if a time-out, a limit of its sandbox or a spent budget ended it."""
     outcome = replace(Judge(tmp_path, task()).outcome(), calls=calls, **changes)
     verdict = await SessionCompletedEvaluator().evaluate(outcome)
     assert verdict.reward.value == value

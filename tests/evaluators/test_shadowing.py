@@ -1,4 +1,4 @@
-"""What an agent adds beside the tests changes nothing that happens before them."""
+"""Files that an agent adds beside the tests shadow no module that they import."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def judge(folder: Path, driver: Driver) -> judging.Judge:
-    """A task on a repository, whose tests the agent never saw."""
+    """A task on a repository with hidden tests."""
     given = judging.task(workspace=Workspace(folder="/srv/shop"))
     return judging.Judge(folder, given, CALC, runtime=driver.runtime, spec=driver.spec())
 
@@ -74,49 +74,49 @@ PATHS = st.one_of(
     st.builds("{}{}{}".format, *map(st.sampled_from, (PLACES, NAMES, ENDS))),
     st.builds("{}{}".format, *map(st.sampled_from, (PLACES, SETTINGS))),
 )
-LEAVES = "import sys\nsys.stderr.write('IMPORTED ' + __name__)\nraise SystemExit(0)\n"
+EXITS = "import sys\nsys.stderr.write('IMPORTED ' + __name__)\nraise SystemExit(0)\n"
 
 
 def without_conflicts(paths: list[str]) -> Mapping[str, str]:
-    """Files that can be beside each other."""
+    """Files of those paths that can exist together."""
     above = {path.rpartition("/")[0] for path in paths}
-    return {path: LEAVES for path in paths if path not in above and path not in CALC}
+    return {path: EXITS for path in paths if path not in above and path not in CALC}
 
 
-SEES = """import os, sys
-def seen(module):
+RECORDER = """import os, sys
+def path(module):
     return str(getattr(module, "__file__", None)).replace(os.getcwd(), ".")
 with open("modules.txt", "w") as file:
-    file.writelines(sorted(f"{name} {seen(made)}\\n" for name, made in [*sys.modules.items()]))
+    file.writelines(sorted(f"{name} {path(module)}\\n" for name, module in [*sys.modules.items()]))
 """
-"""Notes what the interpreter has imported before the tests."""
+"""Records the modules that the interpreter has imported before the tests."""
 
 
 async def run(
     folder: Path, driver: Driver, way: str, files: Mapping[str, str | FileChange | None]
 ) -> list[str]:
-    """The imports before the tests, and the tests with their outcomes."""
-    options = {**WAYS[way], "files": {"hidden/test_calc.py": SEES + TEST}}
+    """Imports before the tests, then the tests' outcomes."""
+    options = {**WAYS[way], "files": {"hidden/test_calc.py": RECORDER + TEST}}
     verdict = await judge(folder, driver)(TestsEvaluator(**options), files)
     report, output = verdict.report, verdict.report["output"]
     assert "IMPORTED" not in output, report
     (modules,) = await asyncio.to_thread(lambda: list(folder.rglob("modules.txt")))
     counted = re.findall(r"\d+ passed|\d+ failed", output)
-    told = [f"{report['failed']} {report['missing']} {report['exit']} {verdict.reward}", *counted]
-    return [*modules.read_text().splitlines(), *told]
+    counts = [f"{report['failed']} {report['missing']} {report['exit']} {verdict.reward}", *counted]
+    return [*modules.read_text().splitlines(), *counts]
 
 
-async def same_as_fresh(
+async def assert_no_effect(
     make: pytest.TempPathFactory,
     driver: Driver,
     way: str,
     added: Mapping[str, str | FileChange | None],
 ) -> None:
-    """Whatever is added, the same is imported, and the same tests run with the same outcomes."""
+    """The imports and outcomes are those without `added`, with wrong and with right work."""
     for work in ({}, RIGHT):
         fresh = await run(make.mktemp("fresh"), driver, way, work)
         assert len(fresh) > 50
-        assert await run(make.mktemp("judged"), driver, way, {**added, **work}) == fresh
+        assert await run(make.mktemp("changed"), driver, way, {**added, **work}) == fresh
 
 
 EXAMPLES = settings(
@@ -132,11 +132,11 @@ LOTS = st.lists(PATHS, min_size=20, max_size=60).map(without_conflicts)
 @pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)
 @settings(EXAMPLES, max_examples=1)
 @given(added=LOTS)
-async def test_any_addition_leaves_the_tests_as_they_were(
+async def test_added_files_do_not_change_the_tests(
     tmp_path_factory: pytest.TempPathFactory, driver: Driver, way: str, added: Mapping[str, str]
 ) -> None:
     """Modules, packages, extensions and settings of any name, anywhere, many at once."""
-    await same_as_fresh(tmp_path_factory, driver, way, added)
+    await assert_no_effect(tmp_path_factory, driver, way, added)
 
 
 @pytest.mark.slow
@@ -145,8 +145,8 @@ async def test_any_addition_leaves_the_tests_as_they_were(
 @pytest.mark.parametrize("driver", ["local"], indirect=True)
 @settings(EXAMPLES, max_examples=20)
 @given(added=LOTS)
-async def test_many_additions_leave_the_tests_as_they_were(
+async def test_added_files_do_not_change_the_tests_in_more_examples(
     tmp_path_factory: pytest.TempPathFactory, driver: Driver, way: str, added: Mapping[str, str]
 ) -> None:
-    """The same, at length, for each way to run tests."""
-    await same_as_fresh(tmp_path_factory, driver, way, added)
+    """The same test, with more examples."""
+    await assert_no_effect(tmp_path_factory, driver, way, added)

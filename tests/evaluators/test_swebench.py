@@ -1,4 +1,4 @@
-"""Verdicts on SWE rows, with scripts that run in a local sandbox."""
+"""Rewards of SWE rows, with scripts that run in local sandboxes."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ ROW: dict[str, Any] = {
 
 
 class Judge(judging.Judge):
-    """Evaluates patches of FILES in boxes under a folder."""
+    """Evaluates patches of FILES in sandboxes."""
 
-    async def on(self, files: Mapping[str, str | None], **options: Any) -> Verdict:
-        """The verdict on a patch."""
+    async def evaluate(self, files: Mapping[str, str | None], **options: Any) -> Verdict:
+        """Evaluate a patch."""
         return await self(SweBenchEvaluator(**{**ROW, **options}), files)
 
 
@@ -62,24 +62,24 @@ def judge(tmp_path: Path) -> Judge:
         (GOOD, {"eval_script": REAL}, 1.0, (1.0, 1.0, 1.0)),
         (HALF, {}, 0.0, (0.0, 0.5, 1.0)),
         (HALF, {"partial": True}, 0.5, (0.0, 0.5, 1.0)),
-        # A share of the fix is not earned by breaking what worked.
+        # Nothing is earned by breaking what worked.
         (BROKE, {"partial": True}, 0.0, (0.0, 1.0, 0.0)),
     ],
     ids=["all, by pytest", "half", "half, partial", "broken, partial"],
 )
-async def test_what_resolves_the_issue_gets_one(
+async def test_a_patch_that_resolves_the_issue_earns_1(
     judge: Judge, work: dict[str, str], options: dict[str, Any], value: float, parts: object
 ) -> None:
-    """All or nothing, or with `partial` the share of `fail_to_pass`; one sandbox is enough."""
-    verdict = await judge.on(work, **options)
+    """Others earn 0, or with `partial` the share of `fail_to_pass`; there is one sandbox."""
+    verdict = await judge.evaluate(work, **options)
     assert verdict.reward.value == value, verdict.report["log"]
     assert tuple(verdict.reward.parts.values()) == parts
     assert judge.opened == 1
 
 
-async def test_what_failed_is_named(judge: Judge) -> None:
-    """By the list that it stands in, beside what was changed."""
-    report = (await judge.on(HALF)).report
+async def test_failed_tests_are_reported(judge: Judge) -> None:
+    """By their list, with the diff."""
+    report = (await judge.evaluate(HALF)).report
     assert "+    return 3" in report["diff"]
     lists = {"FAIL_TO_PASS": ["tests/test_calc.py::test_add_again"], "PASS_TO_PASS": []}
     assert (report["failed"], report["failures"]) == (lists, 1)
@@ -99,31 +99,31 @@ HOSTILE: dict[str, dict[str, str | None]] = {
         "calc.py": 'print(">>>>> Patch Apply Failed")\n' + FILES["calc.py"]
     },
     "ends the script": {"calc.py": "import os\nos.kill(os.getppid(), 9)\n"},
-    "prints what is no text": {
+    "prints binary data": {
         "calc.py": "import os\nos.write(1, b'\\xff\\xfe\\x00PASSED\\r\\n')\n" + FILES["calc.py"]
     },
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_whatever_else_the_agent_did_gets_nothing(name: str, judge: Judge) -> None:
-    """A verdict, not an error, and no reward."""
-    verdict = await judge.on(HOSTILE[name])
+async def test_hostile_patches_earn_nothing(name: str, judge: Judge) -> None:
+    """They are no errors."""
+    verdict = await judge.evaluate(HOSTILE[name])
     assert verdict.reward.value == 0.0, verdict.report
 
 
-async def test_a_loop_gets_nothing(judge: Judge) -> None:
-    """Tests that began and did not end are the agent's doing."""
-    verdict = await judge.on({"calc.py": "while True: pass\n"}, timeout_s=4.0)
+async def test_an_endless_loop_earns_nothing(judge: Judge) -> None:
+    """A time-out after the start of the tests is no error."""
+    verdict = await judge.evaluate({"calc.py": "while True: pass\n"}, timeout_s=4.0)
     assert (verdict.reward.value, verdict.report["timed_out"]) == (0.0, True)
 
 
-async def test_the_reference_may_change_what_is_protected(judge: Judge) -> None:
-    """`editable` lets through what `protected` or pytest's own settings would keep out."""
+async def test_editable_and_protected_change_the_rules(judge: Judge) -> None:
+    """`editable` allows what pytest's patterns refuse; `protected` refuses more."""
     work = {**GOOD, "setup.cfg": "[metadata]\nname = calc\n"}
-    assert "setup.cfg" in (await judge.on(work)).report["refused"]
-    assert (await judge.on(work, editable=["setup.cfg"])).report["refused"] == {}
-    assert list((await judge.on(GOOD, protected=["*.py"])).report["refused"]) == ["calc.py"]
+    assert "setup.cfg" in (await judge.evaluate(work)).report["refused"]
+    assert (await judge.evaluate(work, editable=["setup.cfg"])).report["refused"] == {}
+    assert list((await judge.evaluate(GOOD, protected=["*.py"])).report["refused"]) == ["calc.py"]
 
 
 @pytest.mark.parametrize(
@@ -134,69 +134,69 @@ async def test_the_reference_may_change_what_is_protected(judge: Judge) -> None:
             "echo no such commit; exit 1;",
             r"(?s)calc-1: its tests do not begin, also.*no s",
         ),
-        # A time-out is only the agent's if its code ran.
+        # A time-out before the agent's code ran.
         ("mkdir", "sleep 100;", "do not begin"),
         ("python3 -B", "no-such-runner", "give no result, also without the agent's work"),
     ],
-    ids=["breaks", "hangs", "tells nothing"],
+    ids=["fails", "hangs", "has no result"],
 )
-async def test_a_script_that_works_with_no_work_is_nobodys_fault(
+async def test_a_script_that_fails_without_the_work_is_an_error(
     judge: Judge, old: str, new: str, message: str
 ) -> None:
-    """Seen by running it without the agent's, too."""
+    """It is run again without the agent's changes."""
     with pytest.raises(EvaluatorError, match=message):
-        await judge.on(GOOD, eval_script=SCRIPT.replace(old, new), timeout_s=4.0)
+        await judge.evaluate(GOOD, eval_script=SCRIPT.replace(old, new), timeout_s=4.0)
     assert judge.opened == 2
 
 
-async def test_what_keeps_the_tests_from_beginning_gets_nothing(judge: Judge) -> None:
-    """Some scripts build the agent's code first."""
+async def test_work_that_keeps_the_tests_from_starting_earns_nothing(judge: Judge) -> None:
+    """For scripts that build or run the agent's code first."""
     script = SCRIPT.replace("mkdir -p tests", "mkdir -p tests; python3 calc.py || exit 1")
-    verdict = await judge.on({"calc.py": "1 / 0\n"}, eval_script=script)
+    verdict = await judge.evaluate({"calc.py": "1 / 0\n"}, eval_script=script)
     assert verdict.reward.value == 0.0
     assert judge.opened == 2
 
 
-STANDS_IN = "def test_add(): pass\ntest_add_again = test_sub = test_add\n"
-IN_PLACE = (
+FAKE = "def test_add(): pass\ntest_add_again = test_sub = test_add\n"
+SHADOWS = (
     *("test_calc.py", "test_calc/__init__.py", "tests/test_calc/__init__.py"),
     *("tests/test_calc.abi3.so", "src/test_calc.py", "tests/test_calc.pyc", "conftest.py"),
 )
 
 
 @pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)
-async def test_nothing_stands_in_for_a_test(driver: Driver, tmp_path: Path) -> None:
-    """Modules, packages and extensions of its name, anywhere; beside honest work they are nothing.
+async def test_files_that_shadow_a_test_are_refused(driver: Driver, tmp_path: Path) -> None:
+    """Modules, packages and extensions of its name, anywhere, also beside right work.
 
     The row's script imports from the top before it imports from the tests.
     """
     given = {"timeout_s": 40, "runtime": driver.runtime, "spec": driver.spec()}
     judge = Judge(tmp_path, judging.task(), FILES, **given)
-    stand_ins = dict.fromkeys(IN_PLACE, STANDS_IN)
-    assert (await judge.on(stand_ins)).reward.value == 0.0
-    verdict = await judge.on({**stand_ins, **GOOD})
+    shadows = dict.fromkeys(SHADOWS, FAKE)
+    assert (await judge.evaluate(shadows)).reward.value == 0.0
+    verdict = await judge.evaluate({**shadows, **GOOD})
     assert verdict.reward.value == 1.0
-    assert verdict.report["refused"].keys() == stand_ins.keys()
+    assert verdict.report["refused"].keys() == shadows.keys()
 
 
-async def test_a_parser_that_swebench_does_not_know(judge: Judge) -> None:
-    """The error lists those that it does."""
+async def test_an_unknown_parser_is_an_error(judge: Judge) -> None:
+    """It lists the known ones."""
     with pytest.raises(
         EvaluatorError, match=r"log_parser is 'pytest', must be one of.*parse_log_dja"
     ):
-        await judge.on(GOOD, log_parser="pytest")
+        await judge.evaluate(GOOD, log_parser="pytest")
 
 
-async def test_a_log_of_any_length_is_read(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The middle of a very long log is left out, not its end, and not the memory."""
+async def test_long_logs_are_truncated(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle; the results at the end are read."""
     monkeypatch.setattr(SweBenchEvaluator, "max_log", 40_000)
     monkeypatch.setattr(SweBenchEvaluator, "log_end", 10_000)
-    verdict = await judge.on({"calc.py": GOOD["calc.py"] + "print('x' * 100_000)\n"})
+    verdict = await judge.evaluate({"calc.py": GOOD["calc.py"] + "print('x' * 100_000)\n"})
     assert verdict.reward.value == 1.0
 
 
-async def test_a_log_that_takes_a_parser_quadratic_time_holds_up_nobody(judge: Judge) -> None:
-    """A line of blanks stops SymPy's parser for minutes: it is killed, and others go on."""
+async def test_a_slow_parser_is_killed(judge: Judge) -> None:
+    """A line of blanks takes SymPy's parser minutes; other evaluations go on meanwhile."""
     row = {**ROW, "log_parser": "parse_log_sympy"}
     good = SweBenchEvaluator(**ROW)
     assert (await judge(good, GOOD)).reward.value == 1.0
@@ -209,8 +209,8 @@ async def test_a_log_that_takes_a_parser_quadratic_time_holds_up_nobody(judge: J
     assert honest.reward.value == 1.0
 
 
-async def test_the_log_is_read_without_the_packages_clients() -> None:
-    """Only what grades is imported to read a log; clients of Docker and data sets cost seconds."""
+async def test_parsing_a_log_imports_no_clients() -> None:
+    """Those of Docker and data sets take seconds to import."""
     code = _GRADE + "\njson.dump(sorted(sys.modules), open(path + '.out', 'w'))\n"
     run = SweBenchEvaluator(**ROW)._make_spec()
     names = msgspec.json.decode(await parse_apart(code, b"", asdict(run)))
@@ -218,10 +218,10 @@ async def test_the_log_is_read_without_the_packages_clients() -> None:
     assert not {"docker", "datasets", "requests"} & set(names)
 
 
-async def test_without_the_package_the_extra_is_named(
+async def test_a_missing_package_is_reported_with_its_extra(
     judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node that lacks it says what to install; the task is not charged."""
+    """It is an error of the evaluator."""
     monkeypatch.setitem(sys.modules, "swebench.harness.log_parsers", None)
     with pytest.raises(EvaluatorError, match=r"pip install 'tugline\[swe\]' on every node"):
-        await judge.on(GOOD)
+        await judge.evaluate(GOOD)

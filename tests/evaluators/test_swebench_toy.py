@@ -1,4 +1,4 @@
-"""The three issues of `examples/swe_gym`, tried in containers of their own.
+"""The three issues of `examples/swe_gym` in containers.
 
 `tasksets/test_swe_example.py` runs them in sandboxes.
 """
@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commands import run_program
 from containers import DEBIAN
 from sandboxes import read_log, run_shell
 from swe_toy import make, tasks, written
@@ -26,32 +26,32 @@ from tugline.types import Task
 pytestmark = pytest.mark.timeout(300)
 
 
-async def earns(folder: Path, task: Task, solution: Solution) -> float | None:
-    """What some work earns."""
-    proof = await validate_task(task, solution, folder, Parts())
-    assert proof.failure is None, proof.reason
-    return proof.reward
+async def find_reward(folder: Path, task: Task, solution: Solution) -> float | None:
+    """The reward of a solution."""
+    validation = await validate_task(task, solution, folder, Parts())
+    assert validation.failure is None, validation.reason
+    return validation.reward
 
 
-def built(name: str, context: Path, lines: str) -> None:
-    """Make an image of Debian's."""
+def build(name: str, context: Path, lines: str) -> None:
+    """Build an image on Debian's."""
     (context / "Dockerfile").write_text(f"FROM {DEBIAN}\nWORKDIR /testbed\n{lines}")
-    argv = ["podman", "--runtime", "runc", "build", "-q", "--isolation=chroot", "-t", name]
-    done = subprocess.run([*argv, str(context)], capture_output=True, text=True, check=False)
+    argv = ("podman", "--runtime", "runc", "build", "-q", "--isolation=chroot", "-t", name)
+    done = run_program(*argv, context)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
 def images(tmp_path: Path, podman: str) -> Iterator[str]:  # noqa: ARG001 - it has Debian's image
-    """An image for each instance, with its checkout in /testbed and all later history."""
+    """An image of each instance, with its checkout in /testbed and all later history."""
     prefix = f"localhost/tugline/swe-{tmp_path.parent.name}"
     made = []
     for row in make(tmp_path / "context"):
         made.append(f"{prefix}:{row['instance_id']}")
         checkout = f"RUN git -c safe.directory=* checkout -q {row['base_commit']}\n"
-        built(made[-1], tmp_path / "context", f"COPY larder /testbed\n{checkout}")
+        build(made[-1], tmp_path / "context", f"COPY larder /testbed\n{checkout}")
     yield f"{prefix}:{{instance_id}}"
-    subprocess.run(["podman", "rmi", "-f", *made], capture_output=True, check=False)
+    run_program("podman", "rmi", "-f", *made)
 
 
 @pytest.fixture
@@ -66,29 +66,29 @@ FSCK = "git -c safe.directory=* fsck --unreachable --no-reflogs"
 
 @pytest.mark.podman
 async def test_in_containers(tmp_path: Path, images: str, runtime: dict[str, Any]) -> None:
-    """With images as the public data sets have them: the repository lies in the image.
+    """With the repository in the image, as in public data sets.
 
-    Gold 1, empty 0, and no later history where the agent is.
+    The reference patch earns 1, no patch 0; the agent has no later history.
     """
     titles = [row["problem_statement"].partition("\n")[0] for row in make(tmp_path)]
     taskset = SweTaskSet(path=str(tmp_path / "rows.jsonl"), images=images)
     for number, task in enumerate(tasks(taskset, runtime=runtime)):
         gold = taskset.solution(task)
         assert gold is not None
-        assert await earns(tmp_path / f"gold-{number}", task, gold) == 1.0
-        assert await earns(tmp_path / f"empty-{number}", task, Solution()) == 0.0
+        assert await find_reward(tmp_path / f"gold-{number}", task, gold) == 1.0
+        assert await find_reward(tmp_path / f"empty-{number}", task, Solution()) == 0.0
         spec = SandboxSpec(workspace=task.workspace)
         async with Parts().runtime(task.runtime).open(tmp_path / f"{number}", spec) as sandbox:
             await run_shell(sandbox, f"{LOG}; {FSCK}")
-            said = read_log(sandbox)
-        assert "Start" in said
-        assert not [title for title in titles[number:] if title in said]
-        assert "unreachable" not in said
+            output = read_log(sandbox)
+        assert "Start" in output
+        assert not [title for title in titles[number:] if title in output]
+        assert "unreachable" not in output
 
 
 @pytest.fixture
 def r2e(tmp_path: Path, podman: str) -> Iterator[dict[str, str]]:  # noqa: ARG001 - as above
-    """A row of R2E's kind, with its image: tests lie beside the repository."""
+    """A row of R2E, and its image with tests beside the repository."""
     name, context = f"localhost/tugline/r2e-{tmp_path.parent.name}", tmp_path / "context"
     make(context)
     (context / "larder" / "run_tests.sh").write_text("python3 -m pytest -rA r2e_tests\n")
@@ -97,7 +97,7 @@ def r2e(tmp_path: Path, podman: str) -> Iterator[dict[str, str]]:  # noqa: ARG00
         "        assert larder.quantity.parse('1 1/2 kg') == (1.5, 'kg')\n"
     )
     before = "RUN git -c safe.directory=* checkout -q HEAD~3 && rm -rf tests\n"
-    built(name, context, f"COPY larder /testbed\nCOPY test_1.py /r2e_tests/\n{before}")
+    build(name, context, f"COPY larder /testbed\nCOPY test_1.py /r2e_tests/\n{before}")
     yield {
         "repo_name": "larder",
         "docker_image": name,
@@ -105,22 +105,22 @@ def r2e(tmp_path: Path, podman: str) -> Iterator[dict[str, str]]:  # noqa: ARG00
         "problem_statement": "[ISSUE]mixed numbers[/ISSUE]",
         "expected_output_json": json.dumps({"TestParse.test_mixed": "PASSED"}),
     }
-    subprocess.run(["podman", "rmi", "-f", name], capture_output=True, check=False)
+    run_program("podman", "rmi", "-f", name)
 
 
 @pytest.mark.podman
-async def test_tests_in_an_image_are_not_the_agents_to_see(
+async def test_tests_in_an_image_are_hidden_from_the_agent(
     tmp_path: Path, r2e: dict[str, str], runtime: dict[str, Any]
 ) -> None:
-    """A row of R2E: the agent's box has their folder empty, and the evaluator's has not."""
+    """With a row of R2E: their folder is empty in the agent's sandbox, not in the evaluator's."""
     taskset = SweTaskSet(path=written(tmp_path / "r2e.jsonl", r2e))
     (task,) = tasks(taskset, runtime=runtime)
     peek = Solution(argv=("sh", "-c", "test -d /r2e_tests && ! test -e /r2e_tests/test_1.py"))
-    proof = await validate_task(task, peek, tmp_path / "peek", Parts())
-    assert (proof.reward, proof.failure) == (0.0, None), proof.reason
-    assert "solution" not in proof.reason
+    validation = await validate_task(task, peek, tmp_path / "peek", Parts())
+    assert (validation.reward, validation.failure) == (0.0, None), validation.reason
+    assert "solution" not in validation.reason
     patch = make(tmp_path)[0]["patch"]
     gold = Solution(home={"p": patch}, argv=("sh", "-c", "git apply $HOME/p"))
-    assert await earns(tmp_path / "gold", task, gold) == 1.0
+    assert await find_reward(tmp_path / "gold", task, gold) == 1.0
     forged = {"run_tests.sh": "echo PASSED r2e_tests/test_1.py::TestParse::test_mixed\n"}
-    assert await earns(tmp_path / "forged", task, Solution(changes=forged)) == 0.0
+    assert await find_reward(tmp_path / "forged", task, Solution(changes=forged)) == 0.0

@@ -1,6 +1,6 @@
-"""The evaluator `tests`, with our own pytest and with commands, by real programs in local boxes.
+"""The evaluator `tests`, with our own pytest and with commands, with real programs.
 
-What agents do instead of their work is tried in sandboxes, in `attacks/test_rewards.py`.
+Attacks on rewards are in `attacks/test_rewards.py`.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def judge(tmp_path: Path) -> Judge:
 
 @pytest.fixture
 def with_files(tmp_path: Path) -> Judge:
-    """The same as files of the task."""
+    """The same files, as those of the task."""
     return Judge(tmp_path, task(OLD))
 
 
 @pytest.mark.parametrize("options", [OWN, JUNIT, PYTEST], ids=["own", "junit", "pytest"])
-async def test_right_and_wrong_work_are_told_apart(judge: Judge, options: dict[str, Any]) -> None:
-    """What the runner says of each expected test makes the reward, its parts and the report."""
+async def test_expected_tests_make_the_reward(judge: Judge, options: dict[str, Any]) -> None:
+    """And its parts and the report; other tests may fail, and `partial` rewards a share."""
     tests = TestsEvaluator(**options, fail_to_pass=[TOTAL], pass_to_pass=[ZERO])
     verdict = await judge(tests, GOOD)
     assert verdict.reward.value == 1.0, verdict.report
@@ -78,17 +78,13 @@ async def test_right_and_wrong_work_are_told_apart(judge: Judge, options: dict[s
     assert (verdict.reward.value, verdict.reward.parts["fail_to_pass"]) == (0.0, 0.0)
     assert verdict.reward.parts["pass_to_pass"] == 1.0
     assert list(verdict.report["failed"]) == [TOTAL]
-
-
-@pytest.mark.parametrize("options", [OWN, JUNIT], ids=["own", "junit"])
-async def test_only_the_tests_asked_for_must_pass(judge: Judge, options: dict[str, Any]) -> None:
-    """`expected` lets others fail, as in data sets that list what a fix should turn."""
     assert (await judge(TestsEvaluator(**options, expected=[ZERO]))).reward.value == 1.0
-    assert (await judge(TestsEvaluator(**options, expected=[TOTAL]))).reward.value == 0.0
+    partial = TestsEvaluator(**options, expected=[TOTAL, ZERO], partial=True)
+    assert (await judge(partial)).reward.value == 0.5
 
 
-async def test_hidden_tests_decide_beside_those_of_the_task(with_files: Judge) -> None:
-    """Tests that the agent never saw run with those that it has."""
+async def test_hidden_tests_run_beside_those_of_the_task(with_files: Judge) -> None:
+    """All of them must pass."""
     hidden = "import bill\ndef test_five():\n    assert bill.total(2, 3) == 5\n"
     tests = TestsEvaluator(files={"hidden/test_more.py": hidden})
     verdict = await with_files(tests, {**GOOD, "tests/data.json": ""})
@@ -96,20 +92,20 @@ async def test_hidden_tests_decide_beside_those_of_the_task(with_files: Judge) -
     assert verdict.report["refused"] == {"tests/data.json": "is protected (tests/)"}
 
 
-async def test_what_the_agent_removed_is_not_there(judge: Judge) -> None:
-    """A file of the repository, too."""
+async def test_removed_files_are_removed_for_the_tests(judge: Judge) -> None:
+    """Files of the repository, too."""
     judge.base["gone"] = ""
     gone = TestsEvaluator(command="! [ -e gone ] && printf 'ok 1 - a\\n1..1\\n'", format="tap")
     assert (await judge(gone, {"gone": None})).reward.value == 1.0
 
 
 async def test_every_run_of_pytest_counts(judge: Judge) -> None:
-    """One command may run it several times: no report is lost, and of one test the worse counts."""
+    """A command may run it several times: no report is lost, and a test's worst result counts."""
     judge.base["test_more.py"] = "def test_more():\n    pass\n"
     run = "python3 -m pytest -q -p no:cacheprovider"
-    mend = "sed -i 's/a - b/a + b/' bill.py"
+    fix = "sed -i 's/a - b/a + b/' bill.py"
     tests = TestsEvaluator(
-        command=f"{run}; {mend}; {run} test_bill.py",
+        command=f"{run}; {fix}; {run} test_bill.py",
         format="pytest",
         expected=[TOTAL, ZERO, "test_more.py::test_more"],
         env=ALONE,
@@ -119,23 +115,17 @@ async def test_every_run_of_pytest_counts(judge: Judge) -> None:
     assert verdict.reward.parts == {"passed": 2.0, "total": 3.0}
 
 
-async def test_credit_may_be_partial(judge: Judge) -> None:
-    """With `partial`, the reward is the share of expected tests that came true."""
-    verdict = await judge(TestsEvaluator(**PYTEST, expected=[TOTAL, ZERO], partial=True))
-    assert verdict.reward.value == 0.5
-
-
-async def test_without_a_list_all_must_pass(judge: Judge) -> None:
+async def test_without_expected_tests_all_must_pass(judge: Judge) -> None:
     """Then the exit code counts as well."""
     assert (await judge(TestsEvaluator(**PYTEST), GOOD)).reward.value == 1.0
     verdict = await judge(TestsEvaluator(**PYTEST))
     assert (verdict.reward.value, verdict.report["total"]) == (0.0, 2)
-    lies = TestsEvaluator(command="printf 'ok 1 - a\\n1..1\\n'; exit 3", format="tap")
-    verdict = await judge(lies)
+    tests = TestsEvaluator(command="printf 'ok 1 - a\\n1..1\\n'; exit 3", format="tap")
+    verdict = await judge(tests)
     assert verdict.report["reason"] == "no test is reported to have failed, but exit code 3"
 
 
-async def test_files_are_laid_over_last(judge: Judge) -> None:
+async def test_hidden_files_replace_the_agents(judge: Judge) -> None:
     """Neither the patch nor what `setup` runs of it can change a hidden test."""
     patch = {
         "setup.sh": "echo 'raise SystemExit(0)' > test_hidden.py; mkdir -p sub; ln -s / sub/x\n",
@@ -153,8 +143,8 @@ async def test_files_are_laid_over_last(judge: Judge) -> None:
     assert (await judge(tests, patch)).reward.value == 0.0
 
 
-async def test_the_report_is_where_nobody_could_put_one_before(judge: Judge) -> None:
-    """A report that the agent left is refused or gone; one that is not written is none."""
+async def test_a_report_of_the_agent_is_not_read(judge: Judge) -> None:
+    """It is refused or removed before the tests; without a new report there is no result."""
     options: dict[str, Any] = {"format": "junit", "expected": ["a::b"]}
     tests = TestsEvaluator(command="true", report="out/report.xml", **options)
     verdict = await judge(tests, {"out/report.xml": XML})
@@ -168,27 +158,6 @@ async def test_the_report_is_where_nobody_could_put_one_before(judge: Judge) -> 
         command=f"echo '{XML}' > \"$REPORT\"", env={"REPORT": "{report}"}, **options
     )
     assert (await judge(hidden)).reward.value == 1.0
-
-
-@pytest.mark.parametrize("partial", [False, True])
-@pytest.mark.parametrize(
-    ("end", "reason"),
-    [
-        ("kill -9 $$", "ended by signal 9"),
-        ("exit 1", "no test is reported to have failed, but exit code 1"),
-        ("exit 0", "passed"),
-    ],
-)
-async def test_a_report_must_agree_with_its_runners_end(
-    judge: Judge, end: str, reason: str, *, partial: bool
-) -> None:
-    """Programs that rewrite a report cannot change how the runner ends, except by killing it."""
-    command = f"echo '{XML}' > {{report}}; {end}"
-    verdict = await judge(
-        TestsEvaluator(command=command, format="junit", expected=["a::b"], partial=partial)
-    )
-    assert verdict.report["reason"] == reason
-    assert verdict.reward.value == float(reason == "passed")
 
 
 REWRITES = """import atexit, glob, os, signal, time
@@ -219,10 +188,10 @@ def total(a, b): return a - b
 )
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)
-async def test_a_report_that_is_rewritten_beside_the_runner_earns_nothing(
+async def test_a_rewritten_report_must_agree_with_the_exit_code(
     driver: Driver, tmp_path: Path, signal: str, reason: str, *, partial: bool
 ) -> None:
-    """A process of the agent's stops the runner, writes its report, and lets it end or dies."""
+    """A process of the agent stops the runner, rewrites the report, and continues or kills it."""
     judge = Judge(tmp_path, task(OLD), runtime=driver.runtime, spec=driver.spec())
     tests = TestsEvaluator(timeout_s=60, expected=[TOTAL, ZERO], partial=partial)
     verdict = await judge(tests, {"bill.py": REWRITES.replace("SIGNAL", signal)})
@@ -230,8 +199,8 @@ async def test_a_report_that_is_rewritten_beside_the_runner_earns_nothing(
     assert (await judge(tests, GOOD)).reward.value == 1.0
 
 
-async def test_an_output_that_was_there_before_is_not_newer_than_its_source(judge: Judge) -> None:
-    """One that the agent replaces, and that is no text, is older than every source, too."""
+async def test_build_outputs_are_older_than_their_sources(judge: Judge) -> None:
+    """Also a binary that the agent replaces."""
     judge.base["Makefile"] = "out/t: t.sh\n\tmkdir -p out\n\tcp t.sh out/t\n"
     judge.base["t.sh"] = judge.base["out/t"] = "echo 'not ok 1 - a'; echo 1..1\n"
     right = "echo 'ok 1 - a'; echo 1..1\n"
@@ -243,20 +212,20 @@ async def test_an_output_that_was_there_before_is_not_newer_than_its_source(judg
     assert (await judge(tests, {"out/t": forged, "t.sh": right})).reward.value == 1.0
 
 
-LIE = "echo 'ok 1 - a'; echo 1..1"
+FORGED = "echo 'ok 1 - a'; echo 1..1"
 RUNNERS = {
-    "prove": ("prove -v t", {".proverc": '--exec "sh lie.sh"\n', "lie.sh": LIE}),
-    "make": ("make -s test", {"GNUmakefile": f"test:\n\t@{LIE}\n"}),
+    "prove": ("prove -v t", {".proverc": '--exec "sh fake.sh"\n', "fake.sh": FORGED}),
+    "make": ("make -s test", {"GNUmakefile": f"test:\n\t@{FORGED}\n"}),
 }
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)
-async def test_a_runner_obeys_no_settings_of_the_agents(
+async def test_settings_of_the_agent_are_refused(
     driver: Driver, tmp_path: Path, runner: str
 ) -> None:
-    """They are refused beside honest work, too; where a task lets them in, they earn all."""
-    command, lies = RUNNERS[runner]
+    """Also beside right work; if a task allows them, they earn the reward."""
+    command, settings = RUNNERS[runner]
     if shutil.which(runner) is None:
         pytest.skip(f"{runner} is not installed")
     base = {
@@ -270,14 +239,14 @@ async def test_a_runner_obeys_no_settings_of_the_agents(
     judge = Judge(tmp_path, given, base, runtime=driver.runtime, spec=spec)
     tests = TestsEvaluator(command=command, format="tap", expected=["a"])
     honest = {"sum.sh": "echo $(($1 + $2))\n"}
-    assert (await judge(tests, lies)).reward.value == 0.0
-    assert (await judge(tests, {**lies, **honest})).reward.value == 1.0
-    lax = TestsEvaluator(command=command, format="tap", expected=["a"], editable=[*lies])
-    assert (await judge(lax, lies)).reward.value == 1.0
+    assert (await judge(tests, settings)).reward.value == 0.0
+    assert (await judge(tests, {**settings, **honest})).reward.value == 1.0
+    lax = TestsEvaluator(command=command, format="tap", expected=["a"], editable=[*settings])
+    assert (await judge(lax, settings)).reward.value == 1.0
 
 
-async def test_a_task_may_allow_what_is_protected(judge: Judge) -> None:
-    """`editable` takes a pattern out, `protected` adds one."""
+async def test_a_task_may_change_what_is_protected(judge: Judge) -> None:
+    """`editable` removes a pattern, `protected` adds one."""
     files = {"setup.cfg": "", "bill.lock": ""}
     assert list((await judge(TestsEvaluator(**PYTEST), files)).report["refused"]) == ["setup.cfg"]
     tests = TestsEvaluator(**PYTEST, editable=["setup.cfg"], protected=["*.lock"])
@@ -293,10 +262,10 @@ async def test_a_task_may_allow_what_is_protected(judge: Judge) -> None:
     ],
     ids=["own", "command", "setup"],
 )
-async def test_an_endless_loop_is_a_nought(
+async def test_an_endless_loop_earns_nothing(
     judge: Judge, options: dict[str, Any], reason: str
 ) -> None:
-    """Time that the agent burns is its own fault, with the reason said."""
+    """The report has the reason."""
     tests = TestsEvaluator(**options, timeout_s=0.7)
     verdict = await judge(tests, {"bill.py": "while True: pass\n"})
     assert (verdict.reward.value, verdict.report["timed_out"]) == (0.0, True)
@@ -304,7 +273,7 @@ async def test_an_endless_loop_is_a_nought(
 
 
 async def test_a_busy_node_is_no_verdict(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where others had the processors until the time was over, nobody knows what the work does."""
+    """A time-out on a machine with no free processor is an error, not a reward of 0."""
     run = LocalSandbox.run
 
     async def starve(self: LocalSandbox, *args: Any, **how: Any) -> Exit:
@@ -319,7 +288,7 @@ async def test_a_busy_node_is_no_verdict(judge: Judge, monkeypatch: pytest.Monke
 async def test_no_pytest_is_no_verdict(
     judge: Judge, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A runtime without pytest is not the agent's fault."""
+    """A sandbox without pytest is an error, not a reward of 0."""
     python = tmp_path / "bin" / "python3"
     python.parent.mkdir()
     python.write_text("#!/bin/sh\necho 'No module named pytest' >&2\nexit 1\n")
@@ -343,7 +312,7 @@ async def test_no_pytest_is_no_verdict(
 async def test_a_command_that_cannot_run_is_no_verdict(
     judge: Judge, options: dict[str, Any], message: str
 ) -> None:
-    """Nobody is charged for a missing program, or for a set-up that never works."""
+    """A program that is missing, or a set-up that never works, is an error."""
     with pytest.raises(EvaluatorError, match=message):
         await judge(TestsEvaluator(**options, format="tap"))
 
@@ -356,24 +325,24 @@ async def test_a_command_that_cannot_run_is_no_verdict(
     ],
     ids=["command", "setup"],
 )
-async def test_a_command_that_the_agent_broke_is_a_nought(
+async def test_a_command_that_the_agent_broke_earns_nothing(
     judge: Judge, options: dict[str, Any], script: str, reason: str
 ) -> None:
-    """If it runs without the agent's changes, what happened is their doing."""
+    """It works without the agent's changes."""
     judge.base["run.sh"] = SAYS
     verdict = await judge(TestsEvaluator(**options, format="tap"), {"run.sh": script})
     assert (verdict.reward.value, verdict.report["reason"]) == (0.0, reason)
 
 
-async def test_a_gigabyte_of_output_is_survived(judge: Judge) -> None:
-    """Only so much of a log is read; the results that come too late are missing."""
+async def test_large_output_is_truncated(judge: Judge) -> None:
+    """Results after the part of the log that is read are missing."""
     loud = "head -c 150000000 /dev/zero | tr '\\0' 'x'; echo; " + SAYS
     verdict = await asyncio.wait_for(judge(TestsEvaluator(command=loud, format="tap")), 60)
     assert verdict.reward.value == 0.0
 
 
-async def test_tests_that_are_none_are_no_verdict(with_files: Judge) -> None:
-    """A task without tests and a test file that is no Python are errors, not noughts."""
+async def test_invalid_tests_are_no_verdict(with_files: Judge) -> None:
+    """A task without tests, and a test file that is not Python, are errors."""
     with pytest.raises(EvaluatorError, match="not valid Python"):
         await with_files(TestsEvaluator(files={"test_x.py": "def ("}))
     with_files.task = task({"bill.py": BILL})
@@ -382,7 +351,7 @@ async def test_tests_that_are_none_are_no_verdict(with_files: Judge) -> None:
 
 
 def test_expected_names_match_what_pytest_reports() -> None:
-    """Functions, async functions, classes by name and by base; nothing that is not collected."""
+    """Functions, async functions, and methods of classes by name and base, as pytest collects."""
     source = (
         "import unittest\nasync def test_a(): ...\ndef helper_test(): ...\n"
         "@pytest.fixture\ndef test_data(): ...\n"

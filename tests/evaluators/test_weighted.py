@@ -1,3 +1,5 @@
+"""The evaluator `weighted`, with parts that a test controls."""
+
 from __future__ import annotations
 
 import asyncio
@@ -23,8 +25,8 @@ RUNNING: list[str] = []
 
 
 @dataclass(kw_only=True, eq=False)
-class Says(Evaluator):
-    """An evaluator that says what it is told to."""
+class Fixed(Evaluator):
+    """An evaluator with a given result."""
 
     opens_sandbox = False
 
@@ -37,22 +39,22 @@ class Says(Evaluator):
     graded_by_model: bool = False
 
     def mounts(self, _task: Task) -> tuple[Mount, ...]:
-        """At most one."""
+        """`mount`, if it is given."""
         return (Mount(*self.mount),) if self.mount else ()
 
     def hidden(self, _task: Task) -> tuple[str, ...]:
-        """As told."""
+        """The given paths."""
         return tuple(self.hides)
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """After its time."""
+        """Wait, then give the result."""
         RUNNING.append("+")
         await asyncio.sleep(self.takes_s)
         RUNNING.append("-")
         if self.fails:
             msg = "broken"
             raise {"evaluator": EvaluatorError, "runtime": SandboxError}[self.fails](msg)
-        return Verdict(Reward(self.value, {"part": 2.0}), {"said": True})
+        return Verdict(Reward(self.value, {"part": 2.0}), {"fixed": True})
 
 
 @pytest.fixture
@@ -61,28 +63,28 @@ def judge(tmp_path: Path) -> Judge:
     return Judge(tmp_path, task(), timeout_s=30.0)
 
 
-def says(weight: float = 1.0, *, required: bool = True, **options: Any) -> dict[str, Any]:
-    """One part."""
-    evaluator = {"name": f"{__name__}:Says", "options": options}
+def part(weight: float = 1.0, *, required: bool = True, **options: Any) -> dict[str, Any]:
+    """Options of a part."""
+    evaluator = {"name": f"{__name__}:Fixed", "options": options}
     return {"evaluator": evaluator, "weight": weight, "required": required}
 
 
 @pytest.mark.parametrize(
     ("mode", "value"), [("mean", 0.7 * 1.0 + 0.3 * 0.5), ("product", 0.5), ("min", 0.5)]
 )
-async def test_rewards_are_put_together(judge: Judge, mode: str, value: float) -> None:
-    """By weight, or as a product or the least; every part has its name."""
-    weighted = WeightedEvaluator(parts={"a": says(7), "b": says(3, value=0.5)}, mode=mode)
+async def test_rewards_are_combined(judge: Judge, mode: str, value: float) -> None:
+    """By weight, as a product or as the minimum; parts have their names."""
+    weighted = WeightedEvaluator(parts={"a": part(7), "b": part(3, value=0.5)}, mode=mode)
     verdict = await judge(weighted)
     assert math.isclose(verdict.reward.value, value)
     assert verdict.reward.parts == {"a": 1.0, "a.part": 2.0, "b": 0.5, "b.part": 2.0}
-    assert verdict.report == {"a": {"said": True}, "b": {"said": True}}
+    assert verdict.report == {"a": {"fixed": True}, "b": {"fixed": True}}
 
 
 @pytest.mark.parametrize("fault", ["evaluator", "runtime"])
-async def test_a_part_without_a_verdict_leaves_none(judge: Judge, fault: str) -> None:
-    """It keeps its kind, which says who is to blame; the others are ended, not left behind."""
-    weighted = WeightedEvaluator(parts={"slow": says(takes_s=30.0), "a": says(fails=fault)})
+async def test_a_failed_part_is_an_error(judge: Judge, fault: str) -> None:
+    """Of the same type; the other parts are cancelled."""
+    weighted = WeightedEvaluator(parts={"slow": part(takes_s=30.0), "a": part(fails=fault)})
     with pytest.raises((EvaluatorError, SandboxError), match="broken") as error:
         await asyncio.wait_for(judge(weighted), 20)
     assert isinstance(error.value, EvaluatorError) == (fault == "evaluator")
@@ -90,81 +92,75 @@ async def test_a_part_without_a_verdict_leaves_none(judge: Judge, fault: str) ->
 
 
 @pytest.mark.parametrize("mode", ["mean", "product", "min"])
-async def test_a_model_adds_nothing_to_failed_work(judge: Judge, mode: str) -> None:
-    """Neither by its praise nor by giving no verdict; of other work its failure leaves none."""
-    for talked in (says(graded_by_model=True), says(graded_by_model=True, fails="evaluator")):
+async def test_model_graded_parts_need_a_reward_of_the_others(judge: Judge, mode: str) -> None:
+    """If it is 0 they count nothing, also if they fail; otherwise their failure is an error."""
+    for style in (part(graded_by_model=True), part(graded_by_model=True, fails="evaluator")):
         verdict = await judge(
-            WeightedEvaluator(parts={"tests": says(value=0.0), "style": talked}, mode=mode)
+            WeightedEvaluator(parts={"tests": part(value=0.0), "style": style}, mode=mode)
         )
         assert (verdict.reward.value, verdict.reward.parts["style"]) == (0.0, 0.0)
         assert "discounted" in verdict.report["style"]
-    parts = {"tests": says(), "style": says(value=0.5, graded_by_model=True)}
+    parts = {"tests": part(), "style": part(value=0.5, graded_by_model=True)}
     assert (await judge(WeightedEvaluator(parts=parts))).reward.value == 0.75
-    parts["style"] = says(graded_by_model=True, fails="evaluator")
+    parts["style"] = part(graded_by_model=True, fails="evaluator")
     with pytest.raises(EvaluatorError, match="part 'style': broken"):
         await judge(WeightedEvaluator(parts=parts))
 
 
 async def test_a_part_that_is_not_required_may_fail(judge: Judge) -> None:
-    """The rest counts as if it were alone, and the report says why."""
+    """The others are combined without it, and the report has the error."""
     weighted = WeightedEvaluator(
-        parts={"a": says(1, value=0.5), "b": says(9, required=False, fails="runtime")}
+        parts={"a": part(1, value=0.5), "b": part(9, required=False, fails="runtime")}
     )
     verdict = await judge(weighted)
     assert verdict.reward == Reward(0.5, {"a": 0.5, "a.part": 2.0})
     assert verdict.report["b"] == {"no_verdict": "broken"}
     judge.timeout_s = 0.5
     verdict = await judge(
-        WeightedEvaluator(parts={"a": says(), "b": says(required=False, takes_s=30.0)})
+        WeightedEvaluator(parts={"a": part(), "b": part(required=False, takes_s=30.0)})
     )
     assert verdict.report["b"] == {"no_verdict": "out of time after 0.5 s"}
     with pytest.raises(EvaluatorError, match="no part has a verdict"):
-        await judge(WeightedEvaluator(parts={"b": says(required=False, fails="evaluator")}))
+        await judge(WeightedEvaluator(parts={"b": part(required=False, fails="evaluator")}))
 
 
-async def test_parts_run_at_once_but_in_place_one_by_one(judge: Judge) -> None:
-    """There is only one box in which the agent was."""
+async def test_parts_run_at_once_unless_in_place(judge: Judge) -> None:
+    """Parts that use the agent's sandbox run one after another."""
     RUNNING.clear()
-    await judge(WeightedEvaluator(parts={"a": says(takes_s=0.05), "b": says(takes_s=0.05)}))
+    await judge(WeightedEvaluator(parts={"a": part(takes_s=0.05), "b": part(takes_s=0.05)}))
     assert RUNNING == ["+", "+", "-", "-"]
     RUNNING.clear()
-    parts = {name: says(takes_s=0.05, in_place=True) for name in "ab"}
+    parts = {name: part(takes_s=0.05, in_place=True) for name in "ab"}
     await judge(WeightedEvaluator(parts=parts))
     assert RUNNING == ["+", "-", "+", "-"]
 
 
-def test_what_parts_need_is_passed_on() -> None:
-    """Their folders, the agent's sandbox, and what is hidden from it."""
-    parts = {"a": says(mount=["/a", "/srv/a"]), "b": says(mount=["/b", None], hides=["/x"])}
+def test_needs_of_parts_are_combined() -> None:
+    """Mounts, hidden paths, and the use of sandboxes."""
+    parts = {"a": part(mount=["/a", "/srv/a"]), "b": part(mount=["/b", None], hides=["/x"])}
     weighted = WeightedEvaluator(parts=parts)
     assert weighted.mounts(task()) == (Mount("/a", "/srv/a"), Mount("/b"))
     assert weighted.hidden(task()) == ("/x",)
     assert not weighted.in_place
     assert not weighted.opens_sandbox
-    assert WeightedEvaluator(parts={"a": says(in_place=True)}).in_place
+    assert WeightedEvaluator(parts={"a": part(in_place=True)}).in_place
     assert WeightedEvaluator(parts={"a": {"evaluator": {"name": "tests"}}}).opens_sandbox
 
 
 @pytest.mark.parametrize(
-    ("parts", "what"),
+    ("parts", "message"),
     [
-        ({"a": says(mount=["/t", "/1"]), "b": says(mount=["/t", "/2"])}, "both have a folder"),
+        ({"a": part(mount=["/t", "/1"]), "b": part(mount=["/t", "/2"])}, "both have a folder"),
+        (dict.fromkeys("ab", part(mount=["/t", None], in_place=True)), "both have a folder"),
         (
-            {
-                "a": says(mount=["/t", None], in_place=True),
-                "b": says(mount=["/t", None], in_place=True),
-            },
-            "both have a folder",
-        ),
-        (
-            {"a": says(in_place=True), "b": says(mount=["/t", "/1"])},
+            {"a": part(in_place=True), "b": part(mount=["/t", "/1"])},
             "would show the agent its files",
         ),
     ],
 )
-def test_folders_that_do_not_go_together_are_named(parts: dict[str, Any], what: str) -> None:
-    """Two things in one place, or hidden tests in the place where the agent is."""
-    with pytest.raises(ConfigError, match=what):
+def test_conflicting_folders_are_reported(parts: dict[str, Any], message: str) -> None:
+    """Two folders with one path, or hidden tests in the agent's sandbox."""
+    with pytest.raises(ConfigError, match=message):
         WeightedEvaluator(parts=parts).mounts(task())
 
 
@@ -176,17 +172,17 @@ curl -sf -d '{"model":"m","messages":[{"role":"user","content":"x"}]}' \\
 ALONE = "test ! -e done && touch done && printf 'ok 1 - clean\\n1..1\\n'"
 
 
-async def test_several_evaluators_judge_one_session(tmp_path: Path) -> None:
-    """In a whole rollout each gets what it needs: the patch, the calls, a sandbox of its own."""
+async def test_several_evaluators_in_a_rollout(tmp_path: Path) -> None:
+    """Each has the patch, the calls, and a sandbox of its own."""
     alone = {"evaluator": {"name": "tests", "options": {"command": ALONE, "format": "tap"}}}
     parts = {
         "work": {"evaluator": {"name": "tests"}, "weight": 3},
         "end": {"evaluator": {"name": "session_completed"}},
-        "never": says(4, value=0.0),
+        "never": part(4, value=0.0),
         "one": alone,
         "other": alone,
     }
-    judged = Task(
+    graded = Task(
         id="t",
         instruction="Mend the bill.",
         harness=PluginSpec("shell", {"command": AGENT}),
@@ -201,7 +197,7 @@ async def test_several_evaluators_judge_one_session(tmp_path: Path) -> None:
     session = Session(id="t-0", task="t", sample=0)
     async with rig(tmp_path / "gateway", in_turn("Done.")) as it:
         done = await roll_out(
-            judged, session, gateway=it.gateway, directory=tmp_path / "s", parts=Parts()
+            graded, session, gateway=it.gateway, directory=tmp_path / "s", parts=Parts()
         )
     assert done.status is Status.COMPLETED
     assert done.reward is not None

@@ -1,4 +1,4 @@
-"""Small sessions on disk, of which every token is known."""
+"""Recordings of small sessions with known tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ READ = Tool("read", "Read a file", {"type": "object", "properties": {"path": {"t
 
 
 def call(number: int, prompt: Sequence[int], sampled: Sequence[int], **fields: Any) -> Call:
-    """A call that goes on from the one before, and is answered with a tool call until the last."""
+    """A call that continues the previous one; its answer is a tool call."""
     use = ToolCall(f"c{number}", "read", f'{{"path":"{number}.py"}}')
     added = (
         Message(Role.TOOL, f"file {number}", tool_call_id=f"c{number - 1}")
@@ -86,8 +86,8 @@ def record(
     )
     path = folder / f"{session}.{epoch}.rec"
     with Writer(path, header) as writer:
-        for one in two_turns() if calls is None else calls:
-            writer.append(replace(one, session=session))
+        for each in two_turns() if calls is None else calls:
+            writer.append(replace(each, session=session))
         if status is not None:
             reward_given = None if reward is None else Reward(reward, {"passed": reward})
             ledger = Ledger(sampled=3, trained=3)
@@ -108,8 +108,8 @@ def export(
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """What an export holds: a table, or a file of lines."""
+    """Rows of an export: a table, or JSON lines."""
     if path.read_bytes().startswith(b"PAR1"):
-        found: list[dict[str, Any]] = pq.read_table(path).to_pylist()
-        return found
+        table: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+        return table
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Each format holds the tokens that were sampled, and opens in the tools it is made for."""
+"""Export formats: their rows, and the tools that read them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from msgspec.structs import replace
 from renderers import create_renderer
 
 from calls import read_calls
+from commands import run_program
 from exports.made import call, export, read_rows, record, two_turns
 from rig import ASK, RENDERING, in_turn, rig
 from trainers.sessions import tiny
@@ -26,21 +26,21 @@ from training_run import TRL_ON_CPU, load_tokenizer
 from tugline.chat.templates.base import CONFIGS
 from tugline.errors import ConfigError
 from tugline.exports.base import SkipReason, TraceFilter
+from tugline.schema import read_jsonl
 from tugline.traces.base import PrefixMerging
-from tugline.types import Branch, Call, Message, Role, ToolCall
+from tugline.types import Branch, Message, Role, ToolCall
 
 IDS, MASK = [10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 0, 1]
 ROWS = json.loads(Path(__file__).with_name("rows.json").read_text())
-"""What a session of two turns becomes in each format; `messages` are others of its first call."""
-LINES = Path(__file__).with_name("sessions.jsonl").read_text().splitlines()
-SESSIONS = [json.loads(line) for line in LINES]
-"""Calls of sessions, fields of the rows that they become, and how many have none, by reason."""
-WORTH = 0.5 / (0.5 + 1e-4)
-"""Advantage of rewards 1 and 0 that are equally frequent."""
+"""Rows of a session of two turns; `messages` replaces those of its first call."""
+SESSIONS = [row for _, row in read_jsonl(Path(__file__).with_name("sessions.jsonl"))]
+"""Calls of sessions, fields of their rows, and the number of those without a row, by reason."""
+ADVANTAGE = 0.5 / (0.5 + 1e-4)
+"""Of reward 1 in a group with as many rewards of 0."""
 
 
 def rows(form: str, where: Path, **more: Any) -> list[dict[str, Any]]:
-    """What an export holds: a table, or a file of lines."""
+    """Export a folder, and read the rows."""
     out = where / "out"
     export(form, where, out, force=True, **more)
     return read_rows(out)
@@ -60,8 +60,8 @@ def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, Path
 
 
 @pytest.mark.parametrize("case", ROWS, ids=lambda case: case["shows"])
-def test_a_row_has_what_its_readers_expect(tmp_path: Path, case: dict[str, Any]) -> None:
-    """Every field of every format; arrays, rewards and messages are those of the recording."""
+def test_rows_of_a_session(tmp_path: Path, case: dict[str, Any]) -> None:
+    """Every field of every format."""
     first, second = two_turns()
     if "messages" in case:
         messages = msgspec.convert(case["messages"], tuple[Message, ...])
@@ -78,19 +78,17 @@ def test_a_row_has_what_its_readers_expect(tmp_path: Path, case: dict[str, Any])
         ("verl", {"prompt_length": 2}, "give prompt_length and response_length both"),
     ],
 )
-def test_wrong_options_are_named(
+def test_wrong_options_are_reported(
     tmp_path: Path, form: str, options: dict[str, Any], message: str
 ) -> None:
-    """A value with what would be right, a name with those that are known."""
+    """With the allowed values or the known names."""
     record(tmp_path, "a")
     with pytest.raises(ConfigError, match=message):
         export(form, tmp_path, tmp_path / "out", options=options)
 
 
-def test_a_session_without_a_verdict_has_a_null_and_no_row_where_one_is_needed(
-    tmp_path: Path,
-) -> None:
-    """What was never judged is neither 0 nor lost."""
+def test_sessions_without_a_reward(tmp_path: Path) -> None:
+    """Their reward is null, and formats that need one leave them out."""
     record(tmp_path, "a", status=None)
     record(tmp_path, "b", sample=1)
     assert [row["reward"] for row in rows("parquet", tmp_path)] == [None, 1.0]
@@ -99,60 +97,62 @@ def test_a_session_without_a_verdict_has_a_null_and_no_row_where_one_is_needed(
 
 
 def test_a_session_counts_once_in_its_group(tmp_path: Path) -> None:
-    """However many traces it has, the mean that it is measured against is that of sessions."""
+    """The baseline is the mean over sessions, however many traces each has."""
     fork = call(2, [10, 11, 99], [20], parent=1, branch=Branch.HISTORY_EDITED)
     record(tmp_path, "a", calls=[*two_turns(), fork], reward=1.0)
     record(tmp_path, "b", sample=1, reward=0.0)
     record(tmp_path, "c", task="u", reward=1.0)
-    found = [(row["session"], row["group_id"], row["advantage"]) for row in rows("trl", tmp_path)]
-    assert [(name, group) for name, group, _ in found] == [("a", 0), ("a", 0), ("b", 0), ("c", 1)]
-    assert [worth for _, _, worth in found] == pytest.approx([WORTH, WORTH, -WORTH, 0])
+    table = rows("trl", tmp_path)
+    groups = [(row["session"], row["group_id"]) for row in table]
+    assert groups == [("a", 0), ("a", 0), ("b", 0), ("c", 1)]
+    assert [row["advantage"] for row in table] == pytest.approx(
+        [ADVANTAGE, ADVANTAGE, -ADVANTAGE, 0]
+    )
 
 
-def holds(found: Any, expected: Any) -> bool:
-    """Whether `found` has these values, in as many places of its lists."""
+def holds(actual: Any, expected: Any) -> bool:
+    """Whether `actual` has these values; lists must have the same length."""
     if isinstance(expected, dict):
-        return all(holds(found.get(name), value) for name, value in expected.items())
+        return all(holds(actual.get(name), value) for name, value in expected.items())
     if isinstance(expected, list):
-        return len(found) == len(expected) and all(map(holds, found, expected))
-    return bool(found == expected)
+        return len(actual) == len(expected) and all(map(holds, actual, expected))
+    return bool(actual == expected)
 
 
 @pytest.mark.parametrize("case", SESSIONS, ids=lambda case: case["shows"])
-def test_rows_are_those_of_the_sessions(tmp_path: Path, case: dict[str, Any]) -> None:
-    """Whatever happened in them; what has no row is counted by its reason."""
+def test_rows_of_other_sessions(tmp_path: Path, case: dict[str, Any]) -> None:
+    """Sessions and traces without a row are counted by reason."""
     for sample, calls in enumerate(case["sessions"]):
         record(tmp_path, "abc"[sample], sample=sample, calls=read_calls(calls, call))
     chosen = msgspec.convert(case.get("filter", {}), TraceFilter)
     plan = {"options": case.get("options"), "filter": chosen}
-    found = rows(case["form"], tmp_path, **plan)
-    assert holds(found, case["rows"]), found
+    actual = rows(case["form"], tmp_path, **plan)
+    assert holds(actual, case["rows"]), actual
     summary = export(case["form"], tmp_path, tmp_path / "out", force=True, **plan)
     assert summary.left_out | summary.rows_left_out == case["left_out"]
 
 
-async def test_a_template_renders_a_line_to_what_the_model_saw(tmp_path: Path) -> None:
-    """The text of a recorded session comes back, where its history was never rewritten."""
+async def test_a_template_renders_a_line_to_the_recorded_text(tmp_path: Path) -> None:
+    """For a session whose history was never rewritten."""
     look = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py", "n": 1}}\n</tool_call>'
     async with rig(tmp_path, in_turn(f"Let me look.\n{look}", "It is mended.")) as it:
         answer = (await it.ask())["content"]
-        found = {"type": "tool_result", "tool_use_id": answer[1]["id"], "content": "def f"}
+        result = {"type": "tool_result", "tool_use_id": answer[1]["id"], "content": "def f"}
         echo = {"role": "assistant", "content": answer}
-        await it.ask([*ASK, echo, {"role": "user", "content": [found]}])
+        await it.ask([*ASK, echo, {"role": "user", "content": [result]}])
     renderer = create_renderer(RENDERING.tokenizer, CONFIGS["qwen3"](thinking_retention="all"))
     (line,) = rows("sft", tmp_path, options={"arguments": "object"})
     ids = renderer.render_ids(line["messages"], tools=line["tools"])
-    traces = PrefixMerging().build(it.calls).traces
-    (trace,) = traces
+    (trace,) = PrefixMerging().build(it.calls).traces
     assert len(trace.spans) == line["metadata"]["turns"] == 2
-    expected, seen = (RENDERING.tokenizer.decode(list(one)) for one in (ids, trace.ids))
+    expected, seen = (RENDERING.tokenizer.decode(list(each)) for each in (ids, trace.ids))
     unthought = expected.replace("<think>\n\n</think>\n\n", "")  # Qwen3 adds it to recent turns
     assert unthought.startswith(seen)
 
 
-# --------------------------------------------------------------------------- what opens them
-def test_datasets_opens_a_table_as_it_is(tmp_path: Path, load: Callable[[str, Path], Any]) -> None:
-    """No conversion, no schema by hand."""
+# --------------------------------------------------------------------------- readers
+def test_datasets_reads_a_table(tmp_path: Path, load: Callable[[str, Path], Any]) -> None:
+    """Without a conversion or a schema."""
     record(tmp_path, "a", tags={"k": "v"})
     record(tmp_path, "b", status=None)
     out = tmp_path / "x.parquet"
@@ -164,25 +164,20 @@ def test_datasets_opens_a_table_as_it_is(tmp_path: Path, load: Callable[[str, Pa
 
 
 @pytest.mark.parametrize("arguments", ["text", "object"])
-def test_datasets_opens_chat_with_different_tools(
+def test_datasets_reads_chats_with_different_tools(
     tmp_path: Path, arguments: str, load: Callable[[str, Path], Any]
 ) -> None:
-    """Arguments of one tool do not leak into those of another as nulls."""
-    other = replace(two_turns()[0], tools=())
+    """Arguments of one tool are not nulls in those of another."""
+    use = ToolCall("c0", "list", '{"depth":2}')
+    other = call(0, [10, 11], [12, 13], tools=(), answer=Message(Role.ASSISTANT, "", (use,)))
     record(tmp_path, "a")
-    record(tmp_path, "b", sample=1, calls=[_renamed(other)], status=None)
+    record(tmp_path, "b", sample=1, calls=[other], status=None)
     out = tmp_path / "x.jsonl"
     export("sft", tmp_path, out, options={"arguments": arguments})
     loaded = load("json", out)
     given = [row["messages"][1]["tool_calls"][0]["function"]["arguments"] for row in loaded]
     text = ['{"path":"0.py"}', '{"depth":2}']
-    assert given == (text if arguments == "text" else [json.loads(one) for one in text])
-
-
-def _renamed(one: Call) -> Call:
-    assert one.answer is not None
-    use = replace(one.answer.tool_calls[0], name="list", arguments='{"depth":2}')
-    return replace(one, answer=replace(one.answer, tool_calls=(use,)))
+    assert given == (text if arguments == "text" else list(map(json.loads, text)))
 
 
 @pytest.mark.slow
@@ -191,7 +186,7 @@ def _renamed(one: Call) -> Call:
 def test_trl_trains_on_its_table(
     tmp_path: Path, load: Callable[[str, Path], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step of its SFT trainer counts the masked tokens; a row makes a sample of its other one."""
+    """Its SFT trainer trains the masked tokens; a row is a sample of its asynchronous GRPO."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     trl = importlib.import_module("trl")
     rollouts = importlib.import_module("trl.experimental.async_grpo.async_rollout_worker")
@@ -223,14 +218,12 @@ def test_trl_trains_on_its_table(
     assert np.isfinite(trainer.train().training_loss)
 
 
-# --------------------------------------------------------------------------- Harbor
 @pytest.mark.slow
 def test_harbor_reads_its_trajectories(tmp_path: Path) -> None:
-    """The models of the installed package, which forbid what they do not know, take every row."""
+    """Its models, which forbid unknown fields, accept every row."""
     wheels = tmp_path / "wheels"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--ignore-requires-python", "--dest", str(wheels), "harbor==0.26.0"]
-    subprocess.run(command, check=True, timeout=200)
+    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
+    run_program(*pip, "--ignore-requires-python", "--dest", wheels, "harbor==0.26.0", check=True)
     sessions = tmp_path / "sessions"
     sessions.mkdir()
     raw = ToolCall("r", "read", "no json")
@@ -242,8 +235,5 @@ def test_harbor_reads_its_trajectories(tmp_path: Path) -> None:
     code = "import sys; from harbor.models.trajectories import Trajectory\n"
     code += "for line in open(sys.argv[1]): print(len(Trajectory.model_validate_json(line).steps))"
     environment = {**os.environ, "PYTHONPATH": str(next(wheels.glob("*.whl")))}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(out)], env=environment,
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = run_program(sys.executable, "-c", code, out, env=environment)
     assert (done.returncode, done.stdout.split()) == (0, ["3", "3"]), done.stderr

@@ -1,4 +1,4 @@
-"""An export is whole or not there, the same each time, and says what it left out."""
+"""Exports are atomic and deterministic, and count what they leave out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tugline.types import PluginSpec
 FORMS = ["parquet", "sft", "trl", "verl", "slime"]
 
 
-def some(folder: Path) -> None:
+def record_some(folder: Path) -> None:
     """Twelve sessions of three tasks."""
     for i in range(12):
         record(folder, f"s{i}", task=f"t{i % 3}", sample=i // 3, reward=float(i % 2))
@@ -24,36 +24,35 @@ def some(folder: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_two_runs_write_the_same_bytes(tmp_path: Path, form: str) -> None:
-    """Neither a clock nor the order of a folder is in a file."""
-    some(tmp_path / "in")
+    """Whatever the time and the order of a folder."""
+    record_some(tmp_path / "in")
     export(form, tmp_path / "in", tmp_path / "first")
     export(form, tmp_path / "in", tmp_path / "second")
     assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
 
 
 def test_a_split_is_a_folder_of_files(tmp_path: Path) -> None:
-    """Each has its count in the summary, and together they hold every session once."""
-    some(tmp_path / "in")
+    """The summary has the counts of each; every session is in one file."""
+    record_some(tmp_path / "in")
     split = Split(shares={"train": 0.5, "test": 0.5}, seed=3)
     summary = export("parquet", tmp_path / "in", tmp_path / "out", split=split)
-    train, test = (read_rows(tmp_path / "out" / f"{name}.parquet") for name in split.shares)
-    held = {"train": train, "test": test}
+    tables = {name: read_rows(tmp_path / "out" / f"{name}.parquet") for name in split.shares}
+    train, test = tables.values()
     assert sorted(row["session"] for row in train + test) == sorted(f"s{i}" for i in range(12))
     assert not {row["task"] for row in train} & {row["task"] for row in test}
-    assert {name: one.sessions for name, one in summary.files.items()} == {
-        name: len(rows) for name, rows in held.items()
-    }
-    assert sum(one.tasks for one in summary.files.values()) == 3
-    assert sum(one.tokens for one in summary.files.values()) == 12 * 6
-    assert sum(one.trained for one in summary.files.values()) == 12 * 3
+    counts = {name: file.sessions for name, file in summary.files.items()}
+    assert counts == {name: len(rows) for name, rows in tables.items()}
+    assert sum(file.tasks for file in summary.files.values()) == 3
+    assert sum(file.tokens for file in summary.files.values()) == 12 * 6
+    assert sum(file.trained for file in summary.files.values()) == 12 * 3
 
 
-def test_what_is_there_is_not_overwritten_unasked(tmp_path: Path) -> None:
-    """The old file stays as it is, and nothing half written beside it."""
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
+    """Unless `force` is given; no partial file is left beside it."""
     record(tmp_path / "in", "a")
     out = tmp_path / "out.jsonl"
     out.write_text("precious")
-    with pytest.raises(UsageError, match=r"out.jsonl is there already; .* give --force"):
+    with pytest.raises(UsageError, match=r"out.jsonl already exists; .* give --force"):
         export("sft", tmp_path / "in", out)
     assert out.read_text() == "precious"
     export("sft", tmp_path / "in", out, force=True)
@@ -61,8 +60,8 @@ def test_what_is_there_is_not_overwritten_unasked(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.jsonl"]
 
 
-def test_a_damaged_recording_is_named_and_the_rest_exported(tmp_path: Path) -> None:
-    """So is one that a builder refuses, and one that ends before its header."""
+def test_damaged_recordings_are_reported(tmp_path: Path) -> None:
+    """Also those that a builder refuses, or that have no header; the others are exported."""
     record(tmp_path, "a")
     broken = record(tmp_path, "b", sample=1)
     data = bytearray(broken.read_bytes())
@@ -77,16 +76,16 @@ def test_a_damaged_recording_is_named_and_the_rest_exported(tmp_path: Path) -> N
     assert "prompt_ids is empty" in summary.errors[1]
 
 
-def test_nothing_left_is_an_error_that_says_why(tmp_path: Path) -> None:
-    """An empty file would be found much later."""
+def test_an_empty_export_is_an_error(tmp_path: Path) -> None:
+    """It has the reasons; no file is written."""
     record(tmp_path, "a", status=None)
     with pytest.raises(UsageError, match="nothing is left to export: of 1, 1 no_reward"):
         export("verl", tmp_path, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["a.0.rec"]
 
 
-def test_traces_are_those_of_the_builder_asked_for(tmp_path: Path) -> None:
-    """Without one, a session is built as its task says."""
+def test_traces_are_built_with_the_given_builder(tmp_path: Path) -> None:
+    """An unknown builder is an error."""
     record(tmp_path, "a")
     builder = PluginSpec("per_request", {"max_length": 5})
     export("parquet", tmp_path, tmp_path / "out", builder=builder)
@@ -98,8 +97,8 @@ def test_traces_are_those_of_the_builder_asked_for(tmp_path: Path) -> None:
         export("parquet", tmp_path, tmp_path / "new", builder=PluginSpec("per_reqest"))
 
 
-def test_ids_of_two_tokenizers_are_not_mixed(tmp_path: Path) -> None:
-    """A trainer of ids would learn nonsense; the full table says whose they are."""
+def test_formats_with_ids_have_one_tokenizer(tmp_path: Path) -> None:
+    """Except for the full table, whose rows have their tokenizer; text formats have any."""
     record(tmp_path, "a", tokenizer="1f")
     record(tmp_path, "b", sample=1, tokenizer="2f")
     with pytest.raises(UsageError, match="token ids are of 2 tokenizers; export one at a time"):
@@ -109,8 +108,8 @@ def test_ids_of_two_tokenizers_are_not_mixed(tmp_path: Path) -> None:
     assert export("sft", tmp_path, tmp_path / "chat").exported == 2
 
 
-def test_the_last_attempt_of_a_session_counts(tmp_path: Path) -> None:
-    """An attempt whose lease was lost is not a second sample; another run's session is."""
+def test_the_last_attempt_of_a_session_is_exported(tmp_path: Path) -> None:
+    """Earlier attempts are left out; a session of another run is not an attempt."""
     record(tmp_path / "runs", "a", epoch=1, reward=1.0)
     record(tmp_path / "runs", "a", reward=0.0)
     record(tmp_path / "other", "a", reward=0.5)

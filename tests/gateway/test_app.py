@@ -1,4 +1,4 @@
-"""The gateway over real sockets, before a scripted engine: beginnings, ends and refusals."""
+"""The gateway over real sockets, in front of a scripted engine: prefills, stops and refusals."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ from tugline.types import Reason
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_call>'
 
 
-async def test_half_an_emoji_is_mended(tmp_path: Path) -> None:
-    """Tool output cut inside a surrogate pair, raw and as JSON in JSON; the record says so."""
+READ, WRITE = ({"type": "function", "function": {"name": name}} for name in ("read", "write"))
+ONLY_READ = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [READ]}}
+"""The model sees both tools in its prompt, so this choice cannot be enforced."""
+
+
+async def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
+    """Halves of a surrogate pair, also escaped twice, are replaced; an event records the repair."""
     texts = ["a\\ud83d", "\\uDE00b", "\\ud83d\\ude00", "\\\\ud83d", "\\ud83d\\ud83d\\ude00"]
     body = b'{"model": "m", "messages": [%b]}' % b", ".join(
         b'{"role": "user", "content": "%b"}' % text.encode() for text in texts
@@ -30,14 +35,14 @@ async def test_half_an_emoji_is_mended(tmp_path: Path) -> None:
         async with it.http.post(f"{it.url}/v1/chat/completions", data=body) as response:
             assert response.status == 200
         (call,), (event,) = it.calls, it.recording.events
-    mended = ["a\ufffd", "\ufffdb", "\U0001f600", "\\ud83d", "\ufffd\U0001f600"]
-    assert [message.content for message in call.messages] == mended
+    repaired = ["a\ufffd", "\ufffdb", "\U0001f600", "\\ud83d", "\ufffd\U0001f600"]
+    assert [message.content for message in call.messages] == repaired
     assert (event.kind, event.call) == (RecordedEventKind.REPAIRED, 0)
     assert event.detail == "lone surrogates"
 
 
-async def test_a_stop_sequence_ends_the_answer_before_it(tmp_path: Path) -> None:
-    """The engine is let go, the sampled ids end with the one that completed the match."""
+async def test_a_stop_sequence_ends_the_answer(tmp_path: Path) -> None:
+    """Generation is aborted; the sampled ids end with the one that completed the match."""
     async with rig(tmp_path, says("one two three four")) as it:
         reply = await it.ask(stop_sequences=["three"])
         call, sampled = it.calls[0], it.sampled
@@ -50,7 +55,7 @@ async def test_a_stop_sequence_ends_the_answer_before_it(tmp_path: Path) -> None
     assert ledger.dropped[Reason.BEHIND_STOP] == call.unreported_tokens
 
 
-async def test_a_named_tool_choice_begins_the_call_for_the_model(tmp_path: Path) -> None:
+async def test_a_named_tool_choice_prefills_the_call(tmp_path: Path) -> None:
     """The forced beginning is context; the model samples the arguments."""
     rest = '{"path": "a.py"}}\n</tool_call>'
     async with rig(tmp_path, lambda _p, _r: Reply(ids(rest))) as it:
@@ -61,7 +66,7 @@ async def test_a_named_tool_choice_begins_the_call_for_the_model(tmp_path: Path)
     assert call.sampled_ids.tolist() == ids(rest)
 
 
-async def test_without_parallel_calls_the_engine_stops_after_the_first(tmp_path: Path) -> None:
+async def test_generation_stops_after_one_call_without_parallel_calls(tmp_path: Path) -> None:
     """The sampled ids end where the first call closes."""
     async with rig(tmp_path, says(CALL + "\n" + CALL)) as it:
         reply = await it.ask(tool_choice={"type": "auto", "disable_parallel_tool_use": True})
@@ -71,29 +76,19 @@ async def test_without_parallel_calls_the_engine_stops_after_the_first(tmp_path:
     assert call.sampled_ids.tolist() == ids(CALL, end=False)
 
 
-async def test_the_window_is_listed_and_a_full_one_refused(tmp_path: Path) -> None:
-    """The key alone opens the list of models; nothing is asked of the engine."""
-    async with rig(tmp_path, says("Hi."), window=64) as it:
-        async with it.http.get(f"{it.gateway.url}/v1/models") as response:
-            (model,) = (await response.json())["data"]
-        assert 64 in model.values()
-        assert (await it.ask())["status"] == 400
-        assert not it.engines[0].calls
-
-
 @pytest.mark.parametrize(
     ("path", "change", "param"),
     [
-        ("chat/completions", {"n": 0}, "n"),
+        ("chat/completions", {"tools": [READ, WRITE], "tool_choice": ONLY_READ}, "tool_choice"),
         ("chat/completions", {"tool_choice": "required"}, "tool_choice"),
         ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
         ("responses", {"input": [{"type": "additional_tools", "tools": []}]}, "input"),
     ],
 )
-async def test_what_cannot_be_honoured_is_refused_by_name(
+async def test_unsupported_fields_are_refused_by_name(
     tmp_path: Path, path: str, change: dict[str, Any], param: str
 ) -> None:
-    """By the dialect, the session or the engine's format: a 400 whose param is the field."""
+    """By the session or the engine's format: a 400 whose param is the field."""
     async with rig(tmp_path, says("Hi.")) as it:
         async with it.post_openai(path, **change) as response:
             error = (await response.json())["error"]
@@ -102,7 +97,7 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
 
 
 async def test_a_gateway_without_an_engine_does_not_start(tmp_path: Path) -> None:
-    """Starting before nothing is one clear error."""
+    """One clear error names the reason."""
     with pytest.raises(EngineError, match="no usable engine"):
         async with Gateway(Upstream("http://127.0.0.1:9", Embedded()), RENDERING, tmp_path):
             pass

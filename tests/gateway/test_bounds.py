@@ -1,4 +1,4 @@
-"""What one session may take: sizes, counts and amounts in flight."""
+"""Limits of one session: sizes, counts and amounts in flight."""
 
 from __future__ import annotations
 
@@ -25,28 +25,30 @@ from tugline.gateway.policy import CallSettings, InFlight
 from tugline.types import Branch, Limits, SpentLimit
 
 WINDOW = 4000
-"""Of `faulty.Faulty`; a body may have a megabyte and 16 bytes for each of its tokens."""
-ROOM = (1 << 20) + 16 * WINDOW
+"""Tokens, in `faulty.Faulty`; a body may have a megabyte and 16 bytes for each of them."""
+MAX_BODY = (1 << 20) + 16 * WINDOW
 
 
 @each_dialect
-async def test_a_body_that_no_window_holds_is_an_overflow(tmp_path: Path, dialect: Dialect) -> None:
-    """Plain, or as a bomb; it is neither parsed nor rendered, and the session goes on."""
-    plain = dialect.ask("x" * ROOM)
+async def test_a_body_larger_than_the_window_is_an_overflow(
+    tmp_path: Path, dialect: Dialect
+) -> None:
+    """Plain or compressed; it is neither parsed nor rendered, and the session continues."""
+    plain = dialect.ask("x" * MAX_BODY)
     async with client(tmp_path) as it:
         packers = {"identity": bytes, "gzip": gzip.compress, "zstd": zstandard.compress}
         for encoding, pack in packers.items():
             body = pack(plain)
-            await it.expect(dialect, 400, f"bound is {ROOM}", body=body, content_encoding=encoding)
+            await it.expect(
+                dialect, 400, f"bound is {MAX_BODY}", body=body, content_encoding=encoding
+            )
         assert it.engine.requests == 0
         assert (await it.send(dialect))[0] == 200
 
 
 @each_dialect
-async def test_an_oversized_request_is_answered_and_not_reset(
-    tmp_path: Path, dialect: Dialect
-) -> None:
-    """Its sender writes all of it before it reads, as many clients do."""
+async def test_an_oversized_request_gets_413_and_no_reset(tmp_path: Path, dialect: Dialect) -> None:
+    """The client sends all of it before it reads the reply, as many clients do."""
     data = b'{"a": "' + b"x" * (3 << 20) + b'"}'
     async with client(tmp_path, max_body=100_000) as it:
         port = int(it.url.split(":")[2].split("/")[0])
@@ -54,13 +56,13 @@ async def test_an_oversized_request_is_answered_and_not_reset(
         lines += [f"{name}: {value}" for name, value in it.headers(dialect).items()]
 
         def talk(*more: str) -> bytes:
-            with socket.create_connection(("127.0.0.1", port), timeout=20) as one:
-                one.sendall("\r\n".join([*lines, *more, "", ""]).encode())
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+                sock.sendall("\r\n".join([*lines, *more, "", ""]).encode())
                 if "chunked" in more[-1]:
-                    one.sendall(b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data))
+                    sock.sendall(b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data))
                 else:
-                    one.sendall(data)
-                return one.recv(1 << 16)
+                    sock.sendall(data)
+                return sock.recv(1 << 16)
 
         for header in (f"content-length: {len(data)}", "transfer-encoding: chunked"):
             reply = await asyncio.to_thread(talk, header)
@@ -73,10 +75,10 @@ NESTED = "[" * 5000 + "]" * 5000
 
 @each_dialect
 @pytest.mark.parametrize("kind", ["messages", "arguments", "schema"])
-async def test_what_is_too_many_or_too_deep_is_400(
+async def test_too_many_messages_and_too_deep_json_are_400(
     tmp_path: Path, dialect: Dialect, kind: str
 ) -> None:
-    """Messages beyond any conversation's, and JSON that recursion cannot read."""
+    """More messages than any conversation has, and JSON too deep to be parsed recursively."""
     body = dialect.body("Mend it.")
     (first,) = say("Mend it.")["messages"] if dialect.name == "responses" else body[dialect.history]
     function = {"name": "f", "arguments": NESTED}
@@ -98,10 +100,10 @@ async def test_what_is_too_many_or_too_deep_is_400(
         await it.expect(dialect, 400, "bound is 10000" if kind == "messages" else "", body=data)
 
 
-async def test_a_large_request_is_rendered_beside_the_event_loop(
+async def test_large_requests_are_rendered_in_a_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another session's call is answered meanwhile; a large one of which little is new is quick."""
+    """The event loop stays free for other sessions; small changes of a history are not rendered."""
     rendered = []
     render = Rendering.render
 
@@ -128,10 +130,10 @@ async def test_a_large_request_is_rendered_beside_the_event_loop(
     assert third is not threading.main_thread()
 
 
-async def test_text_far_beyond_the_window_is_refused_after_a_window_of_tokens(
+async def test_encoding_of_text_stops_beyond_the_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each character may be a token: encoding them all would take hundreds of times the text."""
+    """Encoding all of it could take hundreds of times the memory of the text."""
     encoded = []
     encode = Tokenizer.encode
 
@@ -149,8 +151,8 @@ async def test_text_far_beyond_the_window_is_refused_after_a_window_of_tokens(
         assert it.gateway.describe("s1").failure is not None
 
 
-async def test_a_bounded_number_of_several_answers_is_sampled_at_once(tmp_path: Path) -> None:
-    """All that were asked for come, a few at a time, so that others' calls stand between them."""
+async def test_choices_of_a_request_are_sampled_a_few_at_a_time(tmp_path: Path) -> None:
+    """All requested choices are sampled, a few at a time, so that other calls are not starved."""
     tuning = CallSettings(several_sampled=2)
     async with rig(tmp_path, says("word " * 20, delay_s=0.002), tuning=tuning) as it:
         most = 0
@@ -173,11 +175,11 @@ async def test_a_bounded_number_of_several_answers_is_sampled_at_once(tmp_path: 
 @each_dialect
 @pytest.mark.parametrize("who", ["session", "gateway"])
 async def test_bytes_in_flight_are_bounded(tmp_path: Path, dialect: Dialect, who: str) -> None:
-    """The refusal names the bound and says when to ask again; what is taken comes back."""
-    going = asyncio.Event()
+    """The refusal names the bound and has a Retry-After; released bytes can be used again."""
+    released = asyncio.Event()
 
     async def wait(request: Request) -> Response:
-        await going.wait()
+        await released.wait()
         return await whole(request)
 
     async with client(tmp_path, wait, **{f"{who}_bytes": 10_000}) as it:
@@ -187,17 +189,17 @@ async def test_bytes_in_flight_are_bounded(tmp_path: Path, dialect: Dialect, who
         await until(lambda: it.engine.requests)
         codes = {"anthropic": 529, "google": 503}
         code = codes.get(dialect.name, 429 if who == "session" else 503)
-        words = f"the {who} may have 10000 request bytes in flight"
-        _, headers = await it.expect(dialect, code, words, body=large)
+        message = f"the {who} may have 10000 request bytes in flight"
+        _, headers = await it.expect(dialect, code, message, body=large)
         assert headers["retry-after"] == "1"
-        going.set()
+        released.set()
         assert (await first)[0] == 200
         await until(lambda: engine.bytes_in_flight.used == 0)
         assert (await it.send(dialect, large))[0] == 200
 
 
-async def test_a_slow_sender_holds_what_it_sent(tmp_path: Path) -> None:
-    """Bytes count as they arrive, and a sender that leaves gives them back."""
+async def test_bytes_of_a_slow_sender_count_until_it_leaves(tmp_path: Path) -> None:
+    """Bytes count as they arrive, and are released when the sender disconnects."""
     async with rig(tmp_path, says("Hi.")) as it:
 
         async def slowly() -> AsyncIterator[bytes]:
@@ -213,8 +215,8 @@ async def test_a_slow_sender_holds_what_it_sent(tmp_path: Path) -> None:
         await until(lambda: used.used == 0)
 
 
-async def test_answers_are_bounded_and_come_back(tmp_path: Path) -> None:
-    """As many as a session may have are sampled; one more is refused until they end."""
+async def test_concurrent_answers_of_a_session_are_limited(tmp_path: Path) -> None:
+    """A request for more than the limit is refused until running ones have ended."""
     tuning = CallSettings(session_answers=3)
     async with rig(tmp_path, says("word " * 50, delay_s=0.005), tuning=tuning) as it:
 
@@ -234,21 +236,21 @@ async def test_answers_are_bounded_and_come_back(tmp_path: Path) -> None:
         assert len(it.calls) == 5
 
 
-def test_what_a_total_refuses_counts_nowhere() -> None:
-    """Neither the session nor the gateway counts an amount that one of them has no room for."""
+def test_an_amount_that_the_total_refuses_is_not_counted() -> None:
+    """Neither session nor gateway counts an amount that exceeds the limit of one of them."""
     total = InFlight("bytes", 10)
-    one, other = InFlight("bytes", 8, total), InFlight("bytes", 8, total)
-    with one.hold() as take:
+    first, second = InFlight("bytes", 8, total), InFlight("bytes", 8, total)
+    with first.hold() as take:
         take(8)
-        with pytest.raises(Exception, match="gateway may have 10 bytes"), other.hold() as also:
-            also(3)
-        assert (one.used, other.used, total.used) == (8, 0, 8)
-    assert (one.used, total.used) == (0, 0)
+        with pytest.raises(Exception, match="gateway may have 10 bytes"), second.hold() as claim:
+            claim(3)
+        assert (first.used, second.used, total.used) == (8, 0, 8)
+    assert (first.used, total.used) == (0, 0)
 
 
-# --------------------------------------------------------------------------- a session's whole
-async def test_a_budget_of_tokens_holds_for_calls_at_once(tmp_path: Path) -> None:
-    """Forty calls share ten tokens: what a running call may sample is reserved."""
+# --------------------------------------------------------------------------- session totals
+async def test_concurrent_calls_share_the_token_budget(tmp_path: Path) -> None:
+    """Forty calls share ten tokens: each running call reserves what it may sample."""
     limits = Limits(max_sampled_tokens=10)
     async with rig(tmp_path, says("one two three four five six"), limits=limits) as it:
         asks = [it.ask([{"role": "user", "content": f"No. {n}"}], max_tokens=4) for n in range(40)]
@@ -260,8 +262,8 @@ async def test_a_budget_of_tokens_holds_for_calls_at_once(tmp_path: Path) -> Non
     assert "10 sampled tokens" in refused["error"]["message"]
 
 
-async def test_a_full_recording_is_the_end_of_its_session(tmp_path: Path) -> None:
-    """Messages are recorded up to the bound; the session's result has its name."""
+async def test_a_full_recording_ends_its_session(tmp_path: Path) -> None:
+    """Messages are recorded up to the limit, which the description of the session names."""
     tuning = CallSettings(max_recording=20_000)
     limits = Limits(max_turns=100)
     async with rig(tmp_path, says("Hi."), tuning=tuning, limits=limits) as it:

@@ -1,4 +1,4 @@
-"""An answer survives its engine, its client and its weights, and is sampled once (I2, I3)."""
+"""Answers survive lost engines, lost clients and new weights, and are sampled once (I2, I3)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUICK = CallSettings(backoff_s=0.001, grace_s=0.01, probe_every_s=0.02)
 
 # --------------------------------------------------------------------------- lost engines
 async def test_an_answer_continues_on_another_replica(tmp_path: Path) -> None:
-    """Both cut the connection; the client reads one unbroken stream, the recording says where.
+    """Both cut the connection; the client reads one unbroken stream, events say where it broke.
 
     Tokens carry the version of the replica that sampled them.
     """
@@ -39,17 +39,17 @@ async def test_an_answer_continues_on_another_replica(tmp_path: Path) -> None:
     assert (call.outcome, call.finish, call.branch) == (CallOutcome.COMPLETE, Finish.STOP, None)
     assert len(call.replicas) == 3
     assert call.replicas[0] == call.replicas[2] != call.replicas[1]
-    assert [(one.kind, one.call) for one in faults] == [(RecordedEventKind.ENGINE_FAULT, 0)] * 2
+    assert [(e.kind, e.call) for e in faults] == [(RecordedEventKind.ENGINE_FAULT, 0)] * 2
     first, second, third = call.versions
     assert [(span.start, span.end) for span in call.versions[:2]] == [(0, 40), (40, 80)]
     assert {first.version, second.version} == {3, 4}
     assert third.version == first.version
     places = zip(call.replicas, (40, 80), strict=False)
-    assert [one.detail for one in faults] == [f"{where} after {at} tokens" for where, at in places]
+    assert [e.detail for e in faults] == [f"{where} after {at} tokens" for where, at in places]
 
 
-async def test_without_a_replica_left_the_answer_ends_as_truncated(tmp_path: Path) -> None:
-    """The reply is a whole answer in the dialect's terms; what was sampled is trained."""
+async def test_an_answer_without_a_replica_left_is_truncated(tmp_path: Path) -> None:
+    """The client gets a complete reply; the sampled tokens are recorded and trained."""
     text = " ".join(f"w{i}" for i in range(40))
 
     def cut(prompt: Any, request: str) -> Any:
@@ -66,15 +66,15 @@ async def test_without_a_replica_left_the_answer_ends_as_truncated(tmp_path: Pat
 
 
 async def test_a_fault_before_the_first_token_is_retried_on_another_replica(tmp_path: Path) -> None:
-    """Whichever replica the session sticks to, the refused call is answered."""
+    """The call is answered whichever replica the session is assigned to."""
     async with rig(tmp_path, says("a", status=500), says("Done."), tuning=QUICK) as it:
         for _ in range(3):
             reply = await it.ask()
             assert reply["content"] == [{"type": "text", "text": "Done."}]
 
 
-async def test_a_single_replica_is_tried_again(tmp_path: Path) -> None:
-    """A few refusals before the first token are invisible; more are an engine failure."""
+async def test_a_single_replica_is_retried(tmp_path: Path) -> None:
+    """The client does not see a few refusals before the first token; more are an engine failure."""
     faults: list[int | None] = [429, 503, None]
 
     def reply(prompt: Any, request: str) -> Reply:
@@ -91,8 +91,8 @@ async def test_a_single_replica_is_tried_again(tmp_path: Path) -> None:
     assert failure.boundary == "engine"
 
 
-async def test_a_failing_replica_is_left_out_and_comes_back(tmp_path: Path) -> None:
-    """After consecutive faults it is not asked again until it answers a probe."""
+async def test_a_failing_replica_is_ejected_and_comes_back(tmp_path: Path) -> None:
+    """After consecutive faults it gets no requests until it answers a probe."""
     tuning = replace(QUICK, probe_every_s=0.5)
     async with rig(tmp_path, says("a", status=500), says("Done."), tuning=tuning) as it:
         replica = it.upstream.replicas[0]
@@ -106,7 +106,7 @@ async def test_a_failing_replica_is_left_out_and_comes_back(tmp_path: Path) -> N
 
 
 async def test_calls_of_a_session_stick_to_one_replica(tmp_path: Path) -> None:
-    """The KV cache of a conversation stays useful."""
+    """So its KV cache is reused."""
     async with rig(tmp_path, says("Hi."), says("Hi."), says("Hi.")) as it:
         for _ in range(6):
             await it.ask()
@@ -115,11 +115,11 @@ async def test_calls_of_a_session_stick_to_one_replica(tmp_path: Path) -> None:
 
 # --------------------------------------------------------------------------- clients that leave
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-async def test_hanging_up_ends_the_engines_work_and_keeps_what_was_sampled(
+async def test_a_lost_client_aborts_generation_and_keeps_its_tokens(
     tmp_path: Path,
     stream: bool,  # noqa: FBT001
 ) -> None:
-    """No request runs any more, and the call is on disk; an unstreamed part is drained first."""
+    """No request is left running and the call is recorded; an unstreamed one is drained first."""
     async with rig(tmp_path, says(LONG, delay_s=0.02), tuning=QUICK) as it:
         asking = asyncio.create_task(it.read() if stream else it.ask())
         await until(lambda: it.sampled > 5)
@@ -131,7 +131,7 @@ async def test_hanging_up_ends_the_engines_work_and_keeps_what_was_sampled(
     assert 0 < len(call.sampled_ids) < len(ids(LONG))
 
 
-async def test_two_hundred_clients_that_die_leave_nothing_running(tmp_path: Path) -> None:
+async def test_two_hundred_lost_clients_leave_nothing_running(tmp_path: Path) -> None:
     """Killing many clients in the middle of their streams frees the engine."""
     async with rig(tmp_path, says(LONG, delay_s=0.05), tuning=QUICK) as it:
         responses = await asyncio.gather(*(it.post(it.body(stream=True)) for _ in range(200)))
@@ -143,13 +143,13 @@ async def test_two_hundred_clients_that_die_leave_nothing_running(tmp_path: Path
 
 @pytest.mark.parametrize("when", ["sampling", "before it sampled", "before it was admitted"])
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-async def test_who_waits_is_told_that_the_session_has_ended(
+async def test_waiting_clients_get_an_error_when_the_session_ends(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     stream: bool,  # noqa: FBT001
     when: str,
 ) -> None:
-    """At once, in the words of its API; what was sampled is on disk."""
+    """At once, as an error of its API; sampled tokens are recorded."""
     async with rig(tmp_path, says(LONG, delay_s=0.02), tuning=QUICK) as it:
         session, sessions = it.session, it.gateway._sessions
         complete, closing = session.complete, list[Any]()
@@ -173,9 +173,9 @@ async def test_who_waits_is_told_that_the_session_has_ended(
     assert [call.outcome for call in calls] == [CallOutcome.CLIENT_GONE] * (when == "sampling")
 
 
-# --------------------------------------------------------------------------- the same request again
-async def test_a_broken_answer_is_resumed_once_and_by_its_own_api(tmp_path: Path) -> None:
-    """Another API's request of the same meaning, and a third one, are samples of their own."""
+# --------------------------------------------------------------------------- repeated requests
+async def test_a_broken_answer_is_resumed_once_by_the_same_api(tmp_path: Path) -> None:
+    """The same request through another API, or for a third time, is sampled anew."""
     function = {"name": "read", "description": "Read", "parameters": {"type": "object"}}
     tools = [{"type": "function", "function": function}]
     async with rig(tmp_path, says(LONG, delay_s=0.003), tuning=QUICK) as it:
@@ -191,7 +191,7 @@ async def test_a_broken_answer_is_resumed_once_and_by_its_own_api(tmp_path: Path
     assert [len(call.prompt_ids) for call in fresh] == [len(first.prompt_ids)] * 2
 
 
-async def test_a_retry_at_once_joins_the_answer_in_flight(tmp_path: Path) -> None:
+async def test_an_immediate_retry_joins_the_answer_in_flight(tmp_path: Path) -> None:
     """A client that comes back within the grace period follows the same answer from its start."""
     async with rig(tmp_path, says(LONG, delay_s=0.003), tuning=replace(QUICK, grace_s=30)) as it:
         await it.hang_up()
@@ -204,7 +204,7 @@ async def test_a_retry_at_once_joins_the_answer_in_flight(tmp_path: Path) -> Non
 
 
 async def test_the_same_turn_without_a_stream_is_not_sampled_again(tmp_path: Path) -> None:
-    """Claude Code's fallback asks for a streamed turn once more, unstreamed."""
+    """Claude Code falls back to an unstreamed request for a turn that it streamed."""
     async with rig(tmp_path, says("Done.")) as it:
         streamed = text_of(await it.read())
         whole = await it.ask(stream=False)
@@ -212,8 +212,8 @@ async def test_the_same_turn_without_a_stream_is_not_sampled_again(tmp_path: Pat
         assert len(it.engines[0].calls) == 1
 
 
-async def test_an_sdks_retry_is_replayed_and_other_repetitions_are_samples(tmp_path: Path) -> None:
-    """A client that says it retries gets the same answer; any other twin gets its own."""
+async def test_sdk_retries_are_replayed_and_other_repetitions_sampled(tmp_path: Path) -> None:
+    """A request with a retry header gets the same answer, an equal one without it a new one."""
     async with rig(tmp_path, in_turn("One.", "Two.", LONG)) as it:
         replies = []
         for retry in ("0", "1", "0"):
@@ -245,8 +245,8 @@ async def test_paused_calls_wait_and_running_ones_finish(tmp_path: Path) -> None
         assert (await held)["stop_reason"] == (await running)["stop_reason"] == "end_turn"
 
 
-async def test_pause_can_end_running_answers_with_what_they_have(tmp_path: Path) -> None:
-    """An aborted answer is truncated for its client and recorded as aborted."""
+async def test_pause_can_abort_running_answers(tmp_path: Path) -> None:
+    """The client gets a truncated answer, which is recorded as aborted."""
     async with rig(tmp_path, says(LONG, delay_s=0.02)) as it:
         reading = asyncio.create_task(it.read())
         await until(lambda: it.sampled > 5)
@@ -259,7 +259,7 @@ async def test_pause_can_end_running_answers_with_what_they_have(tmp_path: Path)
 
 
 async def test_a_pause_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
-    """No wait is unbounded."""
+    """It raises after `within_s`."""
     async with rig(tmp_path, says(LONG, delay_s=0.005)) as it:
         reading = asyncio.create_task(it.read())
         await until(lambda: it.running)
@@ -271,7 +271,7 @@ async def test_a_pause_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
 
 # --------------------------------------------------------------------------- streams
 async def test_a_stream_opens_at_its_first_token(tmp_path: Path) -> None:
-    """Headers, opening and first delta come while the engine is still sampling."""
+    """Headers and first events are sent while the engine is still sampling."""
     async with (
         rig(tmp_path, says(LONG, delay_s=0.003)) as it,
         it.post(it.body(stream=True)) as response,
@@ -283,7 +283,7 @@ async def test_a_stream_opens_at_its_first_token(tmp_path: Path) -> None:
 
 
 async def test_a_silent_stream_is_kept_alive(tmp_path: Path) -> None:
-    """Pings come while the engine works on its first token, and while a tool call is held back."""
+    """Pings are sent before the first token, and while a tool call is buffered."""
     call = '<tool_call>\n{"name": "read", "arguments": {"path": "' + "a" * 60 + '"}}\n</tool_call>'
     tuning = replace(QUICK, headers_within_s=0.0, keep_alive_s=0.05)
     async with rig(tmp_path, says(call, delay_s=0.01), tuning=tuning) as it:
@@ -292,10 +292,8 @@ async def test_a_silent_stream_is_kept_alive(tmp_path: Path) -> None:
     assert '"stop_reason":"tool_use"' in stream
 
 
-async def test_a_sub_agent_may_begin_before_the_answer_that_asks_for_it_has_ended(
-    tmp_path: Path,
-) -> None:
-    """Clients start a sub-agent once its tool call is there; it is known as one, turn for turn."""
+async def test_a_sub_agent_may_start_before_its_call_has_ended(tmp_path: Path) -> None:
+    """Clients start a sub-agent once its tool call is complete; its turns are marked as such."""
     ask = '<tool_call>\n{"name": "agent", "arguments": {"prompt": "Find all the walruses."}}\n'
     asks = says(f"{ask}</tool_call>\n{LONG * 20}", delay_s=0.01)
 
@@ -331,10 +329,10 @@ async def test_a_sub_agent_may_begin_before_the_answer_that_asks_for_it_has_ende
     ],
     ids=["claude_code", "qwen_code", "gemini_cli", "gemini_cli, again"],
 )
-async def test_compactions_and_commit_messages_are_known_by_their_prompts(
+async def test_compactions_and_commit_messages_are_recognized_by_prompt(
     tmp_path: Path, ask: str
 ) -> None:
-    """Harnesses name neither in headers; the history that follows a summary is a compacted one."""
+    """Harnesses mark neither in headers; the request after a summary branches as compacted."""
     grown = [
         *ASK,
         {"role": "assistant", "content": "Hello."},
@@ -355,8 +353,8 @@ async def test_compactions_and_commit_messages_are_known_by_their_prompts(
     assert [chain.kind for chain in build_chains(calls)] == ["main", "compaction", "side"]
 
 
-async def test_a_side_call_is_another_thread(tmp_path: Path) -> None:
-    """A title request without tools is recorded as beside the task."""
+async def test_a_title_request_is_a_side_call(tmp_path: Path) -> None:
+    """It has no tools, and starts a thread of its own."""
     async with rig(tmp_path, says("Hello.")) as it:
         await it.ask()
         title = [{"role": "user", "content": "Write a title."}]

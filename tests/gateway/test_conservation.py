@@ -1,4 +1,4 @@
-"""Wherever connections are cut, one answer is sent, recorded and counted once (I1, I2)."""
+"""An answer is sent, recorded and counted once wherever connections break (I1, I2)."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def cut_at(text: str, cuts: list[int], slow: list[float]) -> Play:
     cuts=st.lists(st.integers(1, 30), max_size=3),
     leave_after=st.none() | st.integers(1, 12),
 )
-async def test_an_answer_is_whole_wherever_it_is_cut(
+async def test_an_answer_is_complete_wherever_connections_break(
     text: str, cuts: list[int], leave_after: int | None
 ) -> None:
-    """Lost engines and a client that leaves and comes back: the same text, each id sampled once."""
+    """Lost engines and a client that reconnects: the same text, each id sampled once."""
     slow = [] if leave_after is None else [0.008]
     plays = cut_at(text, cuts, slow), cut_at(text, [], slow)
     with tempfile.TemporaryDirectory() as folder:
@@ -76,10 +76,10 @@ async def test_an_answer_is_whole_wherever_it_is_cut(
     assert ledger.trained == ledger.sampled == len(ids(text))
 
 
-async def test_a_client_that_comes_back_while_its_answer_is_given_up(
+async def test_a_client_that_returns_early_waits_for_its_partial_answer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It waits until the part that was sampled is recorded, and gets that and the rest."""
+    """It waits until the sampled part is recorded, then gets that part and the rest."""
     text = "one two three four five six seven eight nine ten " * 4 + "end."
     async with rig(tmp_path, cut_at(text, [], [0.008]), tuning=AT_ONCE) as it:
         sample, back = it.upstream.sample, asyncio.Event()
@@ -109,8 +109,8 @@ async def test_a_client_that_comes_back_while_its_answer_is_given_up(
     assert (second.parent, second.branch) == (0, None)
 
 
-async def test_an_answer_that_breaks_off_twice_is_verified(tmp_path: Path) -> None:
-    """The second part was sent after the first, which is in its prompt: its text is both."""
+async def test_an_answer_interrupted_twice_is_verified(tmp_path: Path) -> None:
+    """The prompt of the second part ends with the first; `verify` compares the text of both."""
     text = "one two three four five six seven eight nine ten " * 4 + "end."
     async with rig(tmp_path, cut_at(text, [], [0.02, 0.02]), tuning=AT_ONCE) as it:
         await it.hang_up(characters=10)

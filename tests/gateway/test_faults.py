@@ -1,4 +1,4 @@
-"""The fault table: what goes wrong, and the status, error shape and ledger entry that follow.
+"""Faults, and the status, error shape and ledger entry that follow from each.
 
 Every row is tried in every dialect, over real sockets.
 """
@@ -9,14 +9,14 @@ import asyncio
 import gzip
 import json
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from faulty import (
     DIALECTS,
@@ -43,8 +43,8 @@ LOST = {502, 503, 529}
 
 # --------------------------------------------------------------------------- the client's faults
 @each_dialect
-async def test_only_the_sessions_key_opens_it(tmp_path: Path, dialect: Dialect) -> None:
-    """Unknown, missing and foreign keys are 401, and so is its own once the session is closed."""
+async def test_only_the_key_of_a_session_is_accepted(tmp_path: Path, dialect: Dialect) -> None:
+    """Unknown, missing and foreign keys get 401, and the own key once the session is closed."""
     async with client(tmp_path) as it:
         for key in ("wrong", "", "tl-ü"):
             await it.expect(dialect, 401, "key", key=key)
@@ -59,7 +59,7 @@ async def test_only_the_sessions_key_opens_it(tmp_path: Path, dialect: Dialect) 
 
 @each_dialect
 async def test_compressed_bodies_are_read(tmp_path: Path, dialect: Dialect) -> None:
-    """The bound holds for what comes out of the compression."""
+    """The size limit applies to the decompressed body."""
     plain = dialect.ask("Mend it.")
     async with client(tmp_path, max_body=100_000) as it:
         for encoding, pack in (("gzip", gzip.compress), ("deflate", zlib.compress)):
@@ -73,7 +73,7 @@ async def test_compressed_bodies_are_read(tmp_path: Path, dialect: Dialect) -> N
 
 @each_dialect
 async def test_a_body_that_never_ends_is_408(tmp_path: Path, dialect: Dialect) -> None:
-    """Every wait has a deadline, also that for a slow client."""
+    """Reading a request has a deadline."""
     answered = asyncio.Event()
 
     async def endless() -> AsyncIterator[bytes]:
@@ -92,7 +92,7 @@ async def test_a_body_that_never_ends_is_408(tmp_path: Path, dialect: Dialect) -
 
 
 @each_dialect
-async def test_nul_bytes_and_a_megabyte_of_text_pass_through(
+async def test_nul_bytes_pass_and_a_megabyte_of_text_overflows(
     tmp_path: Path, dialect: Dialect
 ) -> None:
     """An escaped NUL is text; a prompt beyond the window is the dialect's overflow error."""
@@ -105,7 +105,7 @@ async def test_nul_bytes_and_a_megabyte_of_text_pass_through(
 
 @each_dialect
 async def test_an_unknown_route_is_404(tmp_path: Path, dialect: Dialect) -> None:
-    """In the shape of the dialect that the client seems to speak."""
+    """The error has the shape of the dialect that the request looks like."""
     async with client(tmp_path) as it:
         url = f"{it.url}{dialect.path.split('/models')[0]}/nonsense"
         async with it.http.post(url, json={}, headers=it.headers(dialect)) as response:
@@ -114,7 +114,7 @@ async def test_an_unknown_route_is_404(tmp_path: Path, dialect: Dialect) -> None
 
 
 async def test_a_websocket_upgrade_is_426(tmp_path: Path) -> None:
-    """Codex falls back to plain HTTP at once on it."""
+    """On which Codex falls back to plain HTTP at once."""
     async with client(tmp_path) as it:
         headers = {
             "authorization": f"Bearer {it.key}",
@@ -127,38 +127,57 @@ async def test_a_websocket_upgrade_is_426(tmp_path: Path) -> None:
             assert response.status == 426
 
 
+@pytest.mark.parametrize("answered", [0, 1])
+async def test_a_window_that_only_the_engine_knows(tmp_path: Path, answered: int) -> None:
+    """Its refusal is the session's failure only if no call was answered before."""
+    error = {"error": {"message": "maximum context length is 64 tokens, but 70 were given"}}
+    chat = next(dialect for dialect in DIALECTS if dialect.name == "chat")
+    async with client(tmp_path) as it:
+        for _ in range(answered):
+            assert (await it.send(chat))[0] == 200
+        it.engine.answer = lambda _: asyncio.sleep(0, JSONResponse(error, 400))
+        await it.expect(chat, 400, "64", body="A longer one.")
+        failure = it.gateway.describe("s1").failure
+    assert (failure is None) == bool(answered)
+
+
 # --------------------------------------------------------------------------- the engine's faults
 @each_dialect
 @pytest.mark.parametrize(
-    ("answer", "codes"),
+    ("answer", "codes", "message"),
     [
-        (status(500), LOST),
-        (status(503), LOST),
-        (status(503, retry_after="60"), {503, 529}),
-        (status(429, retry_after="60"), {429, 503, 529}),
-        (status(429), {429, 502, 503, 529}),
-        (garbage, {500, 502, 503, 529}),
+        (status(500), LOST, "engine"),
+        (status(503), LOST, "engine"),
+        (status(503, retry_after="60"), {503, 529}, "engine"),
+        (status(429, retry_after="60"), {429, 503, 529}, "engine"),
+        (status(429), {429, 502, 503, 529}, "engine"),
+        (garbage, {500, 502, 503, 529}, "text/html, not an event stream: <html>busy</html>"),
     ],
     ids=["500", "503", "503 with Retry-After", "429 with Retry-After", "429", "garbage"],
 )
-async def test_an_engine_that_only_fails_is_the_dialects_error(
-    tmp_path: Path, dialect: Dialect, answer: Callable[[Request], Any], codes: set[int]
+async def test_a_failing_engine_is_an_error_of_the_dialect(
+    tmp_path: Path, dialect: Dialect, answer: Any, codes: set[int], message: str
 ) -> None:
-    """After a bounded number of tries; nothing is recorded, and the failure is the engine's."""
+    """After a bounded number of tries; nothing is recorded, and the failure is the engine's.
+
+    An early fault has a status in streams, too; a proxy's page is named by its content type.
+    """
     async with client(tmp_path, answer) as it:
         code, headers = await it.expect(dialect, codes, "engine")
         if "retry_after" in repr(answer.__closure__):
             assert headers["retry-after"] == "60"
         assert 1 <= it.engine.requests <= 5
-        assert (await it.stream(dialect))[0] == code, "an early fault has a status in streams, too"
+        streamed, text = await it.stream(dialect)
+        assert streamed == code
+        check(dialect, code, json.loads(text), message)
         failure = it.gateway.describe("s1").failure
         assert failure.boundary == "engine"
         assert it.gateway.read_calls("s1") == ()
 
 
 @each_dialect
-async def test_an_engine_that_is_down_is_named(tmp_path: Path, dialect: Dialect) -> None:
-    """The address is named; the harness's own retry may find it up again."""
+async def test_an_unreachable_engine_is_named(tmp_path: Path, dialect: Dialect) -> None:
+    """The error has its address; a later call succeeds when the engine is back."""
     async with client(tmp_path) as it:
         (replica,) = it.upstream.replicas
         right, replica.url = replica.url, "http://127.0.0.1:9"
@@ -168,10 +187,10 @@ async def test_an_engine_that_is_down_is_named(tmp_path: Path, dialect: Dialect)
 
 
 @each_dialect
-async def test_a_stream_that_loses_its_engine_ends_properly(
+async def test_a_stream_that_loses_its_engine_ends_as_truncated(
     tmp_path: Path, dialect: Dialect
 ) -> None:
-    """The answer ends as truncated; what was sampled is trained, and says what happened."""
+    """The sampled tokens are trained, and the outcome of the call names the loss."""
     async with client(tmp_path, cut, failovers=0) as it:
         code, text = await it.stream(dialect)
         call = it.gateway.read_calls("s1")[0]
@@ -182,8 +201,8 @@ async def test_a_stream_that_loses_its_engine_ends_properly(
     assert (ledger.sampled, ledger.trained) == (10, 10)
 
 
-async def test_tokens_in_one_read_with_an_error_are_in_the_ledger(tmp_path: Path) -> None:
-    """The event that reports the failure takes no token with it that came before."""
+async def test_tokens_received_with_an_error_are_recorded(tmp_path: Path) -> None:
+    """An error event does not discard tokens from the same read."""
     tokens = ids("It is a file with many words in it, and it goes on.")[:10]
 
     async def fail(_: Request) -> Response:
@@ -199,20 +218,10 @@ async def test_tokens_in_one_read_with_an_error_are_in_the_ledger(tmp_path: Path
 
 
 @each_dialect
-async def test_an_engine_that_streams_no_events_is_told_by_its_content_type(
+async def test_token_ids_outside_the_vocabulary_are_an_engine_error(
     tmp_path: Path, dialect: Dialect
 ) -> None:
-    """A proxy's page is not a stream that was closed."""
-    async with client(tmp_path, garbage, tries=1) as it:
-        code, text = await it.stream(dialect)
-    check(dialect, code, json.loads(text), "text/html, not an event stream: <html>busy</html>")
-
-
-@each_dialect
-async def test_an_id_that_no_vocabulary_has_is_the_engines_fault(
-    tmp_path: Path, dialect: Dialect
-) -> None:
-    """It is an error at once, streamed or not."""
+    """Streamed or not, and nothing is recorded."""
     wrong = [-1]
 
     async def answer(request: Request) -> Response:
@@ -229,23 +238,23 @@ async def test_an_id_that_no_vocabulary_has_is_the_engines_fault(
 
 
 @each_dialect
-async def test_a_mistake_of_the_gateway_hangs_nobody(
+async def test_an_exception_in_the_gateway_is_a_500(
     tmp_path: Path, dialect: Dialect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client gets an error in its shape, and the next call works."""
+    """The client gets an error of its dialect, and the next call works."""
     async with client(tmp_path) as it:
         for owner, method in ((Rendering, "render"), (StreamParser, "feed"), (Writer, "append")):
             with monkeypatch.context() as patch, structlog.testing.capture_logs() as logged:
                 patch.setattr(owner, method, lambda *_, **_options: 1 / 0)
                 await it.expect(dialect, 500, "ZeroDivisionError")
                 assert (await it.stream(dialect))[0] == 500
-            assert [one["event"] for one in logged].count("gateway failed") == 2
+            assert [entry["event"] for entry in logged].count("gateway failed") == 2
         assert (await it.send(dialect))[0] == 200
 
 
 @each_dialect
 async def test_an_engine_slower_than_its_deadline_is_lost(tmp_path: Path, dialect: Dialect) -> None:
-    """A reply that stalls is given up, tried again, and then an error."""
+    """A stalled reply is aborted and retried, and then an error."""
     given_up = asyncio.Event()
 
     async def stall(_: Request) -> Response:
@@ -260,7 +269,7 @@ async def test_an_engine_slower_than_its_deadline_is_lost(tmp_path: Path, dialec
 
 @each_dialect
 async def test_a_megabyte_of_tool_arguments_comes_through(tmp_path: Path, dialect: Dialect) -> None:
-    """A huge answer is sent whole and recorded whole."""
+    """It is sent and recorded in full."""
     argument = "x" * 1_000_000
     text = f'<tool_call>\n{{"name": "read", "arguments": {{"path": "{argument}"}}}}\n</tool_call>'
     tokens = ids(text)
@@ -276,17 +285,17 @@ async def test_a_megabyte_of_tool_arguments_comes_through(tmp_path: Path, dialec
 
 
 @each_dialect
-async def test_nothing_of_a_prompt_is_logged(
+async def test_prompts_and_keys_are_not_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, dialect: Dialect
 ) -> None:
-    """Neither an answered call nor a refused one leaves its words, or its key, in a log."""
+    """Neither of answered calls nor of refused ones."""
     with structlog.testing.capture_logs() as logged, caplog.at_level("DEBUG"):
         async with client(tmp_path) as it:
             await it.send(dialect, "a-secret-word")
             await it.send(dialect, b'{"model": "a-secret-word", "messages": "a-secret-word"')
             await it.send(dialect, key="a-secret-word")
             key = it.key
-    words = repr(logged) + caplog.text
-    assert "refused" in words
-    assert "a-secret-word" not in words
-    assert key not in words
+    text = repr(logged) + caplog.text
+    assert "refused" in text
+    assert "a-secret-word" not in text
+    assert key not in text

@@ -1,4 +1,4 @@
-"""An engine that hangs: another replica goes on, and no agent pays for it."""
+"""Hanging engines: another replica takes over, and agents are credited the lost time."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class StoppableEngine:
     """A scripted engine that accepts connections and is silent while it is stopped."""
 
     def __init__(self) -> None:
-        self.goes_on = asyncio.Event()
-        self.goes_on.set()
+        self.running = asyncio.Event()
+        self.running.set()
         play = says("one two three four five six seven eight", delay_s=0.01)
         engine = ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=20_000)
         self._app = create_app(engine, model_name="scripted")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer once it goes on."""
-        await self.goes_on.wait()
+        """Answer once it is running."""
+        await self.running.wait()
         await self._app(scope, receive, send)
 
 
-async def test_a_stopped_engine_costs_no_agent_anything(tmp_path: Path) -> None:
-    """A second replica answers, the time is given back, and the first is probed."""
+async def test_time_lost_to_a_stopped_engine_is_credited(tmp_path: Path) -> None:
+    """A second replica answers, and probes bring the first one back."""
     lost: list[float] = []
     engines = [StoppableEngine(), StoppableEngine()]
     async with (
@@ -54,19 +54,19 @@ async def test_a_stopped_engine_costs_no_agent_anything(tmp_path: Path) -> None:
         engine = engines[[one, two].index(hung.url)]
         for stream in (False, True):
             lost.clear()
-            engine.goes_on.clear()
+            engine.running.clear()
             text = text_of(await it.read()) if stream else (await it.ask())["content"][0]["text"]
             assert "eight" in text
             assert hung.ejected
             assert sum(lost) > QUICK.silent_s
             assert it.upstream.choose("s1") is not hung
-            engine.goes_on.set()
+            engine.running.set()
             await until(lambda: not hung.ejected)
         assert it.gateway.describe("s1").failure is None
 
 
-async def test_the_agents_clock_stands_still_before_its_engine_is_ejected(tmp_path: Path) -> None:
-    """With the first probe that fails, so also where the engine goes on in time."""
+async def test_lost_time_is_credited_before_the_engine_is_ejected(tmp_path: Path) -> None:
+    """With the first failed probe, so also where the engine resumes before it is ejected."""
     lost: list[float] = []
     returned = asyncio.Event()
 
@@ -94,11 +94,11 @@ async def test_the_agents_clock_stands_still_before_its_engine_is_ejected(tmp_pa
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_gave_up_on_a_hanging_engine_is_the_engines_failure(
+async def test_a_client_timeout_during_a_hang_is_an_engine_failure(
     tmp_path: Path,
     stream: bool,  # noqa: FBT001
 ) -> None:
-    """Its time may be over before the hang is noticed: the failure is retried all the same."""
+    """The client may time out before the hang is detected; the session is retried all the same."""
     asked = asyncio.Event()
 
     async def say_nothing(peer: Peer) -> None:
@@ -115,8 +115,8 @@ async def test_a_client_that_gave_up_on_a_hanging_engine_is_the_engines_failure(
     assert failure.cause is Cause.ENGINE_LOST
 
 
-async def test_time_until_an_answer_is_given_up_is_given_back(tmp_path: Path) -> None:
-    """Also where no probe came before."""
+async def test_time_until_the_idle_timeout_is_credited(tmp_path: Path) -> None:
+    """Also where no probe was made before."""
     lost: list[float] = []
     slow = replace(QUICK, silent_s=60, probe_every_s=60, tries=1)
 
@@ -132,7 +132,7 @@ async def test_time_until_an_answer_is_given_up_is_given_back(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("rest", [b"zz\r\nbroken", b"ff\r\ndata: {}\n\n", b""])
-async def test_a_stream_with_broken_framing_is_lost_in_time(tmp_path: Path, rest: bytes) -> None:
+async def test_a_stream_with_broken_framing_ends_as_truncated(tmp_path: Path, rest: bytes) -> None:
     """The replica answers probes and keeps the connection open; the answer ends as truncated."""
 
     async def serve_broken(peer: Peer) -> None:
@@ -157,8 +157,8 @@ async def test_a_stream_with_broken_framing_is_lost_in_time(tmp_path: Path, rest
         assert (call.outcome, len(call.sampled_ids)) == (CallOutcome.ENGINE_LOST, 5)
 
 
-async def test_time_lost_by_parallel_calls_is_given_back_once(tmp_path: Path) -> None:
-    """Only what no other call has given back already."""
+async def test_time_lost_by_parallel_calls_is_credited_once(tmp_path: Path) -> None:
+    """Only time that no other call was credited for already."""
     now = [100.0]
     lost: list[float] = []
     options = {"card": CARD, "clock": lambda: now[0], "on_hang": lost.append}

@@ -1,4 +1,4 @@
-"""A turn is recognised through every harmless rewriting, and only through those (I1)."""
+"""Turns are matched despite harmless rewriting of the history, and only then (I1)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_turn(
     return plan
 
 
-def answered(arguments: str = ARGUMENTS) -> tuple[CallTree, Prompt, Ids]:
+def make_tool_turn(arguments: str = ARGUMENTS) -> tuple[CallTree, Prompt, Ids]:
     """A tree after one turn that called `read`."""
     tree = CallTree(RENDERING)
     plan = tree.match(START, TOOLS)
@@ -77,26 +77,26 @@ def echo(arguments: str, call_id: str = "call_0_0") -> tuple[Message, ...]:
 def test_a_real_edit_branches_with_its_reason(
     messages: tuple[Message, ...], reason: Branch
 ) -> None:
-    """What changes meaning is never stitched to what was sampled."""
-    tree, first, ids = answered()
+    """A changed meaning never continues sampled tokens."""
+    tree, first, ids = make_tool_turn()
     plan = tree.match(messages, TOOLS)
     assert (plan.parent, plan.branch) == (0, reason)
     assert 0 < plan.reused <= len(first.tokens) + len(ids)
 
 
-def test_unparsable_arguments_keep_their_bytes() -> None:
-    """Broken JSON matches only itself."""
-    tree, _, _ = answered('{"path": ')
+def test_invalid_json_arguments_match_only_their_own_bytes() -> None:
+    """There is no value to compare."""
+    tree, _, _ = make_tool_turn('{"path": ')
     assert tree.match(echo('{"path": '), TOOLS).branch is None
     assert tree.match(echo('{"path":'), TOOLS).branch is Branch.CALL_REPAIRED
 
 
-def test_a_rewritten_echo_continues_exactly_however_often_it_comes() -> None:
-    """Spacing, order, number form, escapes and ids do not break the sequence; changes are told.
+def test_rewritten_echoes_continue_exactly() -> None:
+    """Spacing, order, number form, escapes and ids do not branch; changes are reported.
 
-    The echo takes the answer's place in memory; what it changed is found again at a fork.
+    The echo replaces the answer in memory; its changes are still known at a later branch.
     """
-    tree, first, ids = answered()
+    tree, first, ids = make_tool_turn()
     before = [*first.tokens.to_array(), *ids]
     rewritten, rewrites = echo('{"path":"a.py","line":1}'), (EchoChange.ARGUMENTS,)
     for messages, changes in [
@@ -116,7 +116,7 @@ def test_a_rewritten_echo_continues_exactly_however_often_it_comes() -> None:
     assert tree.match(echo('{"path":"b.py"}'), TOOLS).branch is Branch.CALL_REPAIRED
 
 
-def longer(answers: int) -> tuple[CallTree, tuple[Message, ...]]:
+def make_history(answers: int) -> tuple[CallTree, tuple[Message, ...]]:
     """A conversation of several turns with two calls each, and its history."""
     tree, messages = CallTree(RENDERING), START
     for number in range(answers):
@@ -129,17 +129,17 @@ def longer(answers: int) -> tuple[CallTree, tuple[Message, ...]]:
 
 
 def test_results_in_another_order_branch() -> None:
-    """Parallel results that change places later on change what the model saw."""
-    tree, messages = longer(1)
+    """Parallel results that change places differ from what the model saw."""
+    tree, messages = make_history(1)
     add_turn(tree, 1, Message(Role.ASSISTANT, "ok"), messages)
     *front, first, second = messages
     swapped = (*front, second, first, Message(Role.ASSISTANT, "ok"), Message(Role.USER, "Go on."))
     assert tree.match(swapped, TOOLS).branch is Branch.RESULTS_REORDERED
 
 
-def test_a_request_that_is_refused_halfway_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one is found as if it had never been."""
-    tree, messages = longer(2)
+def test_a_refused_request_leaves_the_tree_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next request is matched as if the refused one had not been made."""
+    tree, messages = make_history(2)
     new = (*messages, Message(Role.USER, "Go on."), Message(Role.USER, "Please."))
 
     def refuse(message: Message, positions: Mapping[str, int]) -> bytes:
@@ -152,31 +152,31 @@ def test_a_request_that_is_refused_halfway_leaves_no_trace(monkeypatch: pytest.M
         patch.setattr(turns, "digest_message", refuse)
         with pytest.raises(RecursionError):
             tree.match(new, TOOLS)
-    found, expected = tree.match(new, TOOLS), longer(2)[0].match(new, TOOLS)
-    assert (found.parent, found.branch, found.digest) == (1, None, expected.digest)
-    assert found.digests == expected.digests
+    matched, expected = tree.match(new, TOOLS), make_history(2)[0].match(new, TOOLS)
+    assert (matched.parent, matched.branch, matched.digest) == (1, None, expected.digest)
+    assert matched.digests == expected.digests
 
 
 def test_a_history_replaced_by_a_summary_is_a_compaction() -> None:
-    """The task stays, the answers are gone, a summary stands in their place."""
-    tree, _ = longer(3)
+    """The task is the same, and a summary replaces the answers."""
+    tree, _ = make_history(3)
     summary = Message(Role.USER, "So far: three files read.")
     plan = tree.match((*START, summary), TOOLS)
     assert (plan.branch, plan.turn) == (Branch.COMPACTED, None)
     assert plan.parent is not None
 
 
-def test_another_thread_of_the_session_is_named_as_such() -> None:
-    """A sub-agent's first request has nothing in common but the session."""
-    tree, _ = longer(2)
+def test_an_unrelated_request_is_a_new_thread() -> None:
+    """As the first request of a sub-agent, which shares nothing but the session."""
+    tree, _ = make_history(2)
     other = (Message(Role.SYSTEM, "You search."), Message(Role.USER, "Find it."))
     assert tree.match(other, TOOLS, ThreadInfo("thread-2")).branch is Branch.NEW_THREAD
     assert tree.match(other, TOOLS).branch is Branch.NEW_THREAD
 
 
-def test_a_deleted_failed_turn_goes_on_from_the_turn_before() -> None:
-    """The parent is extended exactly; the answer that the harness dropped stays a branch of it."""
-    tree, messages = longer(2)
+def test_deleting_a_failed_turn_extends_the_turn_before() -> None:
+    """The turn before is extended exactly; the dropped answer stays a branch of it."""
+    tree, messages = make_history(2)
     plan = add_turn(tree, 2, Message(Role.ASSISTANT, "garbled"), messages)
     again = tree.match((*messages, Message(Role.USER, "Tool call error.")), TOOLS)
     assert (again.parent, again.branch) == (1, Branch.TURN_DELETED)
@@ -184,7 +184,7 @@ def test_a_deleted_failed_turn_goes_on_from_the_turn_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("echoed", "heals"),
+    ("echoed", "changes"),
     [
         (Message(Role.ASSISTANT, "Hi.", reasoning="Hm."), ()),
         (Message(Role.ASSISTANT, "Hi."), (EchoChange.REASONING,)),
@@ -192,16 +192,16 @@ def test_a_deleted_failed_turn_goes_on_from_the_turn_before() -> None:
     ],
     ids=["verbatim", "thoughts dropped", "blank space"],
 )
-def test_what_was_healed_is_recorded(echoed: Message, heals: tuple[EchoChange, ...]) -> None:
-    """A harmless change continues exactly, and is told."""
+def test_changes_of_an_echo_are_recorded(echoed: Message, changes: tuple[EchoChange, ...]) -> None:
+    """A harmless change continues exactly, and is recorded."""
     tree = CallTree(RENDERING)
     add_turn(tree, 0, Message(Role.ASSISTANT, "Hi.", reasoning="Hm."))
     after = tree.match((*START, echoed, Message(Role.USER, "Go on.")), TOOLS)
-    assert (after.branch, after.parent, after.echo_changes) == (None, 0, heals)
+    assert (after.branch, after.parent, after.echo_changes) == (None, 0, changes)
 
 
-def test_equal_answers_are_told_apart_by_their_call_ids() -> None:
-    """Two samples of one prompt that say the same are continued each from its own ids."""
+def test_equal_answers_are_distinguished_by_call_ids() -> None:
+    """Equal samples of one prompt are each continued from their own ids."""
     tree = CallTree(RENDERING)
     for number in (0, 1):
         call = ToolCall(f"call_{number}_0", "read", ARGUMENTS)
@@ -211,13 +211,13 @@ def test_equal_answers_are_told_apart_by_their_call_ids() -> None:
 
 
 def test_a_prefill_is_refused_by_name() -> None:
-    """An assistant message at the end that the model did not give cannot be continued."""
-    with pytest.raises(Unsupported, match="the last of the messages is the assistant's"):
+    """A last assistant message that the model did not sample cannot be continued."""
+    with pytest.raises(Unsupported, match="the last message is the assistant's"):
         CallTree(RENDERING).match((*START, Message(Role.ASSISTANT, "Sure:")), TOOLS)
 
 
-def test_text_without_exact_mode_is_refused_by_name() -> None:
-    """Where the engine renders the prompts, and where ids cannot be decoded one by one."""
+def test_text_prompts_need_exact_mode() -> None:
+    """Refused where the engine renders prompts, and where ids cannot be decoded one by one."""
     joined = Rendering(tokenizer(), "qwen3")
     joined.tokenizer.token_bytes = None
     for tree in (CallTree(None), CallTree(joined)):
@@ -226,8 +226,8 @@ def test_text_without_exact_mode_is_refused_by_name() -> None:
         assert caught.value.param == "prompt"
 
 
-def test_a_text_gets_what_the_tokenizer_adds_to_texts() -> None:
-    """Such as the mark of a beginning, as engines do for text completions; ids get nothing."""
+def test_text_prompts_get_the_special_tokens_of_the_tokenizer() -> None:
+    """Such as a begin-of-text token, as engines do for text completions; ids stay as they are."""
     backend = tokenizers.Tokenizer.from_str(tokenizer().to_json())
     begin = backend.token_to_id("<|im_start|>")
     backend.post_processor = TemplateProcessing(
@@ -246,7 +246,7 @@ def raw(tokens: TokenSequence) -> bytes:
 
 
 def test_observed_ids_that_extend_the_parent_are_exact() -> None:
-    """Without a rendering the engine's prompt decides; a changed one is a branch with its place."""
+    """Without a rendering the engine reports the prompt; a changed one branches at its place."""
     tree = CallTree(None)
     plan = tree.set_observed(tree.match(START, TOOLS), b"[1, 2, 3]")
     tokens = plan.tokens.extend(np.array([4, 5], np.int32))
@@ -271,9 +271,11 @@ JSON = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(value=st.dictionaries(st.text(max_size=6), JSON, max_size=4), data=st.data())
-def test_any_json_round_trip_is_seen_through(value: dict[str, object], data: st.DataObject) -> None:
-    """Whatever the arguments hold, re-serialising them does not fork the trace."""
-    tree, _, _ = answered(json.dumps(value, ensure_ascii=False))
+def test_reserialized_arguments_do_not_branch(
+    value: dict[str, object], data: st.DataObject
+) -> None:
+    """Whatever values the arguments have."""
+    tree, _, _ = make_tool_turn(json.dumps(value, ensure_ascii=False))
     keys = data.draw(st.permutations(sorted(value)))
     shuffled = json.dumps({key: value[key] for key in keys}, separators=(",", ":"))
     assert tree.match(echo(shuffled), TOOLS).branch is None

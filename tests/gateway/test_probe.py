@@ -1,4 +1,4 @@
-"""The probe before engines that do well, and before a stub with one fault at a time."""
+"""Probing sound engines, and a stub with one fault at a time."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tugline.gateway.app import Gateway
 from tugline.gateway.engine import CheckOutcome, EngineReport
 from tugline.gateway.probe import connect, probe
 from tugline.inference.server import create_app
-from tugline.testing import Reply, ScriptedEngine
-from tugline.types import Ids, LogprobMeaning, Mode
+from tugline.testing import ScriptedEngine
+from tugline.types import LogprobMeaning, Mode
 from tugline.web.serve import serve
 
 WINDOW = 512
@@ -34,14 +34,14 @@ LOGITS = np.array([2.0, 1.0, 0.0])
 
 @dataclass
 class Stub:
-    """A server that says it is vLLM, with a model of three tokens; each field is a fault."""
+    """A server that looks like vLLM, with a model of three tokens; each field is a fault."""
 
     scale_out: bool = True
     ids: bool = True
     tools: bool = True
     raw: bool = True
     refuses: bool = True
-    """Says so when a prompt is too long."""
+    """Whether a prompt that is too long is an error."""
     owner: str = "vllm"
     lists: bool = True
     status: int = 200
@@ -93,16 +93,16 @@ class Stub:
             return JSONResponse({"error": {"message": "no tool parser", "code": 400}}, 400)
         if refusal := self._refusal(len(body["messages"][0]["content"].split())):
             return refusal
-        said = "delta" if body["stream"] else "message"
+        part = "delta" if body["stream"] else "message"
 
-        def choice(token: int, logprob: float, *, last: bool) -> dict[str, Any]:
-            told: dict[str, Any] = {said: {"content": "abc"[token]}}
+        def make_choice(token: int, logprob: float, *, last: bool) -> dict[str, Any]:
+            choice: dict[str, Any] = {part: {"content": "abc"[token]}}
             if self.ids:
-                told |= {"token_ids": [token], "prompt_token_ids": [10, 11]}
-                told |= {"logprobs": {"content": [{"logprob": logprob}]}}
-            return told | {"finish_reason": "length" if last else None}
+                choice |= {"token_ids": [token], "prompt_token_ids": [10, 11]}
+                choice |= {"logprobs": {"content": [{"logprob": logprob}]}}
+            return choice | {"finish_reason": "length" if last else None}
 
-        return await self._answer(body, body["temperature"], body["max_tokens"], choice)
+        return await self._answer(body, body["temperature"], body["max_tokens"], make_choice)
 
     def _refusal(self, length: int) -> Response | None:
         if length < WINDOW or not self.refuses:
@@ -130,8 +130,8 @@ class Stub:
         drawn = [draw(index) for index in range(count)]
         whole = drawn[-1]
         if "token_ids" in whole:
-            whole["token_ids"] = [token for one in drawn for token in one["token_ids"]]
-            content = [entry for one in drawn for entry in one["logprobs"]["content"]]
+            whole["token_ids"] = [token for each in drawn for token in each["token_ids"]]
+            content = [entry for each in drawn for entry in each["logprobs"]["content"]]
             whole["logprobs"] = {"content": content}
         return JSONResponse({"choices": [whole]})
 
@@ -141,7 +141,7 @@ def _log_softmax(logits: Any) -> Any:
 
 
 async def examine(**faults: Any) -> EngineReport:
-    """What the doctor says of a stub."""
+    """The report on a stub with these faults."""
     async with serve(Stub(**faults).app()) as url:
         return await probe(url)
 
@@ -151,16 +151,16 @@ def outcomes(report: EngineReport) -> dict[str, CheckOutcome]:
     return {check.name: check.outcome for check in report.checks}
 
 
-# --------------------------------------------------------------------------- engines that do well
+def engine(window: int = 4096) -> ScriptedEngine:
+    """An engine that answers anything."""
+    play = says("word " * 60, delay_s=0.002)
+    return ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=window)
+
+
+# --------------------------------------------------------------------------- sound engines
 async def test_the_scripted_engine_is_sound() -> None:
-    """Exact mode, overflow told; certain tokens tell no meaning."""
-
-    def reply(_prompt: Ids, _request: str) -> Reply:
-        return Reply(RENDERING.tokenizer.encode("word " * 60 + "<|im_end|>"), delay_s=0.002)
-
-    engine = ScriptedEngine(reply, vocab_size=RENDERING.tokenizer.size, max_model_len=2048)
-    app = create_app(engine, model_name="scripted")
-    async with serve(app) as url:
+    """Exact mode, overflow reported; certain tokens do not show what logprobs mean."""
+    async with serve(create_app(engine(2048), model_name="scripted")) as url:
         report = await probe(f"{url}/v1", "scripted")
     assert (report.engine, report.model, report.window) == ("embedded", "scripted", 2048)
     assert list(report.routes.items()) == [("generate", Mode.EXACT)]
@@ -175,7 +175,7 @@ async def test_the_scripted_engine_is_sound() -> None:
 
 @pytest.mark.parametrize("raw", [True, False], ids=["raw", "processed"])
 async def test_the_meaning_of_logprobs_is_measured(*, raw: bool) -> None:
-    """Both are found out from draws alone, in exact and in observed mode."""
+    """From samples alone, in exact and in observed mode."""
     right = LogprobMeaning.RAW if raw else LogprobMeaning.PROCESSED
     for scale_out in (True, False):
         report = await examine(raw=raw, scale_out=scale_out)
@@ -184,9 +184,9 @@ async def test_the_meaning_of_logprobs_is_measured(*, raw: bool) -> None:
         assert any("processed_logprobs" in advice for advice in report.advice) is raw
 
 
-# --------------------------------------------------------------------------- engines that do not
+# --------------------------------------------------------------------------- faulty engines
 async def test_an_engine_that_drops_ids_is_refused() -> None:
-    """Text is all that is left; the refusal names the flags to add."""
+    """Only text mode is left; the refusal names the flags to add."""
     report = await examine(ids=False, scale_out=False)
     assert report.mode is Mode.TEXT
     assert not report.sound
@@ -197,29 +197,29 @@ async def test_an_engine_that_drops_ids_is_refused() -> None:
 
 
 async def test_without_a_tool_parser_observed_mode_is_not_sound() -> None:
-    """An agent would meet it on its first turn; exact mode does not need it."""
+    """It would fail on the first turn of an agent; exact mode does not need the parser."""
     report = await examine(tools=False)
     assert Mode.OBSERVED not in report.routes.values()
     assert any("--tool-call-parser" in advice for advice in report.advice)
     assert report.mode is Mode.EXACT
 
 
-async def test_an_engine_that_hides_that_a_prompt_is_too_long_is_told() -> None:
-    """Agents compact on that error."""
+async def test_an_unreported_context_overflow_fails_its_check() -> None:
+    """Agents compact their history on that error."""
     assert outcomes(await examine(refuses=False))["context overflow"] is CheckOutcome.FAIL
     assert outcomes(await examine())["context overflow"] is CheckOutcome.PASS
 
 
-async def test_an_unknown_server_is_asked_for_what_all_have() -> None:
-    """Observed where it tells ids, else text."""
+async def test_an_unknown_server_is_probed_as_openai() -> None:
+    """Observed mode where it reports ids, else text."""
     report = await examine(owner="somebody")
     assert (report.engine, report.mode) == ("openai", Mode.OBSERVED)
     report = await examine(owner="somebody", ids=False)
     assert (report.engine, report.mode) == ("openai", Mode.TEXT)
 
 
-async def test_nothing_there_is_one_clear_error() -> None:
-    """No engine, and no such model."""
+async def test_a_missing_engine_or_model_is_one_clear_error() -> None:
+    """No engine there, no address given, no such model."""
     for ask in (probe("http://127.0.0.1:9"), connect(["http://127.0.0.1:9"])):
         with pytest.raises(EngineError, match=r"no usable engine at .*127\.0\.0\.1:9"):
             await ask
@@ -230,8 +230,8 @@ async def test_nothing_there_is_one_clear_error() -> None:
             await probe(url, "x")
 
 
-async def test_an_engine_that_lists_no_models_is_named_or_believed() -> None:
-    """Without a name the error asks for one; with a name the calls are probed with it."""
+async def test_an_engine_without_a_model_list_needs_a_name() -> None:
+    """Without a name the error asks for one; with a name it is probed."""
     async with serve(Stub(owner="", lists=False).app()) as url:
         with pytest.raises(UsageError, match=r"lists no models at .*name the one it serves"):
             await probe(url)
@@ -239,8 +239,8 @@ async def test_an_engine_that_lists_no_models_is_named_or_believed() -> None:
 
 
 @pytest.mark.parametrize(("status", "expected"), [(500, 500), (403, 403), (404, 404), (503, None)])
-async def test_a_status_of_the_list_is_told(status: int, expected: int | None) -> None:
-    """The error has the status, unless the engine is about to come back; 404 may have a name."""
+async def test_errors_of_the_model_list_have_its_status(status: int, expected: int | None) -> None:
+    """Unless it may pass, as 503; on 404 a given name is probed."""
     async with serve(Stub(owner="", status=status).app()) as url:
         with pytest.raises(EngineError, match=f"/v1/models answers {status}") as caught:
             await probe(url)
@@ -250,21 +250,15 @@ async def test_a_status_of_the_list_is_told(status: int, expected: int | None) -
 
 
 async def test_an_adapter_has_the_window_of_its_model() -> None:
-    """Engines list none for it."""
+    """Engines list no window for an adapter."""
     async with serve(Stub().app()) as url:
         report = await probe(url, "adapter")
     assert (report.model, report.window, report.mode) == ("adapter", WINDOW, Mode.EXACT)
 
 
 # --------------------------------------------------------------------------- connecting
-def engine(window: int = 4096) -> ScriptedEngine:
-    """One that answers anything."""
-    play = says("word " * 60, delay_s=0.002)
-    return ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=window)
-
-
 async def test_a_sound_engine_is_connected_in_its_best_mode(tmp_path: Path) -> None:
-    """What the probe found is what the gateway then uses; another mode is refused."""
+    """The gateway uses the format that the probe chose; an unsound mode is refused."""
     app = create_app(engine(), model_name="scripted")
     async with serve(app) as one, serve(create_app(engine(), model_name="scripted")) as other:
         upstream = await connect([one, other])
@@ -276,7 +270,7 @@ async def test_a_sound_engine_is_connected_in_its_best_mode(tmp_path: Path) -> N
 
 
 async def test_replicas_that_differ_are_refused() -> None:
-    """A conversation must be able to go on on another replica."""
+    """A conversation may continue on another replica."""
     apps = [create_app(engine(window), model_name="scripted") for window in (4096, 2048)]
     async with serve(apps[0]) as one, serve(apps[1]) as other:
         with pytest.raises(UsageError, match=r"window is 4096 at .* and 2048 at "):
@@ -290,8 +284,8 @@ async def run(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-async def test_the_command_tells_people_and_programs() -> None:
-    """A table or JSON; exit code 1 where the wanted mode is not sound."""
+async def test_the_doctor_command_prints_text_or_json() -> None:
+    """Exit code 1 where the requested mode is not sound."""
     async with serve(Stub(ids=False, scale_out=False).app()) as url:
         code, text = await run("--engine", url)
         assert code == 1

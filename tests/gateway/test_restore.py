@@ -1,4 +1,4 @@
-"""A session's turns, made again from its recording, are those that the process before had."""
+"""Turns restored from a recording equal those of the live session."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_cal
 
 
 def describe(tree: CallTree) -> list[tuple[Any, ...]]:
-    """All that a later request is matched with."""
+    """All fields that later requests are matched with."""
     return [
         (
             turn.number,
@@ -36,7 +36,7 @@ def describe(tree: CallTree) -> list[tuple[Any, ...]]:
 
 
 def assert_restored(it: Rig) -> tuple[Call, ...]:
-    """The recorded calls, of which the same turns are made again."""
+    """Return the recorded calls; the turns restored from them equal the live ones."""
     calls = it.recording.calls
     again = CallTree(RENDERING)
     again.restore(calls)
@@ -45,7 +45,7 @@ def assert_restored(it: Rig) -> tuple[Call, ...]:
 
 
 async def talk(it: Rig) -> None:
-    """Tools, an edited history, a repeated question, a side call and an answer that broke off."""
+    """Tools, an edited history, a repeated question, a side call and an interrupted answer."""
     messages: list[Any] = list(ASK)
     for number in range(3):
         reply = await it.ask(messages)
@@ -69,12 +69,12 @@ async def talk(it: Rig) -> None:
 
 @pytest.mark.parametrize("answers", [("Done and over.",), (CALL, CALL, "That is all of it.")])
 async def test_restored_turns_equal_the_live_ones(tmp_path: Path, answers: tuple[str, ...]) -> None:
-    """Tokens, meanings and their places in the tree."""
+    """Tokens, digests and places in the tree."""
     play = in_turn(*answers, delay_s=0.02)
     async with rig(tmp_path, play, tuning=CallSettings(grace_s=0.01)) as it:
         await talk(it)
         calls = assert_restored(it)
-        asked = [one.prompt_ids.tolist() for one in it.engines[0].calls]
+        asked = [call.prompt_ids.tolist() for call in it.engines[0].calls]
         assert [call.prompt_ids.tolist() for call in calls] == asked
         assert Branch.HISTORY_EDITED in {call.branch for call in calls}
         assert calls[-1].resumed
@@ -82,9 +82,9 @@ async def test_restored_turns_equal_the_live_ones(tmp_path: Path, answers: tuple
 
 
 async def test_restored_raw_prompts_equal_the_live_ones(tmp_path: Path) -> None:
-    """Prompts without messages, beside some with: one that grows, two choices, another, a repeat.
+    """Prompts without messages, beside some with: extended, with two choices, another, repeated.
 
-    Also the rest of an answer that broke off, and what goes on from it.
+    Also the rest of an interrupted answer, and a prompt that extends it.
     """
     quick = CallSettings(grace_s=0.01)
     play = says("It is 4, I think.", delay_s=0.01)
@@ -115,5 +115,5 @@ async def test_restored_raw_prompts_equal_the_live_ones(tmp_path: Path) -> None:
     assert [call.parent for call in calls] == [None, 0, 1, 2, 2, 1, None, 3, 3, 3, 9, 10]
     assert [call.number for call in calls if call.resumed] == [10]
     known = {call.number: call for call in calls}
-    found = [trace_lineage(call, known.get(call.parent)) for call in calls]
-    assert Continuation.BROKEN not in {one.continuation for one in found}
+    lineage = [trace_lineage(call, known.get(call.parent)) for call in calls]
+    assert Continuation.BROKEN not in {each.continuation for each in lineage}

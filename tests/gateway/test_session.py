@@ -28,7 +28,7 @@ async def test_the_policy_decides_between_contract_and_request(
 
 
 async def test_the_policy_can_refuse(tmp_path: Path) -> None:
-    """Other sampling than agreed is an error that names the field and the agreed value."""
+    """Other sampling than that of the task is an error that names field and value."""
     contract = Sampling(temperature=1.0)
     async with rig(tmp_path, says("Hi."), sampling=contract, policy=Policy.REFUSE) as it:
         reply = await it.ask(temperature=0.5)
@@ -61,7 +61,7 @@ async def test_the_contract_reaches_the_engine(tmp_path: Path) -> None:
 async def test_a_spent_budget_has_the_status_its_harness_stops_on(
     tmp_path: Path, limits: Limits, expected: str, spent: SpentLimit
 ) -> None:
-    """Nothing is sampled any more, and the message says which budget it was."""
+    """Nothing more is sampled, and the message names the spent budget."""
     now = [100.0]
     async with rig(
         tmp_path, says("Hello."), limits=limits, spent_status=404, clock=lambda: now[0]
@@ -76,11 +76,11 @@ async def test_a_spent_budget_has_the_status_its_harness_stops_on(
         assert expected in reply["error"]["message"]
         assert len(it.calls) == len(it.engines[0].calls) == 1
         assert it.gateway.describe("s1").spent is spent
-    assert it.gateway.describe("s1").spent is spent  # closed, it is still known
+    assert it.gateway.describe("s1").spent is spent  # also once it is closed
 
 
-async def test_closed_sessions_are_forgotten_in_time(tmp_path: Path) -> None:
-    """A gateway that runs for weeks remembers the last ones, and those that are live."""
+async def test_only_the_last_closed_sessions_are_kept(tmp_path: Path) -> None:
+    """So that memory is bounded; live sessions are always kept."""
     task = Task(id="t", instruction="", harness=PluginSpec("shell"), evaluator=PluginSpec("tests"))
     async with rig(tmp_path, says("Hello."), tuning=CallSettings(closed_sessions=3)) as it:
         await it.ask()
@@ -99,17 +99,17 @@ async def test_closed_sessions_are_forgotten_in_time(tmp_path: Path) -> None:
 
 # --------------------------------------------------------------------------- events
 async def test_a_refused_request_is_recorded_without_its_content(tmp_path: Path) -> None:
-    """Status, error and field are there; nothing of the prompt is, nor a call."""
+    """The event has status, error and field, and nothing of the prompt; no call is recorded."""
     async with rig(tmp_path, says("ok")) as it:
         assert (await it.ask(top_k=-5))["status"] == 400
         assert (await it.ask(messages="Mend"))["status"] == 400
-        found = it.recording
-    assert [event.kind for event in found.events] == [RecordedEventKind.REFUSED] * 2
-    assert found.calls == ()
-    for event in found.events:
+        recording = it.recording
+    assert [event.kind for event in recording.events] == [RecordedEventKind.REFUSED] * 2
+    assert recording.calls == ()
+    for event in recording.events:
         assert event.detail.startswith("400 ")
         assert "Mend" not in event.detail
-    assert found.events[1].detail == "400 RequestError messages[0]"
+    assert recording.events[1].detail == "400 RequestError messages[0]"
 
 
 async def test_pauses_and_weights_are_events_of_live_sessions(tmp_path: Path) -> None:
@@ -118,10 +118,10 @@ async def test_pauses_and_weights_are_events_of_live_sessions(tmp_path: Path) ->
         await it.gateway.pause("abort")
         await it.gateway.set_weights_version(7)
         await it.gateway.resume()
-        found = it.recording.events
-    assert [(event.kind, event.detail) for event in found] == [
+        events = it.recording.events
+    assert [(event.kind, event.detail) for event in events] == [
         (RecordedEventKind.PAUSED, "abort"),
         (RecordedEventKind.WEIGHTS, "7"),
         (RecordedEventKind.RESUMED, ""),
     ]
-    assert found[0].at <= found[1].at <= found[2].at
+    assert events[0].at <= events[1].at <= events[2].at

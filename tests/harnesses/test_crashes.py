@@ -1,4 +1,4 @@
-"""What is a crash of the real programs, and what is not."""
+"""Crashes of the real programs are distinguished from other ways to end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from conformance.session_run import Scenario, SessionRun, run_session
-from tugline.cli.harness_check import CASES
+from tugline.cli.harness_check import CASES, cases_of
 from tugline.errors import HarnessError
 from tugline.harnesses.base import Launch, LaunchContext
 from tugline.harnesses.preset import start_once
@@ -19,8 +19,7 @@ from tugline.sandbox.local import LocalRuntime
 from tugline.testing import ScriptedTurn
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
-ONE_EACH = {case.harness: case for case in reversed(CASES)}
-NAMES = sorted(ONE_EACH)
+NAMES = sorted({case.harness for case in CASES})
 INSTRUCTION = "Do as you are told."
 TAIL = 400
 SETTINGS = {
@@ -30,19 +29,19 @@ SETTINGS = {
     "opencode": ".config/opencode/opencode.json",
     "pi": ".pi/agent/models.json",
 }
-"""Without which a program has no model; the others get it by their environment."""
+"""The file that names the model; other programs get it by their environment."""
 
 
 def harness(name: str) -> Any:
     """A preset."""
-    return find("harness", name)(**ONE_EACH[name].options)
+    return find("harness", name)(**cases_of(name)[0].options)
 
 
 async def run_command(
     name: str, command: str, folder: Path, max_turns: int | None = None
 ) -> SessionRun:
-    """A session whose model has one command run."""
-    case = ONE_EACH[name]
+    """A session in which the model runs one command."""
+    case = cases_of(name)[0]
     call = case.call(command)
     script = (ScriptedTurn("", calls=(call,)), ScriptedTurn("Done."))
     return await run_session(case, Scenario({INSTRUCTION: script}, max_turns=max_turns), folder)
@@ -50,7 +49,7 @@ async def run_command(
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_program_killed_by_a_fault_has_crashed(name: str, tmp_path: Path) -> None:
-    """SIGSEGV ends it in the middle of its work: a second one where the first is caught (Rust)."""
+    """By SIGSEGV; a second one where the program catches the first (Rust)."""
     ran = await run_command(
         name, "kill -SEGV $PPID; sleep 0.2; kill -SEGV $PPID; sleep 20", tmp_path
     )
@@ -59,15 +58,15 @@ async def test_a_program_killed_by_a_fault_has_crashed(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_budget_that_is_spent_is_no_crash(name: str, tmp_path: Path) -> None:
-    """Whatever its exit code, it gave up because the model refused."""
+async def test_a_spent_budget_is_not_a_crash(name: str, tmp_path: Path) -> None:
+    """Whatever the exit code, it ended because the model refused."""
     ran = await run_command(name, "true", tmp_path, max_turns=1)
     assert harness(name).find_crash(ran.exit, ran.log.strip()[-TAIL:]) is None, ran.log[-2000:]
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
-async def test_broken_settings_are_no_work_of_an_agent(name: str) -> None:
-    """A program that cannot read its settings asks no model, and is not judged."""
+async def test_broken_settings_are_a_harness_error(name: str) -> None:
+    """A program that cannot read its settings calls no model, and is not evaluated."""
 
     class Broken(find("harness", name)):  # type: ignore[misc]
         """The preset with a file that is nonsense."""
@@ -76,11 +75,11 @@ async def test_broken_settings_are_no_work_of_an_agent(name: str) -> None:
             made = super().configure(context)
             return msgspec.structs.replace(made, files={**made.files, SETTINGS[name]: "{["})
 
-    broken = Broken(**ONE_EACH[name].options)
+    broken = Broken(**cases_of(name)[0].options)
     preset = harness(name)
     await preset.install()
     broken.package = preset.package
-    with pytest.raises(HarnessError, match=r"exit code [1-9].* and asked no model"):
+    with pytest.raises(HarnessError, match=r"exit code [1-9].* and made no model call"):
         await start_once(broken)
 
 
@@ -93,10 +92,10 @@ async def test_broken_settings_are_no_work_of_an_agent(name: str) -> None:
     ],
     ids=["thrown", "rejected", "heap"],
 )
-async def test_node_says_when_it_breaks(
+async def test_crashes_of_node_are_recognized(
     options: tuple[str, ...], reason: str, tmp_path: Path
 ) -> None:
-    """The last words of the very Node that runs the presets."""
+    """By the output of the Node that runs the presets."""
     pi = harness("pi")
     await pi.install()
     async with LocalRuntime().open(tmp_path) as sandbox:

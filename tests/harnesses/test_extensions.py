@@ -15,11 +15,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from conformance.session_run import Scenario, SessionRun, run_session
-from tugline.cli.harness_check import CASES
+from tugline.cli.harness_check import cases_of
 from tugline.testing import ScriptedTurn
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
-ONE_EACH = {case.harness: case for case in reversed(CASES)}
 WITH_MCP = ["claude_code", "codex", "gemini_cli", "opencode", "qwen_code"]
 WITH_SKILLS = [*WITH_MCP, "pi"]
 INSTRUCTION = "Say hello to the moon."
@@ -31,7 +30,7 @@ TOOL = {
     "description": "Tells the phase of the moon.",
     "inputSchema": {"type": "object", "properties": {}},
 }
-SAID = (sys.argv[1], os.environ.get("A", ""))
+WORDS = (sys.argv[1], os.environ.get("A", ""))
 for line in sys.stdin:
     request = json.loads(line)
     if "id" not in request:
@@ -44,7 +43,7 @@ for line in sys.stdin:
             "serverInfo": {"name": "moon", "version": "1"},
         },
         "tools/list": {"tools": [TOOL]},
-        "tools/call": {"content": [{"type": "text", "text": "waning " + " ".join(SAID)}]},
+        "tools/call": {"content": [{"type": "text", "text": "waning " + " ".join(WORDS)}]},
     }
     answer = {"jsonrpc": "2.0", "id": request["id"], "result": known.get(request["method"], {})}
     print(json.dumps(answer), flush=True)
@@ -58,7 +57,7 @@ async def run_scripted(
     """One session of the real program with a script in its folder."""
     script = {INSTRUCTION: (*turns, ScriptedTurn("Hello."))}
     return await run_session(
-        ONE_EACH[name], Scenario(script, {"server.py": SERVER}, options=options or {}), folder
+        cases_of(name)[0], Scenario(script, {"server.py": SERVER}, options=options or {}), folder
     )
 
 
@@ -70,16 +69,16 @@ def request_text(ran: SessionRun, number: int) -> str:
 
 @pytest.mark.parametrize("name", WITH_MCP)
 async def test_a_tool_of_an_mcp_server_is_offered_and_called(name: str, tmp_path: Path) -> None:
-    """The first request names it; what the server answers stands in the next one.
+    """The first request names it; the answer of the server is in the next one.
 
-    It is started with its arguments and its environment.
+    The server is started with its arguments and its environment.
     """
     moon = {"command": "python3", "args": ["server.py", "gibbous"], "env": {"A": "b c"}}
     options = {"mcp": {"moon": moon}}
     seen = await run_scripted(name, tmp_path / "asked", options=options)
     assert seen.exit.code == 0, seen.log
     assert "phase_of_moon" in request_text(seen, 0)
-    if name == "qwen_code":  # it tells of the tool, and calls it through one of its own
+    if name == "qwen_code":  # it describes the tool, and calls it through one of its own
         call = ("tool_call", {"name": "mcp__moon__phase_of_moon", "arguments": {}})
     else:
         tools = [tool.name for tool in seen.calls[0].tools]
@@ -91,7 +90,7 @@ async def test_a_tool_of_an_mcp_server_is_offered_and_called(name: str, tmp_path
 
 
 async def answer(request: web.Request) -> web.Response:
-    """The same server over HTTP, one message at a time, for those who know the token."""
+    """The same server over HTTP, one message at a time; it requires a token."""
     if request.headers.get("x-token") != "t1":
         return web.Response(status=401)
     message = await request.read()
@@ -104,8 +103,8 @@ async def answer(request: web.Request) -> web.Response:
 
 
 @pytest.fixture
-async def far() -> AsyncIterator[str]:
-    """Where it is; nothing is streamed."""
+async def mcp_url() -> AsyncIterator[str]:
+    """Its URL; nothing is streamed."""
     app = web.Application()
     app.router.add_post("/mcp", answer)
     async with TestServer(app) as server:
@@ -114,17 +113,17 @@ async def far() -> AsyncIterator[str]:
 
 @pytest.mark.parametrize("name", WITH_MCP)
 async def test_a_server_is_called_over_http_with_its_headers(
-    name: str, far: str, tmp_path: Path
+    name: str, mcp_url: str, tmp_path: Path
 ) -> None:
-    """Without the token it would tell nothing."""
-    options = {"mcp": {"moon": {"url": far, "headers": {"x-token": "t1"}}}}
+    """Which has the token."""
+    options = {"mcp": {"moon": {"url": mcp_url, "headers": {"x-token": "t1"}}}}
     ran = await run_scripted(name, tmp_path, options=options)
     assert "phase_of_moon" in request_text(ran, 0), ran.log[-2000:]
 
 
 @pytest.mark.parametrize("name", WITH_SKILLS)
 async def test_a_skill_is_announced(name: str, tmp_path: Path) -> None:
-    """Its description, which is what the model chooses by, is in the first request."""
+    """Its description is in the first request."""
     ran = await run_scripted(name, tmp_path, options={"skills": {"count-moons": SKILL}})
     assert ran.exit.code == 0, ran.log
     assert "How the moons of Zog are counted." in request_text(ran, 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from containers import BUSYBOX, DEBIAN, podman  # noqa: F401 - a fixture
-from tugline.cli.harness_check import CASES, Case
+from tugline.cli.harness_check import CASES, Case, cases_of
 from tugline.gateway.app import Gateway
 from tugline.harnesses.preset import start_once
 from tugline.plugins import find
@@ -28,12 +28,11 @@ FILES = {
     "test_bill.py": "from bill import total\n\n\ndef test_total():\n    assert total(2, 3) == 5\n",
 }
 LAST_WORDS = "The bill is right now."
-ONE_EACH = {case.harness: case for case in reversed(CASES)}
 PARTS = Parts()
 
 
 def script(case: Case) -> tuple[ScriptedTurn, ...]:
-    """Look at the file, change it, say so."""
+    """Read the file, change it, answer."""
     end = (case.call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),)
     return (
         ScriptedTurn("I look at it.", calls=(case.call("cat bill.py"),)),
@@ -46,8 +45,8 @@ def script(case: Case) -> tuple[ScriptedTurn, ...]:
 @pytest.fixture(
     params=["bubblewrap", pytest.param("container", marks=[pytest.mark.podman])], scope="module"
 )
-def place(request: pytest.FixtureRequest) -> PluginSpec:
-    """A runtime that keeps agents in."""
+def runtime(request: pytest.FixtureRequest) -> PluginSpec:
+    """A runtime that isolates agents."""
     options = {}
     if request.param == "container":
         options = {"engine": request.getfixturevalue("podman"), "image": DEBIAN}
@@ -58,18 +57,18 @@ def place(request: pytest.FixtureRequest) -> PluginSpec:
     return part
 
 
-@pytest.fixture(params=sorted(ONE_EACH))
+@pytest.fixture(params=sorted({case.harness for case in CASES}))
 def case(request: pytest.FixtureRequest) -> Case:
     """Each preset, in its first dialect."""
-    return ONE_EACH[request.param]
+    return cases_of(request.param)[0]
 
 
 @contextlib.asynccontextmanager
-async def released(slots: StageSlots, player: ScriptedModel, turns: int) -> AsyncIterator[None]:
-    """Hold the agent's clock until the model was asked for so many turns."""
+async def pause_until(slots: StageSlots, player: ScriptedModel, turns: int) -> AsyncIterator[None]:
+    """Pause the timeout of the agent until the model has answered so many turns."""
 
     async def release() -> None:
-        while len(player.answers) < turns:  # noqa: ASYNC110 - the script tells nobody
+        while len(player.answers) < turns:  # noqa: ASYNC110 - the model has no event
             await asyncio.sleep(0.02)
         slots.pause_timeout(paused=False)
 
@@ -81,25 +80,24 @@ async def released(slots: StageSlots, player: ScriptedModel, turns: int) -> Asyn
         releasing.cancel()
 
 
-async def rolled(
-    case: Case, place: PluginSpec, folder: Path, *, stalls: bool = False
+async def run_task(
+    case: Case, runtime: PluginSpec, folder: Path, *, stalls: bool = False
 ) -> Trajectory:
-    """The whole way, with a model that never answers its second turn if it `stalls`."""
+    """A whole rollout; with `stalls` the model never answers its second turn."""
     faults = {1: Reply(first_s=600.0)} if stalls else {}
     task = Task(
         id="t",
         instruction=INSTRUCTION,
         harness=PluginSpec(case.harness, case.options),
-        runtime=place,
+        runtime=runtime,
         evaluator=PluginSpec("tests"),
         files=FILES,
         limits=Limits(agent_s=0.5 if stalls else 120.0, eval_s=60.0),
     )
     async with serve_scripted_model({INSTRUCTION: script(case)}, faults) as model:
-        assert model.model is not None
         gateway = Gateway(model.upstream, model.rendering, folder / "recordings")
         slots = StageSlots(200.0)
-        held = released(slots, model.model, 2) if stalls else contextlib.nullcontext()
+        held = pause_until(slots, model.model, 2) if stalls else contextlib.nullcontext()
         async with gateway, held:
             return await roll_out(
                 task,
@@ -112,14 +110,13 @@ async def rolled(
 
 
 async def test_the_right_patch_earns_its_reward(
-    case: Case, place: PluginSpec, tmp_path: Path
+    case: Case, runtime: PluginSpec, tmp_path: Path
 ) -> None:
-    """The program edits in its sandbox, its patch passes in another, its own log is kept."""
-    done = await rolled(case, place, tmp_path)
+    """The program edits files in its sandbox, its patch passes in another, its log is kept."""
+    done = await run_task(case, runtime, tmp_path)
     logs = tmp_path / "session" / "agent" / "logs"
     assert done.failure is None, (logs / "agent.log").read_text()
     assert done.status is Status.COMPLETED
-    assert done.reward is not None
     assert done.reward.value == 1.0, done.report
     assert done.ledger.balanced
     assert len(done.traces) == 1
@@ -128,23 +125,21 @@ async def test_the_right_patch_earns_its_reward(
     assert any(LAST_WORDS in path.read_text(errors="replace") for path in kept)
 
 
-async def test_out_of_time_keeps_what_there_is(
-    case: Case, place: PluginSpec, tmp_path: Path
+async def test_a_timeout_keeps_what_was_sampled(
+    case: Case, runtime: PluginSpec, tmp_path: Path
 ) -> None:
-    """The model stalls in the second turn: what was said before is traced, judged and typed."""
-    done = await rolled(case, place, tmp_path, stalls=True)
+    """The model stalls in the second turn: the first is traced and evaluated."""
+    done = await run_task(case, runtime, tmp_path, stalls=True)
     assert done.status is Status.TIMED_OUT, done.failure
-    assert done.failure is not None
     assert done.failure.cause is Cause.AGENT_TIMEOUT
     assert done.ledger.trained > 0
     assert done.ledger.balanced
-    assert done.reward is not None
     assert done.reward.value == 0.0
 
 
 @pytest.mark.podman
-async def test_an_image_needs_nothing_of_its_own(case: Case, podman: str) -> None:  # noqa: F811
-    """An image that holds busybox alone, without a C library, runs the program all the same."""
+async def test_a_minimal_image_is_enough(case: Case, podman: str) -> None:  # noqa: F811
+    """An image with busybox alone, without a C library, runs the program."""
     harness = PARTS.harness(PluginSpec(case.harness, case.options))
     await harness.install()
     await start_once(harness, Container(engine=podman, image=BUSYBOX))

@@ -36,7 +36,7 @@ SCRIPT = (
 
 
 class Environment:
-    """The variables that commands in it see, and what a test does between two calls."""
+    """Records the variables of its commands; runs a hook of the test after a call."""
 
     variables: dict[str, str] = {}  # noqa: RUF012 - replaced
 
@@ -50,7 +50,7 @@ class Environment:
         yield
 
     async def after_call(self) -> None:
-        """Whatever the test wants."""
+        """Run the hook."""
         if self._after_call:
             await self._after_call()
 
@@ -81,7 +81,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 async def test_a_run_becomes_rollout_details(recipe: Any, engine: Any, tmp_path: Path) -> None:
-    """What the engine saw and sampled, with logprobs, mask and versions, and a recording."""
+    """Prompts and sampled tokens, with logprobs, mask and versions, and a recording."""
     logs, environment, context = tmp_path / "trial" / "agent", Environment(), SimpleNamespace()
     context.metadata = {"mine": 1}
     agent = recipe.ClaudeCode(logs, extra_env={"CLAUDE_CODE_MAX_RETRIES": "9"}, **engine.options)
@@ -105,8 +105,8 @@ async def test_a_run_becomes_rollout_details(recipe: Any, engine: Any, tmp_path:
     assert len(list((logs / "tugline").glob("tokenizer-*.json"))) == 1
 
 
-def test_only_the_model_is_set(recipe: Any, tmp_path: Path) -> None:
-    """Address as the environment reaches it, key and name; the job's own variables stay."""
+def test_only_the_variables_of_the_model_are_set(recipe: Any, tmp_path: Path) -> None:
+    """Address as the environment reaches it, key and name; other variables of the job stay."""
     own = {"CLAUDE_CODE_MAX_RETRIES": "9", "ANTHROPIC_API_KEY": "a person's"}
     agent = recipe.ClaudeCode(
         tmp_path / "trial" / "agent", own, reach="http://host.docker.internal:{port}/"
@@ -124,7 +124,7 @@ def test_only_the_model_is_set(recipe: Any, tmp_path: Path) -> None:
 async def test_an_agent_that_is_stopped_keeps_what_it_sampled(
     recipe: Any, engine: Any, tmp_path: Path
 ) -> None:
-    """Harbor cancels an agent whose time is over; the gateway is closed."""
+    """Harbor cancels an agent at its timeout; the gateway is closed."""
     called = asyncio.Event()
 
     async def hang() -> None:
@@ -146,7 +146,7 @@ async def test_an_agent_that_is_stopped_keeps_what_it_sampled(
 
 
 async def test_trials_of_a_job_share_a_gateway(recipe: Any, engine: Any, tmp_path: Path) -> None:
-    """One port, which a firewall can let through, and a session for each."""
+    """One port, for one firewall rule, and a session for each."""
     both = asyncio.Barrier(2)
     environments = [Environment(both.wait), Environment(both.wait)]
     agents = [recipe.ClaudeCode(tmp_path / name / "agent", **engine.options) for name in "ab"]
@@ -156,7 +156,7 @@ async def test_trials_of_a_job_share_a_gateway(recipe: Any, engine: Any, tmp_pat
             for agent, environment in zip(agents, environments, strict=True)
         )
     )
-    urls = [httpx.URL(one.variables["ANTHROPIC_BASE_URL"]) for one in environments]
+    urls = [httpx.URL(each.variables["ANTHROPIC_BASE_URL"]) for each in environments]
     assert urls[0].port == urls[1].port
     assert urls[0].path != urls[1].path
     assert [agent.summary["sampled"] for agent in agents] == [agents[0].summary["trained"]] * 2

@@ -1,4 +1,4 @@
-"""Programs are installed once, whole, and so that any image can run them."""
+"""Programs are installed once and completely, and run in any image."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tugline.sandbox.cache import cache_folder
 
 
 async def no_trial(_: Path) -> None:
-    """Nothing is started."""
+    """Start nothing."""
 
 
 PROGRAMS = Path(__file__).with_name("programs")
@@ -34,7 +34,7 @@ Programs = Callable[..., None]
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
-    """Write the only npm and Node there are, as shell scripts; the cache is empty."""
+    """Replace npm and Node by shell scripts; the cache is empty."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
@@ -51,37 +51,37 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
 
 
 async def test_a_missing_node_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The person reads one command that mends it."""
+    """The error has the command to run."""
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(UsageError, match=r"need Node and npm .*; pip install 'tugline"):
         await Pi().install()
 
 
 async def test_npm_that_fails_is_quoted_and_leaves_nothing(programs: Programs) -> None:
-    """Its last words are in the error; the next try starts afresh."""
+    """The error has the end of its output; the next attempt starts anew."""
     programs("mkdir half; echo 'ERR! ETARGET no such version' >&2; exit 1")
     with pytest.raises(HarnessError, match=r"exit 1\): ERR! ETARGET"):
         await Pi().install()
     assert [path.name for path in install_dir().glob("pi-*")] == ["pi-0.87.1.lock"]
 
 
-async def test_two_that_install_at_once_install_once(programs: Programs) -> None:
-    """The second waits for the lock and finds the work done."""
+async def test_concurrent_installations_run_once(programs: Programs) -> None:
+    """The second waits for the lock and uses the installation of the first."""
     programs(f"echo x >> {cache_folder()}/count; sleep 0.2; {INSTALLING}", ASKING)
     await asyncio.gather(Pi().install(), Pi().install())
     assert (cache_folder() / "count").read_text() == "x\n"
 
 
 async def test_a_program_that_asks_no_model_is_not_installed(programs: Programs) -> None:
-    """The error has its last words, and nothing of it stays."""
+    """The error has the end of its output, and no files are left."""
     programs(INSTALLING, "[ $1 = --version ] && echo v22.19.0 || echo 'no such thing'")
-    with pytest.raises(HarnessError, match=r"pi 0\.87\.1 .* asked no model: no such thing"):
+    with pytest.raises(HarnessError, match=r"pi 0\.87\.1 .* made no model call: no such thing"):
         await Pi().install()
     assert not (install_dir() / "pi-0.87.1").exists()
 
 
-async def test_a_changed_file_is_seen(tmp_path: Path) -> None:
-    """The seal is of every file's path, mode and content; a folder without one is made again."""
+async def test_a_changed_file_is_detected(tmp_path: Path) -> None:
+    """The manifest has path, mode and content of each file; a folder without one is rebuilt."""
 
     async def fill(fresh: Path) -> None:
         (fresh / "program").write_text("right")
@@ -101,8 +101,8 @@ async def test_a_changed_file_is_seen(tmp_path: Path) -> None:
     assert read_manifest(folder) == measure(folder)
 
 
-async def test_what_a_killed_installation_left_is_removed(tmp_path: Path) -> None:
-    """Its half-made folders, by the next one; nothing else that lies there."""
+async def test_leftovers_of_a_killed_installation_are_removed(tmp_path: Path) -> None:
+    """The next one removes its incomplete folders and nothing else."""
     for name in ("x-1.ab12", "x-1.cd34", "x-10.ab12", "y-1"):
         (tmp_path / name / "new").mkdir(parents=True)
 
@@ -124,7 +124,7 @@ async def test_what_a_killed_installation_left_is_removed(tmp_path: Path) -> Non
     ids=["one file", "a tree", "npm"],
 )
 async def test_a_full_disk_names_the_install_folder(tmp_path: Path, error: Exception) -> None:
-    """Not that of the file which was to be copied."""
+    """And not the folder of the copied file."""
 
     async def full(_: Path) -> None:
         raise error
@@ -141,7 +141,7 @@ echo '{"bin": %s}' > package.json"""
 async def test_the_program_is_the_one_that_the_package_declares(
     programs: Programs, declared: str
 ) -> None:
-    """Versions of one harness call it differently: qwen-code's was ``cli.js`` once."""
+    """Its name differs between versions: that of qwen-code was ``cli.js`` once."""
     programs(PACKAGE % declared)
     package = Npm("x", "x", "1.2.3")
     await package.install(no_trial)
@@ -149,14 +149,14 @@ async def test_the_program_is_the_one_that_the_package_declares(
 
 
 async def test_a_package_without_its_program_is_named(programs: Programs) -> None:
-    """The installer succeeded, yet what was promised is not there."""
+    """The installer succeeded, but the package has no program."""
     programs("exit 0")
     with pytest.raises(HarnessError, match=r"could not install x@1\.2\.3: it has no program"):
         await Npm("x", "x", "1.2.3").install(no_trial)
 
 
 async def test_pip_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last words are in the error, with what it was asked for."""
+    """The error has the end of its output, and the package."""
     monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
@@ -164,7 +164,7 @@ async def test_pip_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Monk
         await PythonPackage("x", "no-such-package", "9.9.9").install(no_trial)
 
 
-async def test_libraries_are_put_beside_what_lies_there(
+async def test_libraries_are_added_to_an_existing_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Python that needs libraries has its standard library in the same folder, ``lib``."""

@@ -1,4 +1,4 @@
-"""What each harness starts its program with."""
+"""Arguments, environment and files with which each harness starts its program."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PRESETS = ["claude_code", "codex", "gemini_cli", "mini_swe_agent", "opencode", "
 
 
 def launch(name: str, instruction: str = CONTEXT.instruction, **options: Any) -> Launch:
-    """As if the program were installed."""
+    """The launch of a preset, as if the program were installed."""
     harness = make("harness", PluginSpec(name, options), Preset)
     harness.package._command = ("/program",)
     made: Launch = harness.launch(msgspec.structs.replace(CONTEXT, instruction=instruction))
@@ -39,8 +39,8 @@ def launch(name: str, instruction: str = CONTEXT.instruction, **options: Any) ->
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_gets_all_and_keeps_to_its_home(name: str) -> None:
-    """Address, key, model and instruction arrive; settings are the session's own; versions too."""
+def test_every_preset_gets_its_settings_and_stays_in_its_home(name: str) -> None:
+    """Address, key, model and instruction are set, in files of the session; versions are exact."""
     made = launch(name)
     text = json.dumps([made.argv, made.env, made.files])
     assert all(word in text for word in (CONTEXT.base_url, "secret", CONTEXT.model, r"-n \"a\" @b"))
@@ -60,8 +60,8 @@ def instruction_of(made: Launch) -> str:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_an_instruction_is_no_command_of_the_program(name: str) -> None:
-    """Three take a slash in front for theirs, and pi an @ for a file: not after a space."""
+def test_instructions_are_not_taken_for_commands(name: str) -> None:
+    """A space is put before a leading slash, or @ for pi, which would be a command or a file."""
     slash = " /init it" if name in {"claude_code", "gemini_cli", "qwen_code"} else "/init it"
     assert instruction_of(launch(name, "/init it")) == slash
     assert instruction_of(launch(name, "@a it")) == (" @a it" if name == "pi" else "@a it")
@@ -70,7 +70,7 @@ def test_an_instruction_is_no_command_of_the_program(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_an_instruction_longer_than_any_argument_is_read_from_a_file(name: str) -> None:
-    """Linux has a limit in bytes; who can take it in no other way says so."""
+    """Linux limits arguments in bytes; a program that reads no file raises an error."""
     short, long = "é" * 65_500, "é" * 65_501
     assert instruction_of(launch(name, short)) == short
     if name == "mini_swe_agent":
@@ -95,7 +95,7 @@ def test_an_instruction_longer_than_any_argument_is_read_from_a_file(name: str) 
 def test_each_dialect_is_spoken_where_it_is_served(
     dialect: str, of_pi: tuple[str, str], of_opencode: tuple[str, str]
 ) -> None:
-    """Programs append only part of the path, another one for each of their APIs."""
+    """Programs append a part of the path, which differs between their APIs."""
     made = launch("pi", dialect=dialect, tools=["read", "edit"])
     provider = json.loads(made.files[".pi/agent/models.json"])["providers"]["tugline"]
     assert (provider["api"], provider["baseUrl"]) == (of_pi[0], CONTEXT.base_url + of_pi[1])
@@ -108,13 +108,13 @@ def test_each_dialect_is_spoken_where_it_is_served(
 
 
 def test_an_unknown_dialect_lists_the_known_ones() -> None:
-    """mini-swe-agent has no Google model class, and says what it has."""
+    """mini-swe-agent has no Google model class."""
     with pytest.raises(ConfigError, match="one of anthropic, openai_chat, openai_responses"):
         launch("mini_swe_agent", dialect="google")
 
 
-def test_codex_keeps_to_itself() -> None:
-    """Its settings are TOML with every feature that asks for foreign hosts, or waits, off."""
+def test_codex_has_its_network_features_off() -> None:
+    """In TOML, every feature that contacts foreign hosts, or waits, is off."""
     config = tomllib.loads(launch("codex", context_window=9000).files[".codex/config.toml"])
     assert config["model_context_window"] == 9000
     assert config["web_search"] == "disabled"
@@ -124,8 +124,8 @@ def test_codex_keeps_to_itself() -> None:
     assert [name for name, on in teams["features"].items() if on] == ["multi_agent"]
 
 
-def test_any_text_is_a_text_in_the_settings_of_codex() -> None:
-    """Beyond the BMP, and DEL, which JSON writes otherwise than TOML or not at all."""
+def test_codex_settings_quote_any_text() -> None:
+    """Also characters beyond the BMP, and DEL, which JSON and TOML escape differently."""
     odd = '\U0001f680 \x7f \t" \\ é'
     for server in ({"command": odd, "args": [odd], "env": {odd: odd}}, {"url": odd}):
         files = launch("codex", mcp={"a": server}).files
@@ -135,7 +135,7 @@ def test_any_text_is_a_text_in_the_settings_of_codex() -> None:
 
 
 def test_claude_code_is_lean_by_default() -> None:
-    """Lean: four tools and no moving cache markers; the window is set either way."""
+    """With four tools and no moving cache markers; the window is set either way."""
     lean, full = launch("claude_code"), launch("claude_code", lean=False)
     assert lean.argv[lean.argv.index("--tools") + 1] == "Bash,Edit,Read,Write"
     assert lean.argv[lean.argv.index("--tools") + 2].startswith("-")
@@ -162,12 +162,12 @@ SKILL = "---\nname: a-b\ndescription: What for.\n---\nHow.\n"
     ],
 )
 def test_wrong_extensions_are_named(options: dict[str, Any], line: str) -> None:
-    """The option, the value and what would be right, where the task is accepted."""
+    """The error names the option, its value and what is allowed."""
     with pytest.raises(ConfigError, match=line):
         launch("codex", **options)
 
 
-def test_a_status_in_an_exit_code_is_no_crash() -> None:
+def test_a_status_in_an_exit_code_is_not_a_crash() -> None:
     """Gemini CLI ends with the HTTP status modulo 256, and with 52 when it refuses its settings."""
     gemini = find("harness", "gemini_cli")()
     refused = Exit(52, timed_out=False, seconds=1.0)
@@ -192,7 +192,7 @@ def test_shell_gives_each_sdk_its_variables() -> None:
 def test_shell_finds_scripts_where_tugline_was_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent runs in another folder, so a relative script is made absolute; other words stay."""
+    """The agent runs in another folder, so the path of a script becomes absolute."""
     folder = tmp_path / "my agents"
     folder.mkdir()
     (folder / "a.py").write_text("")
@@ -209,7 +209,7 @@ def test_shell_finds_scripts_where_tugline_was_started(
 def test_a_sandbox_shows_what_the_command_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its script and its `folders`, at their own paths; nothing of the system."""
+    """Its script and its `folders`, at their own paths, and no system folders."""
     (tmp_path / "a.py").write_text("")
     monkeypatch.chdir(tmp_path)
     shell = Shell(command=[sys.executable, "a.py"], folders=["/opt/mine"])
@@ -219,18 +219,14 @@ def test_a_sandbox_shows_what_the_command_names(
         Shell(command="true", folders=["mine"])
 
 
-def test_a_script_may_be_a_word() -> None:
-    """No file has so long a name; the word stays what it is."""
-    script = "print(1);" * 1000
-    assert Shell(command=["python3", "-c", script]).launch(CONTEXT).argv == (
-        "python3",
-        "-c",
-        script,
-    )
+def test_a_script_may_be_an_argument() -> None:
+    """It is too long for the name of a file, and stays as it is."""
+    command = ["python3", "-c", "print(1);" * 1000]
+    assert list(Shell(command=command).launch(CONTEXT).argv) == command
 
 
 def test_a_long_instruction_is_only_in_the_file() -> None:
-    """The system would refuse to start a program with so large a variable."""
+    """Linux starts no program with so large a variable."""
     context = msgspec.structs.replace(CONTEXT, instruction="x" * 200_000)
     launch = Shell(command=["a"]).launch(context)
     assert "TUGLINE_INSTRUCTION" not in launch.env
@@ -238,7 +234,7 @@ def test_a_long_instruction_is_only_in_the_file() -> None:
 
 
 def test_wrong_options_are_named() -> None:
-    """A command must have a program in it."""
+    """A command needs a program."""
     for empty in ("", [], " "):
         with pytest.raises(ConfigError, match="must name a program"):
             Shell(command=empty)

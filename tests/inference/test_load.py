@@ -1,13 +1,12 @@
-"""Model folders, whole and broken."""
+"""Loading complete and incomplete model folders."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from commands import run_python
 from inference.tiny_model import EOS, prompt, tiny, truth
 from tiny import tokenizer
 from tugline.errors import UsageError
@@ -24,18 +23,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_gives_model_tokenizer_and_end_ids(folder: Path) -> None:
-    """The loaded model says what the saved one said."""
-    model, words, eos = load(folder)
+def test_a_complete_folder_is_loaded(folder: Path) -> None:
+    """The loaded model has the weights, tokenizer and end ids of the folder."""
+    model, tokens, eos = load(folder)
     ids = prompt(10)
     assert (truth(model, ids, ids) == truth(tiny(), ids, ids)).all()
-    assert eos == {EOS, words.eos_token_id}
+    assert eos == {EOS, tokens.eos_token_id}
     assert not model.training
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors", ""])
-def test_an_incomplete_folder_is_named_in_one_line(folder: Path, missing: str) -> None:
-    """The error names the folder and what it lacks, which may be all of it."""
+def test_incomplete_folders_are_refused(folder: Path, missing: str) -> None:
+    """The error is one line and names the folder and the missing file, if it is not all of it."""
     if missing:
         (folder / missing).unlink()
     else:
@@ -48,7 +47,7 @@ def test_an_incomplete_folder_is_named_in_one_line(folder: Path, missing: str) -
     assert "\n" not in message
 
 
-def test_without_torch_the_extra_is_named(tmp_path: Path) -> None:
+def test_a_missing_package_is_reported_with_its_extra(tmp_path: Path) -> None:
     """The error says what to install."""
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
@@ -57,7 +56,4 @@ def test_without_torch_the_extra_is_named(tmp_path: Path) -> None:
         "from pathlib import Path\nfrom tugline.inference.load import load\n"
         f"load(Path({str(tmp_path)!r}))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
-    )
-    assert "pip install 'tugline[train]'" in result.stderr.splitlines()[-1]
+    assert "pip install 'tugline[train]'" in run_python(code).stderr.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Drawing tokens: the right distribution, reproducible, and the log probability that belongs."""
+"""Sampled tokens: distribution, reproducibility and log probabilities."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def assert_frequencies(tokens: np.ndarray, expected: torch.Tensor) -> None:
     ("options", "left"),
     [({"temperature": 0.7}, 5), ({"top_k": 2}, 2), ({"top_p": 0.7}, 2), ({"top_p": 0.1}, 1)],
 )
-def test_frequencies_are_those_of_what_is_left(options: dict[str, Any], left: int) -> None:
-    """Only that is drawn, impossible tokens never, and log probabilities are renormalised."""
+def test_frequencies_follow_the_truncated_distribution(options: dict[str, Any], left: int) -> None:
+    """Truncated tokens are never sampled, and log probabilities are renormalised."""
     tokens, logprobs = draw(20_000, **options)
     expected = torch.log_softmax(LOGITS[0, :left] / options.get("temperature", 1), -1)
     assert_frequencies(tokens, expected.exp())
     assert np.allclose(logprobs, expected.numpy()[tokens], atol=1e-6)
 
 
-def test_temperature_zero_takes_the_likeliest_among_other_rows() -> None:
-    """A greedy row beside sampled ones is greedy, and says its probability at temperature 1."""
+def test_temperature_zero_is_greedy() -> None:
+    """Beside sampled rows, too; its log probability is that of temperature 1."""
     settings = np.array([(1, 1, 0), (0, 0.2, 3), (1, 0.9, 1)], ROW)
     tokens, logprobs = sample(LOGITS.expand(3, -1), settings, np.array([0.999, 0.999, 0.5]))
     assert tokens[1] == tokens[2] == 0
@@ -68,8 +68,8 @@ def test_uniforms_depend_on_seed_and_position_alone() -> None:
     assert abs(np.corrcoef(square[:-1].ravel(), square[1:].ravel())[0, 1]) < 0.03
 
 
-def test_the_largest_uniform_never_draws_an_impossible_token() -> None:
-    """Rounding at the upper end stays inside the support."""
+def test_the_largest_uniform_never_samples_an_impossible_token() -> None:
+    """Rounding at the upper end does not leave the support."""
     logits = torch.tensor([[0.1] * 999 + [-torch.inf]])
     settings = np.array([(1, 1, 0)], ROW)
     tokens, logprobs = sample(logits, settings, np.array([1 - 2.0**-48]))

@@ -1,10 +1,6 @@
-"""A tiny Qwen3 with random weights, and the plain forward pass that judges what the engine says."""
+"""A tiny Qwen3 with random weights, and the plain forward pass that the engine is compared with."""
 
 from __future__ import annotations
-
-import asyncio
-import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -18,7 +14,7 @@ EOS = 2
 
 
 def tiny(seed: int = 0) -> Qwen3ForCausalLM:
-    """Random weights, sharp enough that a wrong context shows in the log probabilities."""
+    """Random weights, large enough that a wrong context changes the log probabilities."""
     sharp = {"initializer_range": 0.3, "tie_word_embeddings": False}
     return qwen3(seed, vocab_size=VOCAB, max_position_embeddings=1024, **sharp).eval()
 
@@ -31,13 +27,5 @@ def truth(model: PreTrainedModel, prompt: Ids, sampled: Ids, temperature: float 
 
 
 def prompt(length: int, seed: int = 0) -> Ids:
-    """Random ids that hold no special token."""
+    """Random ids without special tokens."""
     return np.random.default_rng(seed).integers(10, VOCAB, length).astype(np.int32)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    """Wait until `condition` holds; fail after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition not reached in time"
-        await asyncio.sleep(0.002)

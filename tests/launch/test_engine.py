@@ -31,7 +31,7 @@ async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:
         async with serve(create_engine("m"), port=port):
             connection = await connecting
             unknown = replace(settings, renderer=None)
-            with pytest.raises(UsageError, match=r"template of 'm' is not known .* qwen3"):
+            with pytest.raises(UsageError, match=r"template is known for 'm'.* qwen3"):
                 await open_engine(unknown, slots=1).__aenter__()
     assert connection.upstream.wire.mode is Mode.EXACT
     assert connection.rendering.name == "qwen3"

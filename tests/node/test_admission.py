@@ -1,4 +1,4 @@
-"""Admission of agents by the load of the engines, as their metrics pages report it."""
+"""Admission of agents by the load of the engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SGLANG = "# HELP sglang:num_queue_reqs x\nsglang:num_queue_reqs 2\nsglang:token_
     ],
 )
 def test_queue_and_kv_memory_are_read(page: str, waiting: float | None, kv: float) -> None:
-    """Of all data-parallel engines of vLLM, SGLang, the embedded one; others report nothing."""
+    """Summed over data-parallel engines; unknown pages report nothing."""
     load = EngineLoad()
     load.update(page, 0.0)
     assert (load.waiting, load.kv) == (waiting, kv)
@@ -44,15 +44,15 @@ def test_queue_and_kv_memory_are_read(page: str, waiting: float | None, kv: floa
     ],
 )
 def test_busy_time(pages: list[tuple[float, str]], seconds: float) -> None:
-    """It was busy where requests ran, while it was polled; a count of its own takes precedence."""
+    """Time with running requests between polls; an engine's own counter takes precedence."""
     load = EngineLoad()
     for at, text in pages:
         load.update(text, at)
     assert load.busy_s == pytest.approx(seconds)
 
 
-async def start(gate: Admission, count: int) -> list[asyncio.Task[None]]:
-    """So many agents that are admitted, or wait, once all others of this loop had a turn."""
+async def start_agents(gate: Admission, count: int) -> list[asyncio.Task[None]]:
+    """Start agents, and let each of them try to enter."""
 
     async def enter() -> None:
         async with gate.admit():
@@ -78,8 +78,8 @@ async def start(gate: Admission, count: int) -> list[asyncio.Task[None]]:
         ([], 9),
     ],
 )
-async def test_who_may_begin(engines: list[EngineLoad], admitted: int) -> None:
-    """As many as fit the queue and the KV memory of any engine; all, if none reports."""
+async def test_admission_by_engine_load(engines: list[EngineLoad], admitted: int) -> None:
+    """As many as fit the queue and KV memory of any engine; all, if none reports."""
     polls: list[float] = []
 
     async def poll() -> list[EngineLoad]:
@@ -89,7 +89,7 @@ async def test_who_may_begin(engines: list[EngineLoad], admitted: int) -> None:
     gate = Admission(poll, waiting=4)
     gate.clock = lambda: 0.0
     gate.running = 6
-    tasks = await start(gate, 9)
+    tasks = await start_agents(gate, 9)
     assert sum(task.done() for task in tasks) == admitted
     assert (len(polls), gate.running, gate.waiting) == (1, 6, 9 - admitted)
     for task in tasks:
@@ -97,8 +97,8 @@ async def test_who_may_begin(engines: list[EngineLoad], admitted: int) -> None:
     await asyncio.wait(tasks)
 
 
-async def test_the_gate_opens_again() -> None:
-    """Those that wait are admitted after a later poll, and the time they waited is known."""
+async def test_waiting_agents_are_admitted_later() -> None:
+    """After a poll that shows room; their waiting time is counted."""
     load = EngineLoad(9, 0.0)
 
     async def poll() -> list[EngineLoad]:
@@ -106,7 +106,7 @@ async def test_the_gate_opens_again() -> None:
 
     gate = Admission(poll, waiting=4)
     gate.clock = map(float, itertools.count()).__next__
-    [task] = await start(gate, 1)
+    [task] = await start_agents(gate, 1)
     assert gate.waiting == 1
     load.waiting = 0
     await asyncio.wait_for(task, 20)

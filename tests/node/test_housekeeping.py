@@ -8,19 +8,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from leased import until
 from tugline.node.housekeeping import COMMITTED, Housekeeping, Journal
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats
 from tugline.rollout.parts import Parts
 from tugline.sandbox.local import LocalRuntime
 from tugline.sandbox.processes import start_time
+from waiting import until
 
 KB = 1 << 10
 
 
 class Disk:
-    """Folders of sessions and recordings, of given age and size."""
+    """Folders of sessions and recordings with given ages and sizes."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.sessions, self.recordings = folder / "sessions", folder / "recordings"
@@ -35,7 +35,7 @@ class Disk:
         )
 
     def session(self, name: str, *, age_s: float = 0.0, kb: int = 1, done: bool = True) -> None:
-        """One that was run, with its recording of 1 kB."""
+        """Make a session's folder, and its recording of 1 kB."""
         folder = self.sessions / name / "agent"
         folder.mkdir(parents=True)
         (folder / "file").write_bytes(bytes(kb * KB))
@@ -49,12 +49,12 @@ class Disk:
 
     @property
     def left(self) -> list[str]:
-        """What is still there."""
+        """Names of what is left."""
         return sorted(path.name for path in (*self.sessions.iterdir(), *self.recordings.iterdir()))
 
 
-def test_what_is_too_old_goes(tmp_path: Path) -> None:
-    """Folder and recording alike, but nothing that runs or waits for its commit."""
+def test_old_sessions_are_deleted(tmp_path: Path) -> None:
+    """Folders and recordings, but not of sessions that run or wait for their commit."""
     disk = Disk(tmp_path, keep_s=100)
     disk.needed.add("live.1")
     for name in ("old.1", "new.1", "live.1", "open.1"):
@@ -63,8 +63,8 @@ def test_what_is_too_old_goes(tmp_path: Path) -> None:
     assert disk.left == ["live.1", "live.1.rec", "new.1", "new.1.rec", "open.1"]
 
 
-def test_the_oldest_go_when_it_is_too_much(tmp_path: Path) -> None:
-    """Until the rest is within the quota."""
+def test_the_oldest_sessions_beyond_the_quota_are_deleted(tmp_path: Path) -> None:
+    """Until the rest is within it."""
     disk = Disk(tmp_path, quota_gb=250 * KB / (1 << 30))
     for number in range(4):
         disk.session(f"s{number}.1", age_s=100 - number, kb=100)
@@ -74,7 +74,7 @@ def test_the_oldest_go_when_it_is_too_much(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_stops_new_work(tmp_path: Path) -> None:
-    """First what may go is gone; only then no work is taken, and until there is room again."""
+    """What may be deleted is deleted first; work is taken again once there is room."""
     disk = Disk(tmp_path, disk_floor_gb=1.0)
     disk.session("a.1")
     disk.free_gb = 0.5
@@ -86,8 +86,8 @@ def test_a_full_disk_stops_new_work(tmp_path: Path) -> None:
     assert not disk.stats.disk_low
 
 
-async def test_orphans_of_a_dead_node_are_ended(tmp_path: Path) -> None:
-    """Its programs die; folders go unless they are committed, or their result is in the journal."""
+async def test_orphans_of_a_killed_node_are_removed(tmp_path: Path) -> None:
+    """Processes are killed; folders stay if committed, or if their result is in the journal."""
     disk = Disk(tmp_path)
     disk.session("done.1")
     disk.session("journaled.1", done=False)
@@ -109,8 +109,8 @@ def _is_dead(pid: int) -> bool:
     return " Z " in Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
 
 
-async def test_a_journal_keeps_what_it_is_given(tmp_path: Path) -> None:
-    """By session and epoch, until it is done or refused; what a killed node half wrote goes."""
+async def test_the_journal_keeps_results_until_they_are_committed(tmp_path: Path) -> None:
+    """By session and epoch, over a restart; partial files of a killed node are removed."""
     journal = Journal(tmp_path / "journal")
     assert journal.list_pending() == []
     await journal.write("a.b-0.3", b"data")
@@ -129,9 +129,7 @@ async def test_a_journal_keeps_what_it_is_given(tmp_path: Path) -> None:
     assert (tmp_path / "journal" / "c.1.refused").read_bytes() == b"x"
 
 
-async def test_a_journal_that_cannot_be_written_is_no_reason_to_lose_a_result(
-    tmp_path: Path,
-) -> None:
-    """It is in memory still, and can be committed from there."""
+async def test_a_failing_journal_does_not_fail_a_result(tmp_path: Path) -> None:
+    """The result can still be committed from memory."""
     (tmp_path / "journal").write_text("a file, where the folder should be")
     await Journal(tmp_path / "journal").write("a.1", b"data")

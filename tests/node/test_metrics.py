@@ -1,4 +1,4 @@
-"""The metrics page of a node, over real sessions."""
+"""The metrics page of a node with real sessions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tugline.types import Status
 from tugline.web.serve import serve
 
 
-async def test_what_sessions_did_is_on_the_page(tmp_path: Path) -> None:
-    """Stages, tokens, calls and failures are those of three real sessions, of which one broke.
+async def test_the_page_counts_sessions(tmp_path: Path) -> None:
+    """Stages, tokens, calls and failures of three sessions, one of which failed twice.
 
-    In one process one page has the server and its node, and every metric once.
+    The page of a server with a node in the same process has every metric once.
     """
     async with observed(tmp_path) as rig:
         await rig.run(task("good", samples=2), task("bad", "exit(3)"))
@@ -23,40 +23,40 @@ async def test_what_sessions_did_is_on_the_page(tmp_path: Path) -> None:
         stats = rig.node.stats
     names = [line.split()[2] for line in page.decode().splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
-    found = read(page)
-    assert found["tugline_sessions"]["completed",] == 2
-    assert found["tugline_node_results_total"] == {("completed",): 2, ("failed",): 2}
-    assert found["tugline_node_failures_total"] == {("harness",): 2}, "it was tried twice"
-    assert found["tugline_node_leases_total"]["leased",] == 4
+    samples = read(page)
+    assert samples["tugline_sessions"]["completed",] == 2
+    assert samples["tugline_node_results_total"] == {("completed",): 2, ("failed",): 2}
+    assert samples["tugline_node_failures_total"] == {("harness",): 2}, "it was tried twice"
+    assert samples["tugline_node_leases_total"]["leased",] == 4
     for stage in ("init", "ready", "run", "build"):
-        assert found["tugline_node_stage_seconds_count"][stage,] == 4
-    assert found["tugline_node_stage_seconds_count"]["eval",] == 2
-    assert found["tugline_node_stage_slots"]["run",] == 2
-    assert set(found["tugline_node_stage_sessions"].values()) == {0}
-    tokens = found["tugline_node_ledger_tokens_total"]
+        assert samples["tugline_node_stage_seconds_count"][stage,] == 4
+    assert samples["tugline_node_stage_seconds_count"]["eval",] == 2
+    assert samples["tugline_node_stage_slots"]["run",] == 2
+    assert set(samples["tugline_node_stage_sessions"].values()) == {0}
+    tokens = samples["tugline_node_ledger_tokens_total"]
     assert sum(tokens.values()) > 0
     assert tokens["trained", ""] == stats.trained
-    assert found["tugline_gateway_calls_total"] == {("complete",): 2}
-    assert found["tugline_gateway_tokens_total"]["sampled",] == sum(tokens.values())
-    assert found["tugline_gateway_answer_seconds_count"][()] == 2
+    assert samples["tugline_gateway_calls_total"] == {("complete",): 2}
+    assert samples["tugline_gateway_tokens_total"]["sampled",] == sum(tokens.values())
+    assert samples["tugline_gateway_answer_seconds_count"][()] == 2
 
 
-async def test_a_stage_shows_who_is_in_it(tmp_path: Path) -> None:
-    """While two agents run and one more is ready, the page says so."""
+async def test_the_page_shows_the_stages_of_sessions(tmp_path: Path) -> None:
+    """While two agents run and one more is ready."""
     script = f"{CALL}\nimport time; time.sleep(3)"
     async with observed(tmp_path) as rig:
         await rig.control.submit([task("slow", script, samples=3)])
         stages = rig.node.pools.by_stage
         await until(lambda: stages[Status.RUN].waiting == 1, 20)
-        found = read(await rig.metrics.render())
-    sessions = found["tugline_node_stage_sessions"]
+        samples = read(await rig.metrics.render())
+    sessions = samples["tugline_node_stage_sessions"]
     assert (sessions["run",], sessions["ready",]) == (2, 1)
-    assert found["tugline_node_stage_waiting"]["run",] == 1
-    assert found["tugline_node_sessions"][()] == 3
+    assert samples["tugline_node_stage_waiting"]["run",] == 1
+    assert samples["tugline_node_sessions"][()] == 3
 
 
 async def test_engines_are_polled(tmp_path: Path) -> None:
-    """One that does not answer, or has no such page, is down and left out of admission."""
+    """One without a metrics page is down, and left out of admission."""
     async with observed(tmp_path) as rig:
         (url,) = rig.engines.loads
         gone, other = "http://127.0.0.1:9", f"{url}/elsewhere"
@@ -64,13 +64,13 @@ async def test_engines_are_polled(tmp_path: Path) -> None:
         (load,) = await rig.engines.poll()
         assert load is rig.engines.loads[url]
         assert load.waiting == 0
-        found = read(await rig.metrics.render())
-    assert found["tugline_engine_up"] == {(url,): 1, (gone,): 0, (other,): 0}
-    assert found["tugline_engine_running"][gone,] == 0
+        samples = read(await rig.metrics.render())
+    assert samples["tugline_engine_up"] == {(url,): 1, (gone,): 0, (other,): 0}
+    assert samples["tugline_engine_running"][gone,] == 0
 
 
-async def test_a_node_alone_has_a_page_of_its_own(tmp_path: Path) -> None:
-    """Prometheus scrapes it over HTTP, in the content type that it knows."""
+async def test_a_node_serves_its_page(tmp_path: Path) -> None:
+    """Over HTTP, in Prometheus' content type; with a health check."""
     async with (
         observed(tmp_path) as rig,
         serve(rig.metrics.make_app()) as url,

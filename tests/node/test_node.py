@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from leased import until
 from simulated_node import Bench, make_task, open_bench, open_plane
 from tugline.errors import ServerError
 from tugline.node.active_sessions import CHUNK
@@ -16,10 +15,11 @@ from tugline.node.housekeeping import COMMITTED
 from tugline.protocol import NodeRegistration, PauseMode
 from tugline.server.store import leases, nodes, results
 from tugline.types import Boundary, Group, Stale, Status
+from waiting import until
 
 
-async def test_a_node_does_its_work(tmp_path: Path) -> None:
-    """What was submitted is rolled out, evaluated and committed; then the node holds nothing."""
+async def test_sessions_are_rolled_out_evaluated_and_committed(tmp_path: Path) -> None:
+    """Afterwards the node holds no session and its journal is empty."""
     async with open_bench(tmp_path) as bench:
         await bench.control.submit([make_task(samples=20)])
         results = await bench.wait_for_results(20)
@@ -35,8 +35,8 @@ async def test_a_node_does_its_work(tmp_path: Path) -> None:
     assert bench.node.stats.committed == 20
 
 
-async def test_work_is_leased_as_there_is_room(tmp_path: Path) -> None:
-    """No more run than there are slots, one more is ready, and no more is leased."""
+async def test_leases_follow_the_free_slots(tmp_path: Path) -> None:
+    """As many run as there are slots, one more is ready, and no more are leased."""
     async with open_bench(tmp_path, slots=2, ready_max=1) as bench:
         await bench.begin(make_task(what="hang", samples=9), 2)
         pools = bench.node.pools
@@ -47,7 +47,7 @@ async def test_work_is_leased_as_there_is_room(tmp_path: Path) -> None:
 
 
 async def test_the_oldest_group_goes_first(tmp_path: Path) -> None:
-    """Whole groups finish: ready samples wait for those of the tasks before."""
+    """Ready samples wait for those of earlier tasks, so that whole groups finish."""
     async with open_bench(tmp_path, slots=1, ready_max=8, max_initializing=8) as bench:
         bench.node.pools.mean_s[Status.INIT].add(8.0)
         bench.node.pools.mean_s[Status.RUN].add(1.0)
@@ -77,7 +77,7 @@ async def test_a_session_can_be_cancelled_in_any_stage(stage: str, tmp_path: Pat
 
 
 async def test_a_stale_session_is_released(tmp_path: Path) -> None:
-    """Nothing of it is committed, and it starts again with the new weights."""
+    """Nothing of it is committed, and it restarts with the new weights."""
     group = Group(max_staleness=0, on_stale=Stale.ABORT)
     async with open_bench(tmp_path) as bench:
         await bench.begin(make_task(what="hang", group=group))
@@ -90,8 +90,8 @@ async def test_a_stale_session_is_released(tmp_path: Path) -> None:
     assert (tmp_path / "sessions" / f"t-0.{epoch}" / COMMITTED).exists(), "it counts for the quota"
 
 
-async def test_a_lost_node_drops_all_and_registers_again(tmp_path: Path) -> None:
-    """Its sessions are another's; the same one may come back to it under a new lease."""
+async def test_a_fenced_node_drops_its_sessions_and_registers_again(tmp_path: Path) -> None:
+    """The same session may come back to it under a new lease."""
     async with open_bench(tmp_path, slots=1, ready_max=0) as bench:
         await bench.begin(make_task(what="hang"))
         epoch = await bench.read_epoch()
@@ -107,8 +107,8 @@ async def test_a_lost_node_drops_all_and_registers_again(tmp_path: Path) -> None
     assert (tmp_path / "sessions" / f"t-0.{epoch}" / COMMITTED).exists(), "it counts for the quota"
 
 
-async def test_work_goes_on_without_the_server(tmp_path: Path) -> None:
-    """Results wait for it on disk, and are committed once when it is back."""
+async def test_sessions_continue_without_the_server(tmp_path: Path) -> None:
+    """Results wait on disk, and are committed once when it is back."""
     async with open_bench(tmp_path, lease_s=60.0) as bench:
         bench.script.hold("run")
         await bench.begin(make_task(samples=4), 4)
@@ -124,13 +124,13 @@ async def test_work_goes_on_without_the_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("server_first", [True, False])
-async def test_a_new_process_offers_what_the_old_one_had_finished(
+async def test_a_restarted_node_commits_its_journal_first(
     tmp_path: Path,
     server_first: bool,  # noqa: FBT001
 ) -> None:
-    """Results in the journal are committed before the node's name is taken over.
+    """Before it takes over the node's name, which would fence those results.
 
-    Also when the node is back before its server: it does not register before it has offered them.
+    Also when the node is back before its server.
     """
     async with open_plane(tmp_path, lease_s=60.0) as control:
         bench = Bench(tmp_path, control)
@@ -155,8 +155,8 @@ async def test_a_new_process_offers_what_the_old_one_had_finished(
     assert bench.script.order == ["t-0"]
 
 
-async def test_draining_finishes_what_runs_and_returns_the_rest(tmp_path: Path) -> None:
-    """Nothing is lost or begun, and `run` comes to its end."""
+async def test_a_drain_finishes_running_sessions_and_releases_others(tmp_path: Path) -> None:
+    """Nothing is lost or begun, and `run` returns."""
     async with open_bench(tmp_path, slots=1, ready_max=1) as bench:
         bench.script.hold("run")
         await bench.control.submit([make_task(samples=3)])
@@ -172,8 +172,8 @@ async def test_draining_finishes_what_runs_and_returns_the_rest(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("gently", [True, False])
-async def test_what_a_node_leaves_is_done_by_the_next(tmp_path: Path, gently: bool) -> None:  # noqa: FBT001
-    """Drained by the server without grace, or dead: every sample ends once."""
+async def test_the_next_node_finishes_what_is_left(tmp_path: Path, gently: bool) -> None:  # noqa: FBT001
+    """After a drain without grace, or a crash: every sample ends once."""
     async with open_plane(tmp_path) as control:
         bench = Bench(tmp_path, control, slots=2, grace_s=0.0 if gently else 60.0)
         async with bench.working():
@@ -192,8 +192,8 @@ async def test_what_a_node_leaves_is_done_by_the_next(tmp_path: Path, gently: bo
         assert {one.status for one in results.values()} == {Status.COMPLETED}
 
 
-async def test_a_drain_does_not_wait_for_a_server_that_is_away(tmp_path: Path) -> None:
-    """What could not be committed stays in the journal; the node ends all the same."""
+async def test_a_drain_does_not_wait_for_an_unreachable_server(tmp_path: Path) -> None:
+    """Uncommitted results stay in the journal."""
     async with open_bench(tmp_path, grace_s=0.2) as bench:
         bench.node.leave_s = 0.1
         bench.script.hold("run")
@@ -218,7 +218,7 @@ async def test_a_node_that_never_registered_can_be_stopped(tmp_path: Path) -> No
 
 
 async def test_a_pause_stops_every_agents_timeout(tmp_path: Path) -> None:
-    """Of sessions that run and of those that start meanwhile; the barrier knows at once."""
+    """Of running sessions and of those that start meanwhile; the barrier returns at once."""
     async with open_bench(tmp_path) as bench:
         await until(lambda: bench.node.id)
         bench.script.hold("run")
@@ -238,8 +238,8 @@ async def test_a_pause_stops_every_agents_timeout(tmp_path: Path) -> None:
     assert bench.gateway.actions == [("pause", "abort"), 3, ("pause", "abort"), "resume"]
 
 
-async def test_the_sum_of_all_times_is_bounded(tmp_path: Path) -> None:
-    """`total_s` ends a session that waits, and one that runs; only the latter is the agent's."""
+async def test_total_time_is_bounded(tmp_path: Path) -> None:
+    """`total_s` ends waiting and running sessions; only the latter is the agent's failure."""
     async with open_bench(tmp_path, slots=1, ready_max=1) as bench:
         await bench.control.submit(
             [make_task("a", what="hang", total_s=1.0), make_task("b", total_s=0.2)]
@@ -252,7 +252,7 @@ async def test_the_sum_of_all_times_is_bounded(tmp_path: Path) -> None:
     assert bench.node.stats.failures[Boundary.INFRASTRUCTURE] >= 1
 
 
-async def test_slow_evaluations_do_not_hold_up_agents(tmp_path: Path) -> None:
+async def test_slow_evaluations_do_not_block_agents(tmp_path: Path) -> None:
     """A slot is free as soon as its agent has ended; evaluations have slots of their own."""
     async with open_bench(tmp_path, slots=2, max_evaluating=1) as bench:
         bench.script.hold("eval")
@@ -264,8 +264,8 @@ async def test_slow_evaluations_do_not_hold_up_agents(tmp_path: Path) -> None:
     assert bench.script.most["eval"] == 1
 
 
-async def test_logs_are_sent_while_somebody_reads(tmp_path: Path) -> None:
-    """Of a log that nobody followed 64 KiB, of a followed one all from there on."""
+async def test_logs_are_sent_while_they_are_read(tmp_path: Path) -> None:
+    """The last 64 KiB of the log so far, then all that follows."""
     async with open_bench(tmp_path) as bench:
         await bench.begin(make_task(what="hang"))
         [session] = bench.node.runner.sessions.values()
@@ -289,8 +289,8 @@ async def test_logs_are_sent_while_somebody_reads(tmp_path: Path) -> None:
         assert await read() == text[-CHUNK:] + text
 
 
-async def test_a_server_that_refuses_the_node_ends_it(tmp_path: Path) -> None:
-    """A wrong token is nothing to wait for."""
+async def test_a_refused_node_ends(tmp_path: Path) -> None:
+    """A wrong token is not retried."""
     async with open_plane(tmp_path) as control:
         bench = Bench(tmp_path, control)
         bench.link.refusal = ServerError("the join token is wrong", status=401)
@@ -298,8 +298,8 @@ async def test_a_server_that_refuses_the_node_ends_it(tmp_path: Path) -> None:
             await asyncio.wait_for(bench.node.run(), 20)
 
 
-async def test_a_rollout_that_raises_is_a_result(tmp_path: Path) -> None:
-    """Whatever a plug-in does, it is one session's failure and the node goes on."""
+async def test_an_exception_of_a_plugin_fails_one_session(tmp_path: Path) -> None:
+    """It is retried as an infrastructure failure, and the node goes on."""
     async with open_bench(tmp_path) as bench:
         bench.script.spent_status = property()  # type: ignore[assignment]
         bench.script.find_crash = None  # type: ignore[method-assign, assignment]
@@ -311,7 +311,7 @@ async def test_a_rollout_that_raises_is_a_result(tmp_path: Path) -> None:
 
 
 async def test_a_session_begins_in_an_empty_folder(tmp_path: Path) -> None:
-    """A restored store may give out an epoch again, whose folder is still there."""
+    """A restored store may repeat an epoch whose folder is still there."""
     async with open_bench(tmp_path) as bench:
         await until(lambda: bench.node.id)
         now = int(time.time()) - leases.EPOCHS_FROM
@@ -320,12 +320,13 @@ async def test_a_session_begins_in_an_empty_folder(tmp_path: Path) -> None:
         await bench.control.submit([make_task()])
         await bench.wait_for_results(1)
         begun = tmp_path / "sessions" / f"t-0.{await bench.read_epoch()}"
-    assert {path.name for path in begun.iterdir()} >= {"agent", COMMITTED}
+        await until((begun / COMMITTED).exists)
+    assert (begun / "agent").is_dir()
     assert not (begun / "left").exists()
 
 
-async def test_a_node_says_when_it_joins_that_it_has_no_sandboxes(tmp_path: Path) -> None:
-    """It is asked anew at each registration, and its server shows the reason."""
+async def test_a_node_reports_missing_sandboxes_when_it_registers(tmp_path: Path) -> None:
+    """Checked at each registration; the server shows the reason."""
     async with open_plane(tmp_path) as control:
         bench = Bench(tmp_path, control)
         problems = iter(["no bwrap on PATH", None])
@@ -337,5 +338,5 @@ async def test_a_node_says_when_it_joins_that_it_has_no_sandboxes(tmp_path: Path
             bench.node.id = ""
             await control.database.write(leases.expire_node, view.id, "a test")
             await until(lambda: bench.node.id)
-            shown = await control.database.read(nodes.list_views)
-            assert [one.fault for one in shown if one.state == "live"] == [""]
+            views = await control.database.read(nodes.list_views)
+            assert [one.fault for one in views if one.state == "live"] == [""]

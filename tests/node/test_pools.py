@@ -1,4 +1,4 @@
-"""Pools of stage slots and the room they leave."""
+"""Slots of the stages, and how much work a node asks for."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def make_pools(**settings: object) -> Pools:
     return Pools(NodeSettings(slots=4, memory_floor_mb=0, **settings), Admission())
 
 
-async def test_a_pool_goes_by_turn() -> None:
-    """Who came first is not who goes first, and a place that nobody wants is free again."""
+async def test_a_pool_serves_by_turn() -> None:
+    """The lowest turn is next, whenever it came; cancelled waiters are skipped."""
     pool, order = Pool(1), []
 
-    async def one(turn: tuple[int, int]) -> None:
+    async def acquire(turn: tuple[int, int]) -> None:
         async with pool.acquire(turn):
             order.append(turn)
 
     async with pool.acquire((9, 9)):
-        tasks = [asyncio.create_task(one(turn)) for turn in ((2, 0), (1, 1), (1, 0), (0, 5))]
+        tasks = [asyncio.create_task(acquire(turn)) for turn in ((2, 0), (1, 1), (1, 0), (0, 5))]
         await asyncio.sleep(0)
         tasks[3].cancel()
         await asyncio.sleep(0)
@@ -37,19 +37,19 @@ async def test_a_pool_goes_by_turn() -> None:
     assert (pool.busy, pool.waiting) == (0, 0)
 
 
-async def test_a_place_given_to_somebody_who_leaves_goes_to_the_next() -> None:
-    """Cancelled in the moment in which the place came: it is not lost."""
+async def test_a_slot_given_to_a_cancelled_waiter_is_not_lost() -> None:
+    """It goes to the next one."""
     pool = Pool(1)
     got = asyncio.Event()
 
-    async def one() -> None:
+    async def acquire() -> None:
         async with pool.acquire((0, 0)):
             got.set()
 
     async with pool.acquire((0, 0)):
-        first = asyncio.create_task(one())
+        first = asyncio.create_task(acquire())
         await asyncio.sleep(0)
-        second = asyncio.create_task(one())
+        second = asyncio.create_task(acquire())
         await asyncio.sleep(0)
     first.cancel()
     await asyncio.wait_for(got.wait(), 20)
@@ -61,10 +61,10 @@ async def test_a_place_given_to_somebody_who_leaves_goes_to_the_next() -> None:
     ("init_s", "most", "target"),
     [(None, None, 1), (None, 0, 0), (1.0, None, 2), (50.0, None, 4), (50.0, 9, 6), (500.0, 9, 9)],
 )
-async def test_how_many_are_made_ready_ahead(
+async def test_target_of_ready_sessions(
     init_s: float | None, most: int | None, target: int
 ) -> None:
-    """One until times are known, then slots x INIT / RUN and a margin, up to the bound."""
+    """One until times are known, then slots * INIT / RUN and a margin, up to the bound."""
     node = make_pools(ready_max=most)
     if init_s is not None:
         node.mean_s[Status.INIT].add(init_s)
@@ -83,10 +83,10 @@ async def test_how_many_are_made_ready_ahead(
     ],
     ids=["empty", "INIT is full", "one ahead", "little memory", "a jam"],
 )
-def test_room_is_what_can_begin_at_once(
+def test_room_is_what_can_start_at_once(
     passed: list[Status | None], available_mb: float, room: int
 ) -> None:
-    """As many as INIT takes; with little memory no more than slots are free; behind a jam none."""
+    """Up to the INIT slots; up to free slots with little memory; none behind a full stage."""
     limits = {"ready_max": 1, "max_evaluating": 1, "max_building": 1}
     settings = NodeSettings(slots=4, max_initializing=3, **limits)
     node = Pools(settings, Admission(), read_available_mb=lambda: available_mb)
@@ -97,8 +97,8 @@ def test_room_is_what_can_begin_at_once(
     assert not node.members
 
 
-async def test_groups_are_numbered_as_they_come() -> None:
-    """Also for a sample that comes late; and forgotten when their last session is gone."""
+async def test_groups_are_numbered_in_order_of_arrival() -> None:
+    """Late samples get their group's number; it is dropped with the last session."""
     node = make_pools()
     early, other, late = (node.enter(*whose, None) for whose in (("a", 0), ("b", 1), ("a", 1)))
     with early, other as second, late as third:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from observed import observed, read, task
-from rig import until
 from tugline.node.telemetry import Rollout
 from tugline.server.store import stats
 from tugline.types import STAGES
+from waiting import until
 
 
 class MemoryTracer:
-    """A tracer that keeps what it exports, and cannot export the task ``untraced``."""
+    """A tracer that keeps what it exports, and fails for the task ``untraced``."""
 
     def __init__(self) -> None:
         self.exported: list[Rollout] = []
@@ -24,10 +24,10 @@ class MemoryTracer:
         self.exported.append(rollout)
 
 
-async def test_each_attempt_is_traced_with_its_stages_and_calls(tmp_path: Path) -> None:
-    """Of one that completes all stages, of one that fails those it had; each with its calls.
+async def test_each_attempt_is_traced(tmp_path: Path) -> None:
+    """With the stages that it reached and its calls.
 
-    A trace that breaks costs no session, and the page says so.
+    A failed export is counted and fails no session.
     """
     tracer = MemoryTracer()
     async with observed(tmp_path, tracer=tracer) as rig:
@@ -37,7 +37,7 @@ async def test_each_attempt_is_traced_with_its_stages_and_calls(tmp_path: Path) 
         sessions = (await rig.control.database.read(stats.counts)).sessions
     assert page["tugline_node_untraced_total"] == {(): 1}
     assert sessions == {"completed": 2, "failed": 1}
-    traced = sorted(tracer.exported, key=lambda one: (one.session.id, one.session.epoch))
+    traced = sorted(tracer.exported, key=lambda each: (each.session.id, each.session.epoch))
     assert [one.session.id for one in traced] == ["bad-0", "bad-0", "good-0"]
     first, bad, good = traced
     assert bad.session.epoch > first.session.epoch

@@ -117,9 +117,9 @@ def test_an_unknown_record_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "error"),
     [
-        (b"not a recording at all", "is no recording: it begins with"),
-        (b'{"calls": []}', "is no recording: it begins with"),
-        (zstandard.ZstdCompressor().compress(b"x"), "is no recording: it begins with"),
+        (b"not a recording at all", "is not a recording: it begins with"),
+        (b'{"calls": []}', "is not a recording: it begins with"),
+        (zstandard.ZstdCompressor().compress(b"x"), "is not a recording: it begins with"),
         (b"TUGREC\x00\x63rest", r"has version 99 .*only 4 can be read"),
         (b"TUGREC\x00\x03rest", r"has version 3 .*only 4 can be read"),
     ],

@@ -330,5 +330,5 @@ def test_run_dependent_text_is_masked(first: str, second: str) -> None:
 
 def test_an_invalid_mask_is_refused() -> None:
     """The error names the flag, the text and the mistake."""
-    with pytest.raises(UsageError, match=r"--mask '\(' is no regular expression: missing \)"):
+    with pytest.raises(UsageError, match=r"--mask '\(' is an invalid regex: missing \)"):
         Normalizer({}, ("(",))

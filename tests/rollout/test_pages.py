@@ -1,3 +1,5 @@
+"""Examples and tables of the documentation's pages on harnesses, evaluators and runtimes."""
+
 from __future__ import annotations
 
 import re
@@ -9,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from rig import rig, says
-from rollout.test_rollout import a_task, rolled
+from rollout.test_rollout import a_task, run_task
 from tugline.plugins import BUILT_IN, find
 from tugline.sandbox.limits import ProgramLimits
 from tugline.types import PluginSpec
@@ -18,8 +20,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-def page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the Python of a page as a module of that name."""
+def load_page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the Python blocks of a page as a module ``page_NAME``."""
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{name}.md").read_text(), re.DOTALL)
     code = "\n".join(blocks)
     module = ModuleType(f"page_{name}")
@@ -27,21 +29,21 @@ def page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-async def test_parts_written_as_the_pages_say_work(
+async def test_examples_of_pages_work_in_a_rollout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A harness and an evaluator of one's own, found as module:Class, go through a rollout."""
-    page("harnesses", monkeypatch)
-    page("evaluators", monkeypatch)
+    """A harness and an evaluator, given as module:Class."""
+    load_page("harnesses", monkeypatch)
+    load_page("evaluators", monkeypatch)
     monkeypatch.setenv("PATH", f"{PROGRAMS}:/usr/bin:/bin")
     task = a_task(
         PluginSpec("page_harnesses:Aider"),
         evaluator=PluginSpec("page_evaluators:Builds"),
-        runtime=PluginSpec("local"),  # where the programs of this test can be seen
+        runtime=PluginSpec("local"),  # it can run the programs of this test
         files={"a.txt": ""},
     )
     async with rig(tmp_path / "gateway", says("Done.")) as it:
-        trajectory, _ = await rolled(task, it.gateway, tmp_path / "s")
+        trajectory, _ = await run_task(task, it.gateway, tmp_path / "s")
     assert trajectory.failure is None
     assert trajectory.reward is not None
     assert trajectory.reward.value == 1.0
@@ -52,8 +54,8 @@ async def test_parts_written_as_the_pages_say_work(
 @pytest.mark.parametrize(
     ("kind", "part"), [(kind, part) for kind in ("harness", "evaluator") for part in BUILT_IN[kind]]
 )
-def test_every_option_has_a_row(kind: str, part: str) -> None:
-    """The table of docs/configuration.md names each option, below its harness or evaluator."""
+def test_options_of_harnesses_and_evaluators_are_documented(kind: str, part: str) -> None:
+    """docs/configuration.md has a row of each, with all its options."""
     heading = {"harness": "### Harnesses", "evaluator": "### Evaluators"}[kind]
     text = (DOCS / "configuration.md").read_text().partition(heading)[2].partition("###")[0]
     named: dict[str, set[str]] = {}
@@ -65,8 +67,8 @@ def test_every_option_has_a_row(kind: str, part: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["local", "bubblewrap"])
-def test_every_option_of_a_runtime_is_on_its_page(part: str) -> None:
-    """Each is named where people look for it."""
+def test_options_of_runtimes_are_documented(part: str) -> None:
+    """Each is in the runtime's row of docs/runtimes.md."""
     lines = (DOCS / "runtimes.md").read_text().splitlines()
     row = next(line for line in lines if line.startswith(f"| `{part}` |"))
     options = set(signature(find("runtime", part)).parameters)

@@ -1,3 +1,5 @@
+"""Rollouts with real agents: their stages, timeouts and cancellation."""
+
 from __future__ import annotations
 
 import asyncio
@@ -67,14 +69,14 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
         yield it.gateway
 
 
-async def rolled(
+async def run_task(
     task: Task,
     gateway: Gateway,
     folder: Path,
     parts: Parts | None = None,
     slots: StageSlots | None = None,
 ) -> tuple[Trajectory, list[Status]]:
-    """One rollout, and the stages it went through."""
+    """The result of a rollout, and its stages."""
     stages: list[Status] = []
     trajectory = await roll_out(
         task,
@@ -89,7 +91,7 @@ async def rolled(
 
 
 def cause_of(trajectory: Trajectory) -> Cause | None:
-    """Why it failed."""
+    """The cause of its failure."""
     return trajectory.failure.cause if trajectory.failure else None
 
 
@@ -99,8 +101,8 @@ def cause_of(trajectory: Trajectory) -> Cause | None:
 async def test_a_rollout_ends_with_traces_and_a_reward(
     harness: PluginSpec, gateway: Gateway, tmp_path: Path
 ) -> None:
-    """A real agent reads, edits and is judged; each stage is timed; the ledger is balanced."""
-    trajectory, stages = await rolled(a_task(harness), gateway, tmp_path)
+    """A real agent reads and edits; each stage is timed; the ledger is balanced."""
+    trajectory, stages = await run_task(a_task(harness), gateway, tmp_path)
     assert trajectory.failure is None
     assert trajectory.status is Status.COMPLETED
     assert trajectory.reward is not None
@@ -112,7 +114,7 @@ async def test_a_rollout_ends_with_traces_and_a_reward(
     assert stages == [Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL]
     first, _, third = gateway.read_calls("t-0")
     assert first.messages[-1].content == "Fix the bug in bill.py."
-    # Both agents answer an edit in the same words, so a model can go from one to the other.
+    # Both agents have the same tools, so that a model can be used with either.
     assert third.messages[-1].content == "Successfully replaced 1 block(s) in bill.py."
     assert {"read", "bash", "edit"} <= {tool.name for tool in first.tools}
 
@@ -121,17 +123,17 @@ async def test_a_rollout_ends_with_traces_and_a_reward(
 @pytest.mark.parametrize(
     "instruction", ["@bill.py is broken", "--help me", "-p", "two\nlines 'q' $X"]
 )
-async def test_pi_takes_any_instruction_for_text(
+async def test_pi_has_any_instruction_as_text(
     instruction: str, gateway: Gateway, tmp_path: Path
 ) -> None:
-    """What looks like a file or an option reaches the model as it was written."""
-    trajectory, _ = await rolled(a_task(PI, instruction=instruction), gateway, tmp_path)
+    """Also one that looks like a file or an option."""
+    trajectory, _ = await run_task(a_task(PI, instruction=instruction), gateway, tmp_path)
     assert trajectory.failure is None
     assert gateway.read_calls("t-0")[0].messages[-1].content.lstrip(" ") == instruction
 
 
 class Given(Parts):
-    """Parts of which some are given."""
+    """Parts, some of which are given."""
 
     def __init__(self, **given: object) -> None:
         super().__init__()
@@ -141,12 +143,12 @@ class Given(Parts):
         return self.given[kind] if kind in self.given else super()._make(kind, part, contract)
 
 
-async def test_a_disk_that_filled_up_meanwhile_is_not_the_agents(
+async def test_a_full_disk_is_not_a_failure_of_the_agent(
     gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its programs saw errors that say nothing of the policy."""
+    """If it filled up while the agent ran."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1 << 20))
-    trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path)
+    trajectory, _ = await run_task(a_task(ONCE), gateway, tmp_path)
     assert cause_of(trajectory) is Cause.DISK
     assert trajectory.ledger.sampled > 0
 
@@ -161,8 +163,8 @@ class NoEvalSlot(StageSlots):
         yield
 
 
-class NotedSlots(StageSlots):
-    """Notes the order in which slots are held and the agent's timeout starts."""
+class RecordedSlots(StageSlots):
+    """Records the order in which slots are acquired and the agent's timeout starts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +177,7 @@ class NotedSlots(StageSlots):
         yield
 
     def start_agent_timeout(self, limit_s: float) -> PausableTimeout:
-        """As ever."""
+        """Record it."""
         self.events.append(limit_s)
         return super().start_agent_timeout(limit_s)
 
@@ -184,65 +186,65 @@ async def test_time_in_ready_does_not_count_towards_agent_s(
     gateway: Gateway, tmp_path: Path
 ) -> None:
     """The agent's timeout starts once the session holds a slot of RUN, not while it waits."""
-    slots = NotedSlots()
-    await rolled(a_task(ONCE, limits=Limits(agent_s=60.0)), gateway, tmp_path, slots=slots)
+    slots = RecordedSlots()
+    await run_task(a_task(ONCE, limits=Limits(agent_s=60.0)), gateway, tmp_path, slots=slots)
     assert slots.events == [Status.INIT, Status.RUN, 60.0, Status.BUILD, Status.EVAL]
 
 
-async def test_waiting_for_a_judge_is_nobodys_failure(gateway: Gateway, tmp_path: Path) -> None:
-    """When `total_s` is over while it waits, the evaluator has not even begun."""
-    trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path, slots=NoEvalSlot(4.0))
+async def test_waiting_for_an_eval_slot_has_its_own_cause(gateway: Gateway, tmp_path: Path) -> None:
+    """If `total_s` is over while the session waits."""
+    trajectory, _ = await run_task(a_task(ONCE), gateway, tmp_path, slots=NoEvalSlot(4.0))
     assert trajectory.status is Status.TIMED_OUT
     assert cause_of(trajectory) is Cause.WAIT_TIMEOUT
 
 
 class SlowInstall(Uninstallable):
-    """Takes its time to fail, and notes what of `total_s` was charged meanwhile."""
+    """Fails after a while, and records how much of `total_s` is used meanwhile."""
 
     def __init__(self, slots: StageSlots) -> None:
         self.slots = slots
-        self.charged: list[float] = []
+        self.used: list[float] = []
 
     async def install(self) -> None:
-        """Look twice, a moment apart."""
+        """Record it twice."""
         for _ in range(2):
-            self.charged.append(self.slots.cancel_scope.elapsed)
+            self.used.append(self.slots.cancel_scope.elapsed)
             await asyncio.sleep(0.01)
         await super().install()
 
 
-async def test_an_installation_is_not_charged_to_the_session(
+async def test_an_installation_does_not_count_towards_total_s(
     gateway: Gateway, tmp_path: Path
 ) -> None:
-    """Not to `total_s` either: how long it takes is the machine's doing. After it time passes."""
+    """Time counts again after it."""
     slots = StageSlots(60.0)
     harness = SlowInstall(slots)
-    trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path, Given(harness=harness), slots)
+    trajectory, _ = await run_task(a_task(ONCE), gateway, tmp_path, Given(harness=harness), slots)
     assert cause_of(trajectory) is Cause.INSTALL
-    before, after = harness.charged
+    before, after = harness.used
     assert before == after
     assert slots.cancel_scope.elapsed > after
 
 
-async def test_a_runtime_that_cannot_be_looked_at_is_looked_at_again() -> None:
-    """Weaknesses are only logged: a full disk meanwhile fails no session, and passes."""
-    looks = [SandboxError("cannot write to the cache"), None]
+async def test_errors_of_list_weaknesses_are_ignored() -> None:
+    """It is called again until it succeeds."""
+    results = [SandboxError("cannot write to the cache"), None]
 
     def list_weaknesses() -> tuple[str, ...]:
-        if (error := looks.pop(0)) is not None:
+        if (error := results.pop(0)) is not None:
             raise error
         return ()
 
     parts = Given(runtime=SimpleNamespace(list_weaknesses=list_weaknesses))
     for _ in range(3):
         await parts.report_weaknesses(PluginSpec("odd"))
-    assert looks == []
+    assert results == []
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.005, 0.02, 0.05, 0.3])
 async def test_cancelling_ends_the_agent(delay: float, gateway: Gateway, tmp_path: Path) -> None:
-    """A cancelled rollout leaves no process and no open session, and is no result."""
-    task = asyncio.create_task(rolled(a_task(shell("sleep 300")), gateway, tmp_path))
+    """A cancelled rollout leaves no process and no open session."""
+    task = asyncio.create_task(run_task(a_task(shell("sleep 300")), gateway, tmp_path))
     await asyncio.sleep(delay)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -1,3 +1,5 @@
+"""Sandboxes that are opened ahead of time for evaluators."""
+
 from __future__ import annotations
 
 import asyncio
@@ -14,7 +16,7 @@ from tugline.sandbox.local import LocalRuntime, LocalSandbox
 
 
 class Sandboxes:
-    """Real sandboxes; notes which are open."""
+    """Opens real sandboxes, and counts them."""
 
     def __init__(self, folder: Path, *, broken: bool = False) -> None:
         self.folder, self.broken = folder, broken
@@ -23,7 +25,7 @@ class Sandboxes:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[LocalSandbox]:
-        """One more."""
+        """Open one."""
         if self.broken:
             msg = "no image"
             raise SandboxError(msg)
@@ -35,8 +37,8 @@ class Sandboxes:
                 self.closed += 1
 
 
-async def prepared(sandboxes: Sandboxes) -> PrewarmedSandbox:
-    """A sandbox ahead, opened."""
+async def prewarm(sandboxes: Sandboxes) -> PrewarmedSandbox:
+    """A prewarmed sandbox that is open."""
     prewarmed = PrewarmedSandbox(sandboxes.open)
     prewarmed.prepare()
     await until(lambda: sandboxes.opened or sandboxes.broken)
@@ -44,10 +46,10 @@ async def prepared(sandboxes: Sandboxes) -> PrewarmedSandbox:
     return prewarmed
 
 
-async def test_the_first_sandbox_is_the_one_that_waits(tmp_path: Path) -> None:
-    """It gets its files when it is asked for; the next is a new one; both are closed."""
+async def test_a_prewarmed_sandbox_is_used_once(tmp_path: Path) -> None:
+    """It gets its files when it is used; the next one is new; both are closed."""
     sandboxes = Sandboxes(tmp_path)
-    prewarmed = await prepared(sandboxes)
+    prewarmed = await prewarm(sandboxes)
     async with contextlib.aclosing(prewarmed):
         async with prewarmed.open({"a/b.txt": "x"}) as sandbox:
             assert sandbox is sandboxes.opened[0]
@@ -59,10 +61,10 @@ async def test_the_first_sandbox_is_the_one_that_waits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["workdir", "home", "itself", "undone"])
-async def test_a_sandbox_that_was_touched_is_not_used(where: str, tmp_path: Path) -> None:
-    """What an agent put there, also if it covered its tracks, never meets the tests."""
+async def test_a_changed_sandbox_is_not_used(where: str, tmp_path: Path) -> None:
+    """Also if its files are as before."""
     sandboxes = Sandboxes(tmp_path)
-    prewarmed = await prepared(sandboxes)
+    prewarmed = await prewarm(sandboxes)
     [first] = sandboxes.opened
     if where == "itself":
         first.workdir.rmdir()
@@ -78,21 +80,21 @@ async def test_a_sandbox_that_was_touched_is_not_used(where: str, tmp_path: Path
     assert sandboxes.closed == 2
 
 
-async def test_a_sandbox_that_cannot_be_opened_ahead_is_tried_again(tmp_path: Path) -> None:
-    """Whoever needs the sandbox gets the error, nobody else."""
+async def test_errors_of_prewarming_are_not_raised(tmp_path: Path) -> None:
+    """The sandbox is opened again when it is used."""
     sandboxes = Sandboxes(tmp_path, broken=True)
-    prewarmed = await prepared(sandboxes)
+    prewarmed = await prewarm(sandboxes)
     sandboxes.broken = False
     async with contextlib.aclosing(prewarmed), prewarmed.open({"a": "b"}) as sandbox:
         assert (sandbox.workdir / "a").exists()
-    unused = await prepared(Sandboxes(tmp_path, broken=True))
+    unused = await prewarm(Sandboxes(tmp_path, broken=True))
     await unused.aclose()
 
 
-async def test_a_sandbox_that_nobody_wants_is_closed(tmp_path: Path) -> None:
-    """Also one that is not open yet."""
+async def test_an_unused_sandbox_is_closed(tmp_path: Path) -> None:
+    """Also if it is not open yet."""
     sandboxes = Sandboxes(tmp_path)
-    prewarmed = await prepared(sandboxes)
+    prewarmed = await prewarm(sandboxes)
     await prewarmed.aclose()
     assert (len(sandboxes.opened), sandboxes.closed) == (1, 1)
     early = PrewarmedSandbox(sandboxes.open)

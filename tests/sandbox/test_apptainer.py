@@ -67,7 +67,7 @@ async def test_an_archive_is_unpacked_once(driver: Driver, image: Path, tmp_path
     cached = [path for path in (tmp_path / "cache" / "workspaces").iterdir() if path.is_dir()]
     assert len(cached) == 1
     missing = SandboxSpec(workspace=Workspace(image="docker://none"))
-    with pytest.raises(ImageError, match=r"'docker://none' cannot be made: .*no such image"):
+    with pytest.raises(ImageError, match=r"'docker://none' cannot be built: .*no such image"):
         async with driver.runtime.open(tmp_path / "x", missing):
             pass
 

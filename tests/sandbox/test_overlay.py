@@ -220,7 +220,7 @@ def test_limits_of_patches(layer: OverlayWorkspace) -> None:
     by_kernel(layer, "for n in 1 2 3 4 5 6; do echo $n > f$n; done")
     assert len(layer.diff(PatchLimits(seen_files=9)).files) == 6
     assert layer.diff(PatchLimits(files=5)).files == {}
-    assert "no change is taken along" in layer.diff(PatchLimits(files=5)).notes[0]
+    assert "all changes are left out" in layer.diff(PatchLimits(files=5)).notes[0]
     small = layer.diff(PatchLimits(total_bytes=4))
     assert list(small.files) == ["f1", "f2"]
     past = "past 4 bytes in all, change left out"

@@ -233,7 +233,7 @@ async def test_unreachable_urls_are_reported(namespace: int, url: str, message: 
 async def test_a_dead_sandbox_is_an_error() -> None:
     """The namespaces of a process that has ended cannot be entered."""
     async with serve(page) as port, open_forwards() as forwards:
-        with pytest.raises(SandboxNetworkError, match="no socket can be made"):
+        with pytest.raises(SandboxNetworkError, match="no socket can be created"):
             await forwards.add(2**22 + 1, f"http://127.0.0.1:{port}")
 
 

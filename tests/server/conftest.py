@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[Any]:
-    """One server for all tests, which does not care about power cuts."""
+    """One server for all tests, without fsync."""
     folder = Path(tempfile.mkdtemp(prefix="tugline-pg-"))
     folder.chmod(0o755)  # as root, the server runs as another user
     server = get_server(folder / "data")
@@ -39,8 +39,8 @@ def postgres_server() -> Iterator[Any]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _empty(url: str) -> None:
-    """Drop what is in a database of that server, which nobody uses from then on."""
+def _empty_schema(url: str) -> None:
+    """Drop all tables of a database of that server, after closing its connections."""
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
@@ -51,9 +51,9 @@ def _empty(url: str) -> None:
 
 @pytest.fixture
 def postgres_url(postgres_server: Any) -> str:
-    """A database with nothing in it; the same one each time, for making one takes a second."""
+    """An empty database; always the same one, because creating one takes a second."""
     url: str = postgres_server.get_uri("postgres")
-    _empty(url)
+    _empty_schema(url)
     return url
 
 
@@ -68,13 +68,13 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def wipe_store(store_url: str) -> Callable[[], None]:
-    """Empties the store of this test, which no server has open."""
+    """Empties the store of this test, which no server may have open."""
 
     def wipe() -> None:
         if store_url.startswith("sqlite:"):
             Path(store_url.removeprefix("sqlite:")).unlink()
         else:
-            _empty(store_url)
+            _empty_schema(store_url)
 
     return wipe
 
@@ -88,7 +88,7 @@ async def database(store_url: str) -> AsyncIterator[Database]:
 
 @pytest.fixture
 def open_earlier(store_url: str, monkeypatch: pytest.MonkeyPatch) -> Earlier:
-    """Opens the store of this test with an earlier layout, of so many steps."""
+    """Opens the store of this test with an earlier layout, given as a number of steps."""
 
     @contextlib.asynccontextmanager
     async def opened(steps: int) -> AsyncIterator[Database]:
@@ -103,7 +103,7 @@ def open_earlier(store_url: str, monkeypatch: pytest.MonkeyPatch) -> Earlier:
 
 @pytest.fixture
 def open_control(store_url: str, tmp_path: Path) -> Open:
-    """Opens the control plane of this test; again, to see what a restart finds."""
+    """Opens the control plane of this test; a second call simulates a restart."""
 
     def opened(*, ahead_s: float | None = 0.0, **settings: Any) -> ControlPlane:
         clock = None if ahead_s is None else Clock(ahead_s)  # None: the server's own
@@ -115,7 +115,7 @@ def open_control(store_url: str, tmp_path: Path) -> Open:
 
 @pytest.fixture
 async def control(open_control: Open) -> AsyncIterator[ControlPlane]:
-    """A control plane with nothing in it."""
+    """An empty control plane."""
     async with open_control() as control:
         yield control
 
@@ -123,13 +123,13 @@ async def control(open_control: Open) -> AsyncIterator[ControlPlane]:
 # --------------------------------------------------------------------------- over HTTP
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Served]:
-    """A server with nothing in it, on SQLite."""
+    """An empty server on SQLite."""
     async with serve(f"sqlite:{tmp_path / 'tugline.db'}", tmp_path) as served:
         yield served
 
 
 @pytest.fixture
 async def server_of_each(store_url: str, tmp_path: Path) -> AsyncIterator[Served]:
-    """The same on SQLite and on PostgreSQL."""
+    """An empty server on SQLite and on PostgreSQL."""
     async with serve(store_url, tmp_path) as served:
         yield served

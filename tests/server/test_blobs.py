@@ -18,26 +18,21 @@ KEY = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGIO
 
 
 @pytest.fixture(scope="module")
-def s3_server() -> Iterator[str]:
-    """A real S3 server on loopback; its address."""
+def s3() -> Iterator[str]:
+    """The address of a real S3 server on loopback, which the environment names."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
+    url = "http://{}:{}".format(*server.get_host_and_port())
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (KEY | {"AWS_ENDPOINT_URL": url}).items():
+            patch.setenv(name, value)
+        yield url
     server.stop()
-
-
-@pytest.fixture
-def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """That server is the one that the environment names."""
-    for name, value in (KEY | {"AWS_ENDPOINT_URL": s3_server}).items():
-        monkeypatch.setenv(name, value)
-    return s3_server
 
 
 @pytest.fixture(params=["directory", "s3"])
 def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Blobs:
-    """An empty place of each kind."""
+    """An empty store of each kind."""
     if request.param == "directory":
         return open_blobs(str(tmp_path / "blobs"))
     address, bucket = request.getfixturevalue("s3"), f"bucket-{time.time_ns()}"
@@ -50,12 +45,12 @@ def _files(folder: Path) -> list[Path]:
 
 
 async def _names(blobs: Blobs, than: float) -> set[str]:
-    found: AsyncIterator[list[str]] = blobs.list_older(than)
-    return {name async for names in found for name in names}
+    pages: AsyncIterator[list[str]] = blobs.list_older(than)
+    return {name async for names in pages for name in names}
 
 
-async def test_what_was_put_comes_back(blobs: Blobs) -> None:
-    """Bytes are kept by name, replaced, deleted; an unknown name is Missing."""
+async def test_blobs_are_stored_replaced_and_deleted(blobs: Blobs) -> None:
+    """Bytes are stored by name, replaced, deleted; an unknown name is `Missing`."""
     data = os.urandom(100_000)
     await blobs.put("task-0.1.abc", data)
     await blobs.put("task-1.1.def", b"")
@@ -69,10 +64,10 @@ async def test_what_was_put_comes_back(blobs: Blobs) -> None:
         await blobs.get("task-1.1.def")
 
 
-async def test_old_ones_can_be_listed(blobs: Blobs) -> None:
-    """Only what was put before the given time is listed, each name once.
+async def test_blobs_are_listed_by_age(blobs: Blobs) -> None:
+    """Only blobs from before the given time are listed, each name once.
 
-    A name that begins like one of ours is none of a half-written file.
+    Names that begin like those of temporary files are listed, too.
     """
     odd = {".tmp-a-0.1.x", "..-0.1.x", "--0.1.x", "CON-0.1.x"}
     names = odd | {f"task-{n}.1.x" for n in range(20)}
@@ -83,8 +78,8 @@ async def test_old_ones_can_be_listed(blobs: Blobs) -> None:
     assert {await blobs.get(name) for name in odd} == {b"data"}
 
 
-async def test_a_blob_is_whole_or_not_there(tmp_path: Path) -> None:
-    """A disk that takes no more leaves the old bytes, a clear error and nothing half-written."""
+async def test_a_failed_write_keeps_the_old_blob(tmp_path: Path) -> None:
+    """A full disk leaves the old bytes, a clear error and no partial file."""
     blobs = LocalBlobs(tmp_path)
     await blobs.put("task-0.1.a", b"old")
     refused = pytest.raises(StoreError, match=r"cannot write .*task-0\.1\.a: File too large")
@@ -94,8 +89,8 @@ async def test_a_blob_is_whole_or_not_there(tmp_path: Path) -> None:
     assert [path.name for path in _files(tmp_path)] == ["task-0.1.a"]
 
 
-async def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None:
-    """A temporary file of a dead server goes with the next look through the old ones."""
+async def test_temporary_files_of_a_crash_are_removed(tmp_path: Path) -> None:
+    """Listing old blobs removes temporary files that are old enough."""
     blobs = LocalBlobs(tmp_path)
     await blobs.put("task-0.1.a", b"x")
     [path] = _files(tmp_path)
@@ -107,7 +102,7 @@ async def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None
     assert _files(tmp_path) == [path]
 
 
-async def test_a_name_is_no_path(tmp_path: Path) -> None:
+async def test_blob_names_are_not_paths(tmp_path: Path) -> None:
     """No name leads out of the folder."""
     (tmp_path / "secret").write_text("x")
     blobs = LocalBlobs(tmp_path / "blobs")
@@ -117,20 +112,20 @@ async def test_a_name_is_no_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("s3")
-async def test_a_place_that_refuses_is_a_store_error() -> None:
-    """What the object store says is passed on, in one line, with the place."""
+async def test_errors_of_an_object_store_are_store_errors() -> None:
+    """The message has the object store's reason and the URL, in one line."""
     with pytest.raises(StoreError, match=r"cannot write s3://nowhere/x/task-0\.1\.a: .*[^\n]$"):
         await open_blobs("s3://nowhere/x").put("task-0.1.a", b"x")
 
 
-def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its library, an object store says what to install."""
+def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what to install."""
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(UsageError, match=r"pip install 'tugline\[s3\]'"):
         open_blobs("s3://bucket/prefix")
 
 
-def test_a_wrong_place_is_refused() -> None:
-    """A URL that nothing serves is named at once, with what would be right."""
+def test_an_unknown_url_scheme_is_refused() -> None:
+    """The error names the URL and what would be right."""
     with pytest.raises(UsageError, match=r"'s4://bucket' cannot be used, expected s3://"):
         open_blobs("s4://bucket")

@@ -1,4 +1,4 @@
-"""``tugline server check``: what is damaged or lost is found, and named."""
+"""``tugline server check`` and ``tugline server backup``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from commands import run_command
 from recording.verify.recorded import work
-from served import Served, flip_bit, serve, spoil
+from served import Served, damage_results, flip_bit, serve
 
 
 async def check(folder: Path, *options: object) -> tuple[int, Any]:
@@ -21,7 +21,7 @@ async def check(folder: Path, *options: object) -> tuple[int, Any]:
 
 
 def serve_in(folder: Path) -> AbstractAsyncContextManager[Served]:
-    """A server as `tugline server` finds it in its folder."""
+    """A server with the store that `tugline server` uses by default in its folder."""
     return serve(f"sqlite:{folder / 'server.db'}", folder)
 
 
@@ -34,11 +34,11 @@ async def test_damaged_and_lost_results_are_named(store_url: str, tmp_path: Path
         await server.ask("POST", "/v1/tasks/u/cancel")
         sound = await check(tmp_path, *store)
         assert sound == (0, {"results": 4, "recordings": 0, "damaged": {}})
-        name = spoil(tmp_path, "t-1", "t-3")
+        name = damage_results(tmp_path, "t-1", "t-3")
         code, running = await check(tmp_path, *store)
         assert (code, running["results"]) == (1, 4)
         assert list(running["damaged"]) == ["t-1", "t-3"]
-        assert f"blob {name!r} has not the SHA-256" in running["damaged"]["t-1"]
+        assert f"blob {name!r} does not have the SHA-256" in running["damaged"]["t-1"]
         assert "no blob 't-3." in running["damaged"]["t-3"]
     assert await check(tmp_path, *store) == (1, running)
     output = run_command("server", "check", "--dir", tmp_path, *store)
@@ -48,14 +48,14 @@ async def test_damaged_and_lost_results_are_named(store_url: str, tmp_path: Path
     assert last == "4 results and 0 recordings were read, 2 are damaged or lost"
 
 
-def test_a_file_of_tasks_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_database_is_an_error(tmp_path: Path) -> None:
     """It is not created."""
     code, output = asyncio.run(check(tmp_path))
     assert (code, "unable to open" in output, list(tmp_path.iterdir())) == (1, True, [])
 
 
-async def test_a_damaged_file_of_tasks_is_an_error(tmp_path: Path) -> None:
-    """It is named."""
+async def test_a_damaged_database_is_an_error(tmp_path: Path) -> None:
+    """The message names the file."""
     async with serve_in(tmp_path) as server:
         await server.finish(samples=40)
     assert (await check(tmp_path))[0] == 0
@@ -67,8 +67,8 @@ async def test_a_damaged_file_of_tasks_is_an_error(tmp_path: Path) -> None:
     assert (code, "server.db" in output) == (1, True), output
 
 
-async def test_recordings_are_read_too(tmp_path: Path) -> None:
-    """Those of the folders that are given."""
+async def test_recordings_are_checked(tmp_path: Path) -> None:
+    """Those in the given folders."""
     await work(tmp_path / "node")
     (path,) = (tmp_path / "node").glob("*.rec")
     async with serve_in(tmp_path):
@@ -80,8 +80,8 @@ async def test_recordings_are_read_too(tmp_path: Path) -> None:
     assert (code, report["recordings"], list(report["damaged"])) == (1, 1, [path.name])
 
 
-async def test_a_backup_of_a_running_server_is_a_server(tmp_path: Path) -> None:
-    """It has every result and the same tokens; what comes later is in the original alone."""
+async def test_a_server_starts_from_a_backup(tmp_path: Path) -> None:
+    """A backup of a running server has its results and tokens, and no later ones."""
     folder, copy = tmp_path / "server", tmp_path / "backups" / "first"
     folder.mkdir()
     async with serve_in(folder) as server:
@@ -100,7 +100,7 @@ async def test_a_backup_of_a_running_server_is_a_server(tmp_path: Path) -> None:
 
 
 def test_a_backup_needs_a_store_and_a_new_folder(tmp_path: Path) -> None:
-    """Neither is anything overwritten, nor is a folder left behind."""
+    """Nothing is overwritten, and no folder is left behind."""
 
     def refuse(copy: Path, code: int) -> str:
         done = run_command("server", "backup", copy, "--dir", tmp_path)

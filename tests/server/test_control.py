@@ -14,7 +14,7 @@ from tugline.types import Session, Status, Task
 
 
 async def test_lists_are_read_in_pages(control: ControlPlane) -> None:
-    """Every task once, in order of submission, whatever the filter."""
+    """Every task once, in order of submission, with every filter."""
     names = [f"t{n}" for n in range(25)]
     even: dict[str, Any] = {"tags": {"kind": "A"}, "tenant": "x"}
     odd = {"tags": {"kind": 'a"b', "odd": "yes"}}
@@ -44,19 +44,19 @@ async def test_lists_are_read_in_pages(control: ControlPlane) -> None:
         (b"\x28\xb5\x2f\xfd garbage", "not a trajectory"),
         (result(Session(id="other-0", task="t", sample=0)), "must name it"),
         (result(Session(id="t-0", task="t", sample=0), status=Status.RUN), "be final"),
-        (result(Session(id="t-0", task="t", sample=0), status=Status.FAILED), "does not say why"),
+        (result(Session(id="t-0", task="t", sample=0), status=Status.FAILED), "have a failure"),
     ],
 )
-async def test_what_is_no_result_is_refused(control: ControlPlane, data: bytes, match: str) -> None:
-    """And the session goes on."""
+async def test_invalid_results_are_refused(control: ControlPlane, data: bytes, match: str) -> None:
+    """The session keeps running and can commit a valid result."""
     node = await Idler.at_work(control, a_task("t"))
     with pytest.raises(Invalid, match=match):
         await control.dispatcher.commit("t-0", node.held["t-0"].epoch, data)
     assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
 
 
-async def test_everything_is_there_right_after_the_start(open_control: Open) -> None:
-    """With ten thousand sessions in it a server answers as soon as it is open."""
+async def test_a_large_store_opens_quickly(open_control: Open) -> None:
+    """A server with ten thousand sessions leases work within seconds."""
     async with open_control() as control:
         for n in range(5):
             await control.submit([a_task(f"t{n}-{k}", 2) for k in range(1000)])
@@ -66,8 +66,8 @@ async def test_everything_is_there_right_after_the_start(open_control: Open) -> 
         assert len((await node.ask()).work) == 16
 
 
-async def test_a_task_that_no_part_can_run_is_refused_with_its_number(open_control: Open) -> None:
-    """Also where the check names no field; the bounds of its type are checked in any case."""
+async def test_a_task_that_fails_the_check_is_refused_with_its_index(open_control: Open) -> None:
+    """Also where the check names no field; the bounds of the types are always checked."""
 
     def check(task: Task) -> None:
         if task.id == "odd":
@@ -83,15 +83,15 @@ async def test_a_task_that_no_part_can_run_is_refused_with_its_number(open_contr
         assert caught.value.field == "0.samples"
 
 
-async def test_a_node_in_this_process_must_make_sense(control: ControlPlane) -> None:
-    """What is wrong is named as for a node that comes over HTTP."""
+async def test_a_local_node_registration_is_validated(control: ControlPlane) -> None:
+    """Errors name the fields, as for a node over HTTP."""
     with pytest.raises(Invalid) as caught:
         await control.dispatcher.register(NodeRegistration(name="a b", slots=0, capacity=1))
     assert [each.field for each in caught.value.problems] == ["name", "slots"]
 
 
-async def test_a_node_is_asked_for_a_log_that_somebody_reads(control: ControlPlane) -> None:
-    """At once, and so is the reader answered."""
+async def test_reading_a_log_makes_its_node_send_it(control: ControlPlane) -> None:
+    """The waiting lease request is answered at once, and so is the reader."""
     node = await Idler.at_work(control, a_task("t"))
     asking = await node.start_asking()
     reading = asyncio.ensure_future(control.read_log("t-0", wait_s=10))

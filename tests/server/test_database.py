@@ -51,7 +51,7 @@ def _names(tx: Tx) -> list[str]:
 
 
 async def test_writes_of_many_callers_share_one_commit(database: Database) -> None:
-    """What queues up while the disk is busy is one transaction; each caller gets its own answer."""
+    """Writes that queue up share one transaction; each caller gets its own return value."""
     batches: list[int] = []
     database.on_commit = lambda ops, _seconds: batches.append(ops)
     gate = threading.Event()
@@ -65,8 +65,8 @@ async def test_writes_of_many_callers_share_one_commit(database: Database) -> No
     assert len(await database.read(_names)) == 40
 
 
-async def test_an_error_is_its_callers_alone(database: Database) -> None:
-    """An operation that fails leaves nothing behind and does not touch those beside it."""
+async def test_a_failed_write_does_not_affect_others(database: Database) -> None:
+    """An operation that fails is rolled back alone; others of the same batch are committed."""
     gate = threading.Event()
     blocking = await _block(database, gate)
     ops = [_add("a"), _add("b", fail=True), _add("a"), _add("c")]
@@ -83,7 +83,7 @@ async def test_an_error_is_its_callers_alone(database: Database) -> None:
 
 
 async def test_reads_do_not_wait_for_a_write(database: Database) -> None:
-    """A list is answered while a transaction is open, and does not see it."""
+    """A read during an open transaction returns at once and does not see it."""
     gate = threading.Event()
 
     writing = await _block(database, gate, _add("late"))
@@ -93,8 +93,8 @@ async def test_reads_do_not_wait_for_a_write(database: Database) -> None:
     assert await database.read(_names) == ["late"]
 
 
-async def _until_listening(database: Database, store_url: str) -> None:
-    """Wait until it listens to other servers; once, as it begins, it rings for everybody."""
+async def _wait_until_listening(database: Database, store_url: str) -> None:
+    """Wait until `database` listens to other servers' notifications."""
     loop = asyncio.get_running_loop()
     with (
         database.hub.subscribe("elsewhere") as subscription,
@@ -107,8 +107,8 @@ async def _until_listening(database: Database, store_url: str) -> None:
     pytest.fail("no notification of another server was heard in 10 s")
 
 
-async def test_wakes_only_after_the_commit(database: Database, store_url: str) -> None:
-    """Who is woken finds what it was woken for."""
+async def test_notifications_follow_the_commit(database: Database, store_url: str) -> None:
+    """A notified reader sees what it was notified of."""
 
     def op(tx: Tx) -> None:
         _add("here")(tx)
@@ -116,7 +116,7 @@ async def test_wakes_only_after_the_commit(database: Database, store_url: str) -
 
     loop = asyncio.get_running_loop()
     if database.name == "postgresql":
-        await _until_listening(database, store_url)
+        await _wait_until_listening(database, store_url)
     with database.hub.subscribe("topic") as subscription:
         writing = asyncio.ensure_future(database.write(op))
         assert await subscription.wait(loop.time() + 5)
@@ -125,8 +125,8 @@ async def test_wakes_only_after_the_commit(database: Database, store_url: str) -
     assert not database.hub.topics
 
 
-async def test_a_closed_store_refuses(store_url: str) -> None:
-    """Nobody waits for ever for an answer of a server that has stopped."""
+async def test_a_closed_store_refuses_operations(store_url: str) -> None:
+    """They fail at once instead of waiting for ever."""
     async with open_database(store_url) as database:
         pass
     for ask in (database.read, database.write):
@@ -134,8 +134,8 @@ async def test_a_closed_store_refuses(store_url: str) -> None:
             await ask(_names)
 
 
-async def test_two_servers_may_start_at_once_on_postgres(postgres_url: str) -> None:
-    """One makes the tables, the other finds them."""
+async def test_servers_can_start_at_the_same_time_on_postgres(postgres_url: str) -> None:
+    """One creates the tables, the others find them."""
     async with contextlib.AsyncExitStack() as stack:
         opened = [open_database(postgres_url) for _ in range(3)]
         await asyncio.gather(*map(stack.enter_async_context, opened))
@@ -143,17 +143,17 @@ async def test_two_servers_may_start_at_once_on_postgres(postgres_url: str) -> N
         assert await opened[2].read(_names) == ["one"]
 
 
-async def test_servers_wake_each_other_on_postgres(postgres_url: str) -> None:
-    """What one server commits is heard by those who wait at another."""
+async def test_servers_notify_each_other_on_postgres(postgres_url: str) -> None:
+    """A commit of one server notifies subscribers of another."""
     async with open_database(postgres_url) as one, open_database(postgres_url) as other:
-        await _until_listening(other, postgres_url)
+        await _wait_until_listening(other, postgres_url)
         with other.hub.subscribe("topic") as subscription:
             await one.write(lambda tx: tx.notify("topic", *(f"node:{n}" for n in range(2000))))
             assert await subscription.wait(asyncio.get_running_loop().time() + 5)
 
 
-def _make_names(path: Path) -> list[Path]:
-    """All names of a file, beside which no lock is left."""
+def _make_aliases(path: Path) -> list[Path]:
+    """All names of a file, after its lock file was deleted."""
     path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
     soft, hard, folder = (path.with_name(name) for name in ("soft.db", "hard.db", "folder"))
     soft.symlink_to(path)
@@ -162,21 +162,21 @@ def _make_names(path: Path) -> list[Path]:
     return [path, soft, hard, folder / path.name]
 
 
-async def test_a_second_server_is_refused_by_whatever_name(tmp_path: Path) -> None:
-    """The lock is the file's own: no other name of it, and no deletion beside it, gets around.
+async def test_a_second_server_on_the_same_file_is_refused(tmp_path: Path) -> None:
+    """The lock belongs to the file: neither links nor a deleted lock file get around it.
 
-    SQLite would let it in, and both would give the same nodes orders.
+    SQLite would let a second server in, and both would give orders to the same nodes.
     """
     async with open_database(f"sqlite:{tmp_path / 'a.db'}") as database:
-        for name in _make_names(tmp_path / "a.db"):
+        for name in _make_aliases(tmp_path / "a.db"):
             with pytest.raises(UsageError, match=rf"{name} is used by another server"):
                 async with open_database(f"sqlite:{name}"):
                     pass
         await database.write(_add("still here"))
 
 
-async def test_a_damaged_file_is_no_store(tmp_path: Path) -> None:
-    """The server says so before it takes any work; a page of zeros would start as empty tables."""
+async def test_a_damaged_database_is_refused_at_start(tmp_path: Path) -> None:
+    """SQLite alone would read a page of zeros as an empty table."""
     path = tmp_path / "a.db"
     async with open_database(f"sqlite:{path}"):
         pass
@@ -188,10 +188,10 @@ async def test_a_damaged_file_is_no_store(tmp_path: Path) -> None:
             pass
 
 
-async def test_a_store_of_an_earlier_version_is_brought_up_to_date(
+async def test_a_store_of_an_earlier_version_is_migrated(
     store_url: str, open_earlier: Earlier
 ) -> None:
-    """What it holds stays, with the defaults of what is new; once."""
+    """Rows stay, new columns have their defaults, and a second start changes nothing."""
     async with open_earlier(1) as database:
         await database.write(
             lambda tx: tx.run(
@@ -208,7 +208,7 @@ async def test_a_store_of_an_earlier_version_is_brought_up_to_date(
 
 
 async def test_a_store_of_a_later_version_is_refused(store_url: str, open_earlier: Earlier) -> None:
-    """The message says which layouts there are."""
+    """The message names both layouts."""
     async with open_database(store_url):
         pass
     with pytest.raises(UsageError, match=f"layout {len(STEPS)}, this version reads 3"):
@@ -217,14 +217,14 @@ async def test_a_store_of_a_later_version_is_refused(store_url: str, open_earlie
 
 
 @pytest.mark.parametrize("url", ["mysql://x", "sqlite:", "tugline.db"])
-def test_an_unknown_store_is_refused(url: str) -> None:
-    """The message says what would be right."""
+def test_an_unknown_store_url_is_refused(url: str) -> None:
+    """The message names the accepted forms."""
     with pytest.raises(UsageError, match="must be sqlite:PATH or postgresql://"):
         open_database(url)
 
 
-async def test_an_unreachable_postgres_is_said_so() -> None:
-    """Without the password that the URL has."""
+async def test_an_unreachable_postgres_is_reported() -> None:
+    """The message has the URL without its password."""
     with pytest.raises(StoreError, match=r"postgresql://127\.0\.0\.1:1/x") as caught:
         async with open_database("postgresql://me:secret@127.0.0.1:1/x", retry_s=0):
             pass
@@ -232,7 +232,7 @@ async def test_an_unreachable_postgres_is_said_so() -> None:
 
 
 class _Starting(Sqlite):
-    """A database that refuses the first two connections, as PostgreSQL does while it starts."""
+    """A database that refuses two connections, as PostgreSQL does while it starts."""
 
     refusals = 2
 
@@ -247,8 +247,8 @@ class _Starting(Sqlite):
         return "starting up" in str(error)
 
 
-async def test_a_database_that_is_being_started_is_waited_for(tmp_path: Path) -> None:
-    """A machine starts both at once; the server need not be started again for it."""
+async def test_a_database_that_is_starting_is_retried(tmp_path: Path) -> None:
+    """Server and database may be started at the same time."""
     async with Database(_Starting(tmp_path / "tugline.db")) as database:
         assert await database.write(_add("first")) == "first"
 
@@ -259,20 +259,20 @@ def _end_connections(url: str, which: str = "") -> None:
         admin.execute(f"{ours} WHERE application_name = 'tugline'{which}")
 
 
-async def test_a_lost_connection_is_opened_again(postgres_url: str) -> None:
-    """When PostgreSQL ends all connections, writes and reads go on as if nothing was."""
+async def test_a_lost_connection_is_reopened(postgres_url: str) -> None:
+    """Reads and writes go on after PostgreSQL ended all connections."""
     async with open_database(postgres_url) as database:
         await database.write(_add("before"))
         await database.read(_names)
         _end_connections(postgres_url)
-        found = asyncio.gather(*(database.read(_names) for _ in range(4)))
+        reading = asyncio.gather(*(database.read(_names) for _ in range(4)))
         await database.write(_add("later"))
-        assert all("before" in names for names in await found)
+        assert all("before" in names for names in await reading)
         assert await database.read(_names) == ["before", "later"]
 
 
-async def test_a_connection_lost_in_the_middle_repeats_the_operation(postgres_url: str) -> None:
-    """What a transaction had done is undone by the loss, and done again."""
+async def test_an_operation_is_repeated_after_a_lost_connection(postgres_url: str) -> None:
+    """PostgreSQL rolls the transaction back, so the operation runs again."""
     runs = []
 
     def op(tx: Tx) -> None:
@@ -288,8 +288,8 @@ async def test_a_connection_lost_in_the_middle_repeats_the_operation(postgres_ur
         assert await database.read(_names) == ["once"]
 
 
-async def test_a_full_disk_is_said_and_survived(tmp_path: Path) -> None:
-    """Writes fail with clear words while there is no room, and go on when there is some."""
+async def test_a_full_disk_fails_writes_until_there_is_room(tmp_path: Path) -> None:
+    """Writes fail with a clear error while there is no room, and work afterwards."""
     path, kept = tmp_path / "a.db", list[str]()
     async with open_database(f"sqlite:{path}") as database:
 
@@ -304,8 +304,8 @@ async def test_a_full_disk_is_said_and_survived(tmp_path: Path) -> None:
     assert kept
 
 
-def test_no_space_is_explained(tmp_path: Path) -> None:
-    """The operating system's own words get advice, too."""
+def test_a_full_disk_error_has_advice(tmp_path: Path) -> None:
+    """Also for an error of the operating system."""
     database = open_database(f"sqlite:{tmp_path / 'a.db'}")
     error = OSError(errno.ENOSPC, "No space left on device")
     assert "free some space" in str(database._driver.explain(error))

@@ -13,7 +13,7 @@ from tugline.types import Boundary, Group, Status
 
 
 async def test_a_task_is_released_with_its_last_session(control: ControlPlane) -> None:
-    """Its samples without a usable result are named; the order is that of release."""
+    """`missing` lists samples without a usable result; groups are ordered by release."""
     node = await Idler.at_work(control, a_task("t", 3), a_task("u"))
     await node.commit("t-1")
     await node.commit("t-0", failure=Boundary.AGENT)
@@ -25,13 +25,13 @@ async def test_a_task_is_released_with_its_last_session(control: ControlPlane) -
     view = await control.database.read(tasks.view, "t")
     assert (view.state, view.usable, view.reason) == (TaskState.RELEASED, 1, "")
     assert view.missing == (0, 2)
-    found = await control.results(ResultQuery(groups=True))
-    assert [group.id for group in found.groups] == ["u", "t"]
-    assert [item.session for item in found.items] == ["u-0", "t-0", "t-1", "t-2"]
+    page = await control.results(ResultQuery(groups=True))
+    assert [group.id for group in page.groups] == ["u", "t"]
+    assert [item.session for item in page.items] == ["u-0", "t-0", "t-1", "t-2"]
 
 
 async def test_enough_usable_samples_end_a_group(control: ControlPlane) -> None:
-    """What waits is cancelled, what runs is stopped, and what it has done is kept."""
+    """Queued samples are cancelled, running ones are stopped, finished ones are kept."""
     node = await Idler.at_work(control, a_task("t", 5, group=Group(min_usable=1)), room=3)
     await node.commit("t-0", failure=Boundary.AGENT)
     assert (await control.database.read(tasks.view, "t")).reason == ""
@@ -46,18 +46,18 @@ async def test_enough_usable_samples_end_a_group(control: ControlPlane) -> None:
     assert (view.state, view.missing) == (TaskState.RELEASED, (0, 2, 3, 4))
 
 
-async def test_a_deadline_releases_what_is_there(open_control: Open) -> None:
-    """Within a second; what runs is stopped, and a node that is gone holds nothing up."""
+async def test_a_deadline_releases_a_group(open_control: Open) -> None:
+    """Within a second; samples of a lost node do not delay it."""
     async with open_control(lease_s=0.5) as control:
         await Idler.at_work(control, a_task("t", 3, group=Group(deadline_s=0.4)), room=1)
-        found = await asyncio.wait_for(control.results(ResultQuery(groups=True, wait_s=20)), 20)
-        [view] = found.groups
+        page = await asyncio.wait_for(control.results(ResultQuery(groups=True, wait_s=20)), 20)
+        [view] = page.groups
         assert (view.reason, view.usable, view.missing) == ("deadline", 0, (0, 1, 2))
-        assert {item.status for item in found.items} == {Status.CANCELLED}
+        assert {item.status for item in page.items} == {Status.CANCELLED}
 
 
 async def test_cancelling_a_task(control: ControlPlane) -> None:
-    """Says what it met; doing it again finds the same still on its way."""
+    """The response counts ended, stopping and final sessions; a repetition is harmless."""
     node = await Idler.at_work(control, a_task("t", 4), room=2)
     await node.commit("t-0")
     expected = Cancelled(ended=("t-2", "t-3"), stopping=("t-1",), final=1)
@@ -75,7 +75,7 @@ async def test_cancelling_a_task(control: ControlPlane) -> None:
 
 
 async def test_cancelling_a_session(control: ControlPlane) -> None:
-    """Leaves the others alone; one that is over stays as it is."""
+    """Other sessions are not affected; a final session stays as it is."""
     node = await Idler.at_work(control, a_task("t", 3), room=1)
     write, cancel = control.database.write, results.cancel_session
     assert (await write(cancel, "t-2", by="me")).ended == ("t-2",)

@@ -26,7 +26,7 @@ from tugline.types import Boundary, Cause, Failure, Group, Stale, Status
 
 
 async def test_samples_of_a_task_stay_together(control: ControlPlane) -> None:
-    """Nodes that wait at the same time get whole tasks at once, as far as they have room."""
+    """Nodes that wait at the same time get whole tasks, as far as their capacity allows."""
     a, b = await Idler.join(control, "a", room=4), await Idler.join(control, "b", room=4)
     asking = [await a.start_asking(), await b.start_asking()]
     await control.submit([a_task("s", 4), a_task("t", 4)])
@@ -35,8 +35,8 @@ async def test_samples_of_a_task_stay_together(control: ControlPlane) -> None:
     assert sorted(got) == [["s-0", "s-1", "s-2", "s-3"], ["t-0", "t-1", "t-2", "t-3"]]
 
 
-async def test_a_question_that_was_given_up_loses_no_work(control: ControlPlane) -> None:
-    """A client that hangs up while it is served finds its work in the next answer."""
+async def test_a_cancelled_lease_request_loses_no_work(control: ControlPlane) -> None:
+    """Work granted to a client that hung up is in its next response."""
     node = await Idler.join(control)
     for n in range(10):
         asking = asyncio.ensure_future(node.ask(wait_s=20))
@@ -51,7 +51,7 @@ async def test_a_question_that_was_given_up_loses_no_work(control: ControlPlane)
 
 
 async def test_a_lost_nodes_sessions_go_to_others(control: ControlPlane) -> None:
-    """As soon as its lease has ended; its later messages are refused."""
+    """As soon as its lease has expired; its later messages are refused."""
     dead = await Idler.at_work(control, a_task("t"), name="dead")
     alive = await Idler.join(control, "alive")
     await pass_time(control, 20.0)
@@ -70,10 +70,10 @@ async def test_a_lost_nodes_sessions_go_to_others(control: ControlPlane) -> None
     assert kinds.index(EventKind.LOST) < kinds.index(EventKind.REQUEUED)
 
 
-async def test_a_wiped_store_takes_nothing_from_its_old_life(
+async def test_a_wiped_store_refuses_leases_from_before(
     open_control: Open, wipe_store: Callable[[], None]
 ) -> None:
-    """A task of the same id is leased again: the late result, log and release are refused."""
+    """A task with the same id has a new epoch: late results, logs and releases are fenced."""
     async with open_control() as control:
         old = (await Idler.at_work(control, a_task("t"))).held["t-0"]
     wipe_store()
@@ -94,10 +94,10 @@ async def test_a_wiped_store_takes_nothing_from_its_old_life(
         assert (await node.commit("t-0", reward=1.0)).outcome is CommitOutcome.COMMITTED
 
 
-async def test_a_twin_is_refused_while_the_first_lives(control: ControlPlane) -> None:
-    """Two folders are two nodes; a restart takes over at once, another folder after the lease."""
+async def test_a_second_node_of_the_same_name_is_refused(control: ControlPlane) -> None:
+    """A restart takes over at once, another instance only after the lease has expired."""
     first = await Idler.join(control, "a", instance="one")
-    with pytest.raises(Conflict, match=r"'a' is at work; .* ends in 30 s"):
+    with pytest.raises(Conflict, match=r"'a' is active; .* ends in 30 s"):
         await Idler.join(control, "a", instance="two")
     again = await Idler.join(control, "a", instance="one")
     with pytest.raises(FencedError):
@@ -107,8 +107,8 @@ async def test_a_twin_is_refused_while_the_first_lives(control: ControlPlane) ->
     await Idler.join(control, "a", instance="two")
 
 
-async def test_orders_come_at_once_and_only_once_so(control: ControlPlane) -> None:
-    """A question in waiting is answered by a stop; the next one waits, renewals repeat it."""
+async def test_orders_answer_a_waiting_lease_request_once(control: ControlPlane) -> None:
+    """A stop answers the waiting request; later requests wait, renewals repeat it."""
     node = await Idler.at_work(control, a_task("t"))
     asking = await node.start_asking()
     await control.database.write(results.cancel_session, "t-0", by="me")
@@ -120,8 +120,8 @@ async def test_orders_come_at_once_and_only_once_so(control: ControlPlane) -> No
     assert (await node.renew()).stop == (stop,)
 
 
-async def test_a_node_that_drains_gets_nothing_more(control: ControlPlane) -> None:
-    """It is told at once, and what it hands back costs no attempt."""
+async def test_a_draining_node_gets_no_work(control: ControlPlane) -> None:
+    """It learns at once, and sessions that it releases keep their attempts."""
     node = await Idler.at_work(control, a_task("t"), name="a")
     asking = await node.start_asking()
     await control.dispatcher.drain(node.node)
@@ -140,25 +140,26 @@ async def test_a_node_that_drains_gets_nothing_more(control: ControlPlane) -> No
     ("boundary", "tries"),
     [(Boundary.HARNESS, 2), (Boundary.ENGINE, 1), (Boundary.AGENT, 1), (Boundary.EVALUATOR, 1)],
 )
-async def test_whose_failure_it_is_decides_who_tries_again(
+async def test_the_failed_boundary_decides_about_retries(
     control: ControlPlane, boundary: Boundary, tries: int
 ) -> None:
-    """A harness is tried twice; what the policy, its engine or its evaluator did is final."""
+    """A harness is tried twice; failures of policy, engine and evaluator are final."""
     node = await Idler.join(control)
     await control.submit([a_task("t", group=Group(attempts=3))])
     for attempt in range(tries):
         [work] = (await node.ask()).work
         assert work.session.attempt == attempt
-        kept = (await node.commit("t-0", failure=boundary)).outcome
-        assert kept is (CommitOutcome.REQUEUED if attempt < tries - 1 else CommitOutcome.COMMITTED)
-    found = await control.database.read(results.get, "t-0")
-    assert (found.status, found.attempt) == (Status.FAILED, tries - 1)
-    assert found.failure == Failure(boundary, "it broke")
-    assert found.reward is None
+        commit = await node.commit("t-0", failure=boundary)
+        final = attempt == tries - 1
+        assert commit.outcome is (CommitOutcome.COMMITTED if final else CommitOutcome.REQUEUED)
+    view = await control.database.read(results.get, "t-0")
+    assert (view.status, view.attempt) == (Status.FAILED, tries - 1)
+    assert view.failure == Failure(boundary, "it broke")
+    assert view.reward is None
 
 
-async def test_the_infrastructure_spends_no_attempt(control: ControlPlane) -> None:
-    """It is tried at once, then after pauses, and ends only when `retry_s` is over."""
+async def test_infrastructure_failures_cost_no_attempt(control: ControlPlane) -> None:
+    """Retried at once, then with growing pauses, until `retry_s` is over."""
     node = await Idler.join(control)
     await control.submit([a_task("t", group=Group(attempts=2, retry_s=100.0))])
     for pause_s in (0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0):
@@ -172,12 +173,12 @@ async def test_the_infrastructure_spends_no_attempt(control: ControlPlane) -> No
         outcome = (await node.commit("t-0", failure=Boundary.RUNTIME)).outcome
         final = CommitOutcome.COMMITTED if pause_s == 60.0 else CommitOutcome.REQUEUED
         assert outcome is final, pause_s
-    found = await control.database.read(results.get, "t-0")
-    assert (found.status, found.attempt) == (Status.FAILED, 0)
+    view = await control.database.read(results.get, "t-0")
+    assert (view.status, view.attempt) == (Status.FAILED, 0)
 
 
-async def test_a_broken_node_is_no_black_hole(control: ControlPlane) -> None:
-    """After three tasks in a row it gets no more, then one to try it, and all again if that works.
+async def test_a_broken_node_is_quarantined(control: ControlPlane) -> None:
+    """After three failed tasks in a row it gets none, then one, then all if that one succeeds.
 
     Other nodes do all of the work meanwhile, and no task loses an attempt.
     """
@@ -212,8 +213,8 @@ async def test_a_broken_node_is_no_black_hole(control: ControlPlane) -> None:
                 await sound.commit(work.session.id)
 
 
-async def test_one_task_alone_stops_no_node(control: ControlPlane) -> None:
-    """A task that fails wherever it runs is not the fault of all nodes."""
+async def test_one_failing_task_quarantines_no_node(control: ControlPlane) -> None:
+    """A task that fails everywhere is not the fault of its nodes."""
     node = await Idler.join(control)
     await control.submit([a_task("bad", 8), a_task("good")])
     for _ in range(2):
@@ -222,7 +223,7 @@ async def test_one_task_alone_stops_no_node(control: ControlPlane) -> None:
     assert names((await node.ask()).work) == ["good-0"]
 
 
-async def test_what_failed_on_one_node_goes_to_another(control: ControlPlane) -> None:
+async def test_a_failed_session_moves_to_another_node(control: ControlPlane) -> None:
     """If another has room; a node that is alone gets it again."""
     a = await Idler.at_work(control, a_task("t"), name="a")
     b = await Idler.join(control, "b", room=1)
@@ -236,8 +237,8 @@ async def test_what_failed_on_one_node_goes_to_another(control: ControlPlane) ->
     assert names((await b.ask()).work) == ["t-0"]
 
 
-async def test_a_crash_is_not_held_against_the_node(control: ControlPlane) -> None:
-    """Only what the table says to try elsewhere leaves the node where its task's samples are."""
+async def test_a_crash_is_retried_on_the_same_node(control: ControlPlane) -> None:
+    """Only causes that the table retries elsewhere move a session."""
     a = await Idler.at_work(control, a_task("t", 2), name="a", room=2)
     b = await Idler.join(control, "b", room=1)
     await a.commit("t-0", failure=Cause.CRASH)
@@ -245,21 +246,21 @@ async def test_a_crash_is_not_held_against_the_node(control: ControlPlane) -> No
     assert (set(a.held), set(b.held)) == ({"t-0", "t-1"}, set())
 
 
-async def test_the_last_attempt_of_a_lost_node_is_a_result(control: ControlPlane) -> None:
-    """Nobody waits for ever for a task that kills its nodes."""
+async def test_the_last_attempt_of_a_lost_node_fails_the_session(control: ControlPlane) -> None:
+    """A task that kills its nodes ends with a failure."""
     task = a_task("t", group=Group(attempts=2, retry_s=0.0))
     lost = [await Idler.at_work(control, task, name="a") for _ in range(2)]
     assert lost[1].held["t-0"].epoch > lost[0].held["t-0"].epoch, "its successor gets it at once"
     await Idler.join(control, "a")
-    found = await control.database.read(results.get, "t-0")
-    assert found.failure is not None
-    assert found.failure.boundary is Boundary.INFRASTRUCTURE
-    assert "try 2, the last" in found.failure.message
-    assert (found.bytes, found.reward) == (0, None)
+    view = await control.database.read(results.get, "t-0")
+    assert view.failure is not None
+    assert view.failure.boundary is Boundary.INFRASTRUCTURE
+    assert "try 2, the last" in view.failure.message
+    assert (view.bytes, view.reward) == (0, None)
 
 
-async def test_stale_sessions_start_again(control: ControlPlane) -> None:
-    """Those that are too many versions behind, where their task wants it so."""
+async def test_stale_sessions_are_restarted(control: ControlPlane) -> None:
+    """Those that are too many versions behind, if their task asks for it."""
     node = await Idler.join(control)
     strict = Group(max_staleness=1, on_stale=Stale.ABORT)
     await control.submit([a_task("strict", group=strict), a_task("marked", group=Group())])
@@ -279,8 +280,8 @@ async def test_stale_sessions_start_again(control: ControlPlane) -> None:
     assert (await control.database.read(sessions.get, "strict-0")).version == 2
 
 
-async def test_who_does_not_stop_is_stopped(control: ControlPlane) -> None:
-    """A node that renews and ignores its orders loses the session when a lease time is over."""
+async def test_a_session_that_ignores_its_stop_is_fenced(control: ControlPlane) -> None:
+    """A node that renews but does not stop it loses the session after one lease time."""
     node = await Idler.at_work(control, a_task("t"))
     await control.database.write(results.cancel_task, "t", by="me")
     for _ in range(2):
@@ -292,8 +293,8 @@ async def test_who_does_not_stop_is_stopped(control: ControlPlane) -> None:
     assert stop.reason is StopKind.FENCED
 
 
-async def test_a_barrier_waits_for_every_node(control: ControlPlane) -> None:
-    """It holds when all have said that they pause, and is told to those who wait for work."""
+async def test_a_pause_waits_for_every_node(control: ControlPlane) -> None:
+    """It returns when all nodes have applied it; waiting lease requests carry it."""
     node, late = await Idler.join(control, "a"), await Idler.join(control, "b")
     asking = await node.start_asking()
     pausing = asyncio.ensure_future(control.pause(within_s=10))
@@ -307,8 +308,8 @@ async def test_a_barrier_waits_for_every_node(control: ControlPlane) -> None:
     assert (barrier.applied, barrier.missing) == (("a", "b"), ())
 
 
-async def test_a_barrier_names_who_is_missing(control: ControlPlane) -> None:
-    """It waits no longer than it was told to; the same pause again is no new one."""
+async def test_a_pause_names_missing_nodes(control: ControlPlane) -> None:
+    """It ends at its timeout; repeating the same pause makes no new generation."""
     await Idler.join(control, "slow")
     barrier = await control.pause(within_s=0.2)
     assert (barrier.missing, barrier.generation) == (("slow",), 1)
@@ -317,10 +318,10 @@ async def test_a_barrier_names_who_is_missing(control: ControlPlane) -> None:
 
 
 # --------------------------------------------------------------------------- clocks and restarts
-async def test_a_clock_set_back_keeps_no_dead_node(
+async def test_a_lost_node_expires_although_the_clock_is_set_back(
     open_control: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server counts its leases by a clock that nobody sets."""
+    """Leases are counted by a monotonic clock."""
     async with open_control(lease_s=0.3, ahead_s=None) as control:
         await Idler.join(control)
         real = time.time
@@ -331,8 +332,8 @@ async def test_a_clock_set_back_keeps_no_dead_node(
         assert [event.kind for event in events] == [EventKind.LOST]
 
 
-async def test_a_clock_set_back_over_a_restart_keeps_no_dead_node(open_control: Open) -> None:
-    """No lease, pause or quarantine is longer than one that begins at the start."""
+async def test_a_clock_set_back_during_a_restart_delays_nothing(open_control: Open) -> None:
+    """Leases, pauses and quarantines are at most as long as one that begins at the start."""
     async with open_control() as control:
         node = await Idler.join(control)
         await control.submit([a_task(f"t{n}") for n in range(nodes.MAX_FAULTS + 1)])
@@ -348,8 +349,8 @@ async def test_a_clock_set_back_over_a_restart_keeps_no_dead_node(open_control: 
         assert len((await other.ask()).work) == nodes.MAX_FAULTS + 1
 
 
-async def test_a_server_that_restarts_for_ever_keeps_no_dead_node(open_control: Open) -> None:
-    """Its starts give a dead node two leases at most in all, and a live one a whole lease each."""
+async def test_repeated_restarts_do_not_keep_a_lost_node(open_control: Open) -> None:
+    """All restarts give it at most two leases, and a live node a whole lease each."""
     async with open_control() as control:
         await Idler.join(control, "dead")
         alive = await Idler.join(control, "alive")
@@ -368,8 +369,8 @@ async def test_a_server_that_restarts_for_ever_keeps_no_dead_node(open_control: 
 
 
 @on_postgres
-async def test_a_start_beside_a_running_server_renews_nothing(open_control: Open) -> None:
-    """Nodes that have time left need none from a second server."""
+async def test_a_second_server_does_not_extend_leases(open_control: Open) -> None:
+    """Leases that have time left stay as they are."""
     async with open_control() as one:
         await Idler.join(one)
         [before] = await one.database.read(nodes.list_views)
@@ -379,7 +380,7 @@ async def test_a_start_beside_a_running_server_renews_nothing(open_control: Open
 
 
 async def test_a_node_without_sandboxes_joins_in_quarantine(control: ControlPlane) -> None:
-    """No task waits for its failures; a session that works there ends it."""
+    """It gets one session on trial; success ends the quarantine."""
     node = await Idler.join(control, problem="no bwrap on PATH")
     await control.submit([a_task(f"t{n}") for n in range(3)])
     assert (await node.ask(wait_s=0.05)).work == ()
@@ -392,25 +393,25 @@ async def test_a_node_without_sandboxes_joins_in_quarantine(control: ControlPlan
 
 
 # --------------------------------------------------------------------------- many at once
-async def test_a_lost_node_costs_as_many_statements_whatever_it_held(control: ControlPlane) -> None:
+async def test_expiring_a_node_takes_a_constant_number_of_statements(control: ControlPlane) -> None:
     """Its sessions are returned to the queue together, not one by one."""
     counts = []
     for name, samples in (("small", 2), ("large", 64)):
         node = await Idler.at_work(control, a_task(name, samples), name=name, room=samples)
         assert len(node.held) == samples
 
-        def lose(tx: Tx, node: str = node.node) -> int:
+        def expire_and_count(tx: Tx, node: str = node.node) -> int:
             with statements(tx) as seen:
                 leases.expire_node(tx, node, "gone")
             return len(seen)
 
-        counts.append(await control.database.write(lose))
+        counts.append(await control.database.write(expire_and_count))
     assert max(counts) < 16
     assert (await control.database.read(stats.counts)).sessions["queued"] == 66
 
 
 async def test_lost_nodes_expire_a_few_at_a_time(control: ControlPlane) -> None:
-    """Others can renew in between; in the end all are gone and all work is in the queue again."""
+    """Others can renew in between; in the end all are gone and all work is queued again."""
     for n in range(45):
         await Idler.at_work(control, a_task(f"t{n}"), name=f"n{n}", room=1)
     control.database.clock.ahead_s += 100
@@ -423,11 +424,11 @@ async def test_lost_nodes_expire_a_few_at_a_time(control: ControlPlane) -> None:
     assert (await control.database.read(stats.counts)).sessions["queued"] == 45
 
 
-async def test_what_is_beyond_one_grant_is_granted_next(
+async def test_work_beyond_one_grant_is_granted_next(
     control: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bound on each transaction leaves no node waiting beside a queue."""
-    monkeypatch.setattr(leases, "_GRANTED", 3)
+    """The bound on a transaction leaves no node waiting beside a queue."""
+    monkeypatch.setattr(leases, "_GRANT_BATCH", 3)
     waiting = [await Idler.join(control, name, room=3) for name in "abc"]
     asking = [await node.start_asking() for node in waiting]
     await control.submit([a_task(f"t{n}") for n in range(9)])

@@ -1,4 +1,4 @@
-"""Whatever nodes, clients and the clock do, and in which order: what must hold, holds."""
+"""Invariants of the store under random sequences of what nodes, clients and the clock do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Lease(NamedTuple):
-    """What some node once held."""
+    """A lease that a node once had."""
 
     node: str
     session: str
@@ -44,7 +44,7 @@ class Lease(NamedTuple):
 
 
 class Lifecycle:
-    """Clients, nodes with answers that get lost, and a clock, on one database."""
+    """Clients, nodes whose responses may be lost, and a clock, on one database."""
 
     def __init__(self, connection: Connection, seed: int) -> None:
         self.connection, self.random = connection, random.Random(seed)
@@ -60,7 +60,7 @@ class Lifecycle:
         self.statuses: dict[str, tuple[Status, int]] = {}
 
     def live(self, steps: int) -> None:
-        """Some things happen; then all nodes are lost, a last one comes, and all must end."""
+        """Take random steps; then all nodes are lost, a last one joins, and all sessions end."""
         self._join("x")
         for _ in range(steps):
             self.step()
@@ -72,16 +72,16 @@ class Lifecycle:
         while work := self._do(give).get(node):
             for session in work:
                 end = End(Status.COMPLETED, reward=1.0, digest=f"end {next(self.numbers)}")
-                self._keep(Lease(node, session.id, session.epoch), end)
+                self._commit_result(Lease(node, session.id, session.epoch), end)
         self.check()
-        found = self._do(lambda tx: tasks.page(tx, TaskQuery(limit=1000))).tasks
-        assert all(task.state is TaskState.RELEASED for task in found)
+        listed = self._do(lambda tx: tasks.page(tx, TaskQuery(limit=1000))).tasks
+        assert all(task.state is TaskState.RELEASED for task in listed)
 
     # ------------------------------------------------------------------ what happens
     def step(self) -> None:
-        """Something happens."""
+        """Take one random step and check the invariants."""
         names = ["grant"] * 5 + ["renew"] * 5 + ["commit"] * 6 + ["submit"] * 3 + ["wait"] * 2
-        names += ["join", "again", "release", "cancel", "announce"]
+        names += ["join", "commit_again", "release", "cancel", "announce"]
         getattr(self, f"_{self.random.choice(names)}")()
         self.check()
 
@@ -105,14 +105,14 @@ class Lifecycle:
         self._do(partial(tasks.submit, batch=[tasks.pack(task)]))
 
     def _join(self, name: str = "") -> str:
-        """A node starts, or starts again without having said goodbye."""
+        """A node starts, or restarts without having left."""
         new = NodeRegistration(name=name or self.random.choice("xy"), slots=2, capacity=4)
         node = self._do(partial(leases.register, registration=new, lease_s=LEASE_S)).node
         self.known[node] = set()
         return node
 
     def _grant(self) -> None:
-        """Nodes get work; now and then the answer gets lost on its way."""
+        """Nodes get work; sometimes the response is lost."""
         asked = {node: self.random.randint(0, 4) for node in self.known}
         given = self._do(partial(leases.grant, capacities=asked))
         for node, work in given.items():
@@ -120,7 +120,7 @@ class Lifecycle:
             self._hold(node, work, lost=self.random.random() < 0.3)
 
     def _renew(self) -> None:
-        """A node renews, and does as it is told."""
+        """A node renews and follows its orders."""
         if not self.known:
             self._join()
         node = self.random.choice(list(self.known))
@@ -141,12 +141,12 @@ class Lifecycle:
             if stop.reason is StopKind.FENCED:
                 self.known[node].discard(lease)
             elif stop.reason is StopKind.STALE or self.random.random() < 0.3:
-                self._give_back(lease, None)
+                self._release_lease(lease, None)
             elif self.random.random() < 0.7:  # the others stop too late
-                self._keep(lease, End(Status.CANCELLED, digest=f"d{next(self.numbers)}"))
+                self._commit_result(lease, End(Status.CANCELLED, digest=f"d{next(self.numbers)}"))
 
     def _commit(self) -> None:
-        """A result comes for any lease that there ever was, also from a node that was lost."""
+        """Commit a result for any past lease, also one of a lost node."""
         if not self.leases:
             return
         lease = self.random.choice(self.leases[-12:])
@@ -155,10 +155,10 @@ class Lifecycle:
         if self.random.random() < 0.4:
             failure = Failure(self.random.choice(list(Boundary)), "so it is")
             end = End(Status.FAILED, failure, digest=digest)
-        self._keep(lease, end)
+        self._commit_result(lease, end)
 
-    def _again(self) -> None:
-        """An answer to a commit was lost, and it is sent once more, by whoever."""
+    def _commit_again(self) -> None:
+        """The response to a commit was lost, and it is sent again."""
         if not self.committed:
             return
         session = self.random.choice(sorted(self.committed))
@@ -166,10 +166,10 @@ class Lifecycle:
         assert self._do(again) is CommitOutcome.ALREADY
 
     def _release(self) -> None:
-        """A node gives something back that it has, or had."""
+        """A node releases a session that it holds, or once held."""
         if self.leases:
             lease = self.random.choice(self.leases[-12:])
-            self._give_back(lease, self.random.choice([None, *Boundary]))
+            self._release_lease(lease, self.random.choice([None, *Boundary]))
 
     def _cancel(self) -> None:
         """A client cancels a session or a task."""
@@ -178,10 +178,10 @@ class Lifecycle:
             return
         entry = self.random.choice(entries)
         if self.random.random() < 0.3:
-            found = self._do(partial(results.cancel_task, task=entry.task, by="me"))
+            response = self._do(partial(results.cancel_task, task=entry.task, by="me"))
         else:
-            found = self._do(partial(results.cancel_session, session=entry.id, by="me"))
-        self.cancelled |= {*found.ended, *found.stopping}
+            response = self._do(partial(results.cancel_session, session=entry.id, by="me"))
+        self.cancelled |= {*response.ended, *response.stopping}
 
     def _announce(self) -> None:
         """New weights."""
@@ -190,13 +190,13 @@ class Lifecycle:
         self._do(partial(leases.abort_stale, version=version))
 
     def _wait(self, seconds: float = 0) -> None:
-        """Time passes, and what is due happens."""
+        """Time passes; leases and deadlines expire."""
         self.now += seconds or self.random.choice([0.5, 2.0, 6.0])
         self._do(partial(expire, lease_s=LEASE_S))
 
     # ------------------------------------------------------------------ what must hold
     def check(self) -> None:
-        """One result at most, none from a stale lease, nothing stuck, the books balance."""
+        """At most one result, none of a stale lease, no session stuck, counts that add up."""
         self._do(self._check)
 
     def _check(self, tx: Tx) -> None:
@@ -211,25 +211,25 @@ class Lifecycle:
             status = Status(entry.status)
             assert (status in TERMINAL) == (entry.id in over)
             assert (entry.node in alive) if entry.leased else entry.node is None
-            self._follows(entry.id, status, entry.epoch)
+            self._check_order(entry.id, status, entry.epoch)
             if entry.id in self.cancelled and entry.id not in self.committed:
                 assert status in {Status.CANCELLED, *STAGES}, "it is not queued again"
         for session, end in self.committed.items():
-            assert results.digest_of(tx, session) == end.digest
+            assert results.read_digest(tx, session) == end.digest
         for task in tasks.page(tx, TaskQuery(limit=1000)).tasks:
             own = [entry for entry in entries.values() if entry.task == task.id]
             ended = all(Status(entry.status) in TERMINAL for entry in own)
             assert (task.state is TaskState.RELEASED) == ended
-            judged = {
+            rewarded = {
                 over[e.id].sample for e in own if e.id in over and over[e.id].reward is not None
             }
-            assert task.usable == len(judged)
-            assert not ended or set(task.missing) == set(range(task.samples)) - judged
+            assert task.usable == len(rewarded)
+            assert not ended or set(task.missing) == set(range(task.samples)) - rewarded
         counts = stats.counts(tx).sessions
         for status in Status:
             assert counts.get(status, 0) == sum(e.status == status for e in entries.values())
 
-    def _follows(self, session: str, status: Status, epoch: int) -> None:
+    def _check_order(self, session: str, status: Status, epoch: int) -> None:
         before, old = self.statuses.get(session, (Status.QUEUED, 0))
         assert epoch >= old
         assert status is before or before not in TERMINAL
@@ -256,7 +256,7 @@ class Lifecycle:
             if not lost:
                 self.known[node].add(lease)
 
-    def _keep(self, lease: Lease, end: End) -> None:
+    def _commit_result(self, lease: Lease, end: End) -> None:
         current = self._do(partial(sessions.get, session=lease.session))
         holds = current.leased and current.epoch == lease.epoch
         commit = partial(leases.commit, session=lease.session, epoch=lease.epoch, end=end)
@@ -272,7 +272,7 @@ class Lifecycle:
                 self.committed[lease.session] = end
         self.known.get(lease.node, set()).discard(lease)
 
-    def _give_back(self, lease: Lease, boundary: Boundary | None) -> None:
+    def _release_lease(self, lease: Lease, boundary: Boundary | None) -> None:
         release = Release(epoch=lease.epoch, reason="no more", boundary=boundary)
         before = self._do(partial(sessions.get, session=lease.session))
         try:
@@ -298,12 +298,12 @@ def _run(store: Driver, seed: int, steps: int) -> None:
 
 
 def test_lifecycle_on_sqlite(tmp_path: Path) -> None:
-    """No order of submissions, leases, losses, results and clocks breaks an invariant."""
+    """Random sequences of submissions, leases, losses and results keep all invariants."""
     for seed in range(25):
         _run(Sqlite(tmp_path / f"{seed}.db"), seed, 120)
 
 
 @pytest.mark.parametrize("seed", [100, 101])
 def test_lifecycle_on_postgres(postgres_url: str, seed: int) -> None:
-    """The same on PostgreSQL, a few times."""
+    """A few of the same sequences on PostgreSQL."""
     _run(Postgres(postgres_url), seed, 80)

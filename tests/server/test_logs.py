@@ -14,7 +14,7 @@ def _files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-async def _all(logs: Logs, session: str, limit: int = 65536) -> bytes:
+async def _read_all(logs: Logs, session: str, limit: int = 65536) -> bytes:
     data, offset, logs.part = b"", 0, limit
     while True:
         part = await logs.read(session, offset=offset, ended=True)
@@ -24,30 +24,30 @@ async def _all(logs: Logs, session: str, limit: int = 65536) -> bytes:
 
 
 async def test_a_chunk_is_added_once(tmp_path: Path) -> None:
-    """What comes again is trimmed, what lies beyond the end is refused with the length."""
+    """Repeated bytes are trimmed; a gap is refused with the current length."""
     logs = Logs(tmp_path)
     assert await logs.append("t-0", 1, 0, b"hello ") == 6
     assert await logs.append("t-0", 1, 0, b"hello ") == 6
     assert await logs.append("t-0", 1, 3, b"lo world") == 11
     assert await logs.append("t-0", 1, 100, b"lost") == 11
     assert await Logs(tmp_path).append("t-0", 1, 11, b"!") == 12, "a restart changes nothing"
-    assert await _all(logs, "t-0") == b"hello world!"
+    assert await _read_all(logs, "t-0") == b"hello world!"
 
 
 @pytest.mark.parametrize("chunk", [3, 7, 64, 5000])
-async def test_a_log_takes_no_more_at_its_limit(tmp_path: Path, chunk: int) -> None:
-    """A node learns by the length; another lease has a limit of its own."""
+async def test_a_log_is_bounded(tmp_path: Path, chunk: int) -> None:
+    """The returned length tells the node; another lease has a limit of its own."""
     limit, text = 800, os.urandom(1500)
     logs = Logs(tmp_path, limit)
     for at in range(0, len(text), chunk):
         length = await logs.append("t-0", 1, min(at, limit), text[at : at + chunk])
         assert length == min(at + chunk, limit)
-    assert await _all(logs, "t-0", limit=50) == text[:limit]
+    assert await _read_all(logs, "t-0", limit=50) == text[:limit]
     assert await logs.append("t-0", 2, 0, b"more") == 4
 
 
-async def test_a_second_lease_goes_on_below(tmp_path: Path) -> None:
-    """What the next node prints follows what the lost one did, under a line that says so."""
+async def test_a_second_lease_appends_to_the_log(tmp_path: Path) -> None:
+    """Output of the next lease follows that of the first, after a line that names it."""
     logs = Logs(tmp_path)
     await logs.append("t-0", 1, 0, b"one")
     first = await logs.read("t-0")
@@ -56,11 +56,11 @@ async def test_a_second_lease_goes_on_below(tmp_path: Path) -> None:
     assert await logs.read("t-0", offset=first.offset) == LogPart(text[3:], len(text), ended=False)
     logs.part = 10
     assert (await logs.read("t-0", offset=5)).data == text[5:15], "the line counts, too"
-    assert await _all(logs, "t-0") == text
+    assert await _read_all(logs, "t-0") == text
 
 
 async def test_reading_from_the_end(tmp_path: Path) -> None:
-    """A negative offset counts from the end, and begins at 0 where there is less."""
+    """A negative offset counts from the end, and is 0 for a shorter log."""
     logs = Logs(tmp_path)
     await logs.append("t-0", 1, 0, b"0123456789")
     assert await logs.read("t-0", offset=-3) == LogPart(b"789", 10, ended=False)
@@ -70,8 +70,8 @@ async def test_reading_from_the_end(tmp_path: Path) -> None:
     assert await logs.read("t-0", offset=-30) == LogPart(b"0123", 4, ended=False)
 
 
-async def test_old_logs_are_forgotten(tmp_path: Path) -> None:
-    """By age, and the oldest first while all together are too large; the newest stay."""
+async def test_old_logs_are_deleted(tmp_path: Path) -> None:
+    """By age, and the oldest first while all together are too large."""
     logs = Logs(tmp_path, keep_s=1000, total=250)
     for n in range(5):
         await logs.append(f"t-{n}", 1, 0, b"x" * 100)
@@ -83,7 +83,7 @@ async def test_old_logs_are_forgotten(tmp_path: Path) -> None:
     assert await logs.append("t-3", 1, 100, b"late") == 0, "its node is told to begin again"
 
 
-async def test_a_session_is_no_path(tmp_path: Path) -> None:
+async def test_session_ids_are_not_paths(tmp_path: Path) -> None:
     """No id leads out of the folder."""
     with pytest.raises(Missing):
         await Logs(tmp_path / "logs").append("../../t-0", 1, 0, b"x")

@@ -19,7 +19,7 @@ from tugline.server.store.base import Tx
 from tugline.server.store.database import Database, open_database
 
 
-async def _done(database: Database, **samples: int) -> None:
+async def _finish_tasks(database: Database, **samples: int) -> None:
     """Submit tasks of these names and finish all their samples, the last ones first."""
     await database.write(submit, *(a_task(name, count) for name, count in samples.items()))
     for name, count in samples.items():
@@ -27,8 +27,8 @@ async def _done(database: Database, **samples: int) -> None:
             await database.write(finish, f"{name}-{n}", n / 4)
 
 
-def _ids(found: Results) -> list[str]:
-    return [item.session for item in found.items]
+def _ids(page: Results) -> list[str]:
+    return [item.session for item in page.items]
 
 
 @pytest.mark.parametrize(
@@ -42,19 +42,19 @@ def _ids(found: Results) -> list[str]:
 async def test_results_are_read_in_pages(
     database: Database, op: Callable[..., Results], limit: int, expected: list[str]
 ) -> None:
-    """In the order of their commits, or whole groups: as many as fit, and one in any case."""
-    await _done(database, a=4, b=2, c=1)
+    """In the order of their commits, or as whole groups: as many as fit, and at least one."""
+    await _finish_tasks(database, a=4, b=2, c=1)
     pages, cursor = [], 0
-    while (found := await database.read(op, cursor, limit)).items:
-        pages.append(" ".join(_ids(found)))
-        cursor = found.cursor
+    while (page := await database.read(op, cursor, limit)).items:
+        pages.append(" ".join(_ids(page)))
+        cursor = page.cursor
     assert pages == expected
-    assert found.cursor == cursor, "the cursor stays where there is nothing new"
+    assert page.cursor == cursor, "the cursor stays where there is nothing new"
 
 
-async def test_a_consumer_goes_on_where_it_acknowledged(database: Database) -> None:
+async def test_a_consumer_resumes_at_its_acknowledged_position(database: Database) -> None:
     """An older cursor changes nothing, one from the future is refused."""
-    await _done(database, a=3)
+    await _finish_tasks(database, a=3)
     latest = await database.read(events.latest)
     assert await database.read(results.read_acked, "grpo") == 0
     for cursor, kept in ((2, 2), (4, 4), (3, 4), (latest, latest), (0, latest)):
@@ -68,9 +68,9 @@ async def test_a_consumer_goes_on_where_it_acknowledged(database: Database) -> N
     assert [(one.name, one.acked) for one in known] == [("eval", 1), ("grpo", latest)]
 
 
-async def test_old_events_are_forgotten_and_results_stay(database: Database) -> None:
-    """Trimming takes only what is old; positions go on from where they were."""
-    await _done(database, a=2)
+async def test_trimming_events_keeps_results(database: Database) -> None:
+    """Only old events are trimmed; new positions continue after the trimmed ones."""
+    await _finish_tasks(database, a=2)
     latest = await database.read(events.latest)
     assert await database.write(events.trim, time.time() - 60) == 0
     assert await database.write(events.trim, time.time() + 60) == latest
@@ -83,7 +83,7 @@ async def test_old_events_are_forgotten_and_results_stay(database: Database) -> 
 
 
 async def test_blobs_without_a_result_are_swept(database: Database, tmp_path: Path) -> None:
-    """What a crash left behind goes, also what a lost lease had put for the same session."""
+    """Also those that an expired lease had stored for the same session."""
     await database.write(submit, a_task("a.b", 2))
     await database.write(finish, "a.b-0", 1.0, blob="a.b-0.2.new")
     blobs = LocalBlobs(tmp_path / "blobs")
@@ -102,10 +102,10 @@ def _explain(tx: Tx, op: Callable[[Tx], object]) -> str:
     return "; ".join(row[-1] for plan in plans for row in plan)
 
 
-async def test_pages_use_their_index(tmp_path: Path) -> None:
-    """Neither a page nor a filter looks at more rows than it gives back.
+async def test_pages_use_an_index(tmp_path: Path) -> None:
+    """Neither a page nor a filter scans more rows than it returns.
 
-    PostgreSQL plans by statistics: there, an empty table tells nothing.
+    PostgreSQL plans by statistics, so that its plan for an empty table means nothing.
     """
     page = {"after": 1, "limit": 9}
     due = partial(events.claim_deliveries, host="h", for_s=1.0, limit=4)
@@ -121,10 +121,10 @@ async def test_pages_use_their_index(tmp_path: Path) -> None:
             assert f"SEARCH {index}" in plan or f"INDEX {index}" in plan, plan
 
 
-async def test_a_reader_of_a_wiped_store_sees_all_that_is_new(
+async def test_a_position_of_a_wiped_store_is_before_all_new_results(
     open_control: Open, wipe_store: Callable[[], None]
 ) -> None:
-    """Its old position stands before all new ones, however many results there are of either."""
+    """Whatever number of results the old and the new store have."""
     async with open_control() as control:
         await control.submit([a_task("t", 2)])
         await control.database.write(results.cancel_task, "t", by="me")
@@ -137,8 +137,8 @@ async def test_a_reader_of_a_wiped_store_sees_all_that_is_new(
     assert len(again.items) == 9
 
 
-async def test_a_position_of_another_store_is_refused(control: ControlPlane) -> None:
-    """A reader that waited for it would never see what is new."""
+async def test_a_position_beyond_the_latest_is_refused(control: ControlPlane) -> None:
+    """A reader that waited for it would never see new results."""
     ahead = await control.database.read(events.latest) + 5000
     with pytest.raises(Invalid, match=rf"after is {ahead}, the latest .* \d+: .* restored"):
         await control.results(ResultQuery(after=ahead))
@@ -146,8 +146,8 @@ async def test_a_position_of_another_store_is_refused(control: ControlPlane) -> 
         await control.events(EventQuery(after=ahead))
 
 
-async def test_waiting_for_some_tasks(control: ControlPlane) -> None:
-    """Results, groups and events of a task wake who waits for them, and those of another do not."""
+async def test_readers_wait_for_single_tasks(control: ControlPlane) -> None:
+    """Results, groups and events of a task wake its readers; those of another do not."""
     await control.submit([a_task("a"), a_task("b")])
     after = (await control.database.read(stats.counts)).position
     waits = (
@@ -161,23 +161,23 @@ async def test_waiting_for_some_tasks(control: ControlPlane) -> None:
     assert not any(task.done() for task in waiting)
     await control.database.write(finish, "a-0", 1.0)
     async with asyncio.timeout(8):
-        found, whole, told = await asyncio.gather(*waiting)
-    assert _ids(found) == _ids(whole) == ["a-0"]
-    assert [event.kind for event in told] == [EventKind.RESULT, EventKind.RELEASED]
+        page, groups, recorded = await asyncio.gather(*waiting)
+    assert _ids(page) == _ids(groups) == ["a-0"]
+    assert [event.kind for event in recorded] == [EventKind.RESULT, EventKind.RELEASED]
 
 
-async def test_events_tell_what_happened_in_order(database: Database) -> None:
+async def test_events_are_recorded_in_order(database: Database) -> None:
     """Every result and release has an event at its own position, of its task and of all."""
-    await _done(database, a=2, b=1)
-    found: list[Event] = await database.read(events.page, 0, 100)
-    assert [event.position for event in found] == list(range(1, len(found) + 1))
+    await _finish_tasks(database, a=2, b=1)
+    listed: list[Event] = await database.read(events.page, 0, 100)
+    assert [event.position for event in listed] == list(range(1, len(listed) + 1))
     result, released = EventKind.RESULT, EventKind.RELEASED
-    assert [event.kind for event in found[2:]] == [result, result, released, result, released]
-    assert [event.task for event in found[2:]] == ["a", "a", "a", "b", "b"]
-    assert await database.read(events.page, 2, 3) == found[2:5]
+    assert [event.kind for event in listed[2:]] == [result, result, released, result, released]
+    assert [event.task for event in listed[2:]] == ["a", "a", "a", "b", "b"]
+    assert await database.read(events.page, 2, 3) == listed[2:5]
     of_b = await database.read(events.page, 0, 100, "b")
-    assert of_b == [event for event in found if event.task == "b"]
-    assert found[2].session == "a-1"
-    assert found[2].detail.items() >= {"status": "completed", "sample": 1, "reward": 0.25}.items()
+    assert of_b == [event for event in listed if event.task == "b"]
+    assert listed[2].session == "a-1"
+    assert listed[2].detail.items() >= {"status": "completed", "sample": 1, "reward": 0.25}.items()
     items = (await database.read(results.page, 0, 100)).items
-    assert [item.position for item in items] == [found[n].position for n in (2, 3, 5)]
+    assert [item.position for item in items] == [listed[n].position for n in (2, 3, 5)]

@@ -13,7 +13,7 @@ from tugline.server.store.base import Tx
 from tugline.server.store.events import latest
 
 
-async def finished(control: ControlPlane, *names: str) -> int:
+async def finish_tasks(control: ControlPlane, *names: str) -> int:
     """Run tasks to their end; the position of the last release."""
     node = await Idler.at_work(control, *(a_task(name, 2) for name in names), room=100)
     for session in list(node.held):
@@ -21,10 +21,10 @@ async def finished(control: ControlPlane, *names: str) -> int:
     return max([(await control.database.read(tasks.view, name)).released or 0 for name in names])
 
 
-async def test_what_everybody_has_is_forgotten(control: ControlPlane) -> None:
-    """Old, over and acknowledged by all: tasks, sessions and results go; the counts stay."""
+async def test_acknowledged_tasks_are_deleted(control: ControlPlane) -> None:
+    """Old, released and acknowledged by all: tasks, sessions and results go; the counts stay."""
     read, write = control.database.read, control.database.write
-    position = await finished(control, "a", "b")
+    position = await finish_tasks(control, "a", "b")
     await control.submit([a_task("open")])
     delete, later = tasks.delete_finished, time.time() + 60
     await write(results.ack, "trainer", position - 1)
@@ -43,9 +43,9 @@ async def test_what_everybody_has_is_forgotten(control: ControlPlane) -> None:
     assert (counts.sessions, counts.tasks_open) == ({"completed": 4, "queued": 1}, 1)
 
 
-async def test_the_id_of_what_is_forgotten_is_free_again(control: ControlPlane) -> None:
+async def test_the_id_of_a_deleted_task_can_be_reused(control: ControlPlane) -> None:
     """Also for a task with another body."""
-    position = await finished(control, "a")
+    position = await finish_tasks(control, "a")
     assert await control.database.write(tasks.delete_finished, time.time() + 60) == 1
     changed = a_task("a", tags={"other": "body"})
     await control.submit([changed])
@@ -54,22 +54,22 @@ async def test_the_id_of_what_is_forgotten_is_free_again(control: ControlPlane) 
     assert await control.database.read(latest) > position
 
 
-async def test_what_is_still_to_be_told_is_kept(control: ControlPlane) -> None:
-    """A callback on its way, or given up, needs what it tells of."""
+async def test_tasks_with_undelivered_callbacks_are_kept(control: ControlPlane) -> None:
+    """Pending and dead callbacks still need their result."""
     write = control.database.write
-    await finished(control, "plain")
-    told = "INSERT INTO outbox (id, task, kind, url, host, state, next_try)"
-    told += " VALUES (1, 'plain', 'session.result', 'http://127.0.0.1:9/', 'x', 'dead', 0)"
-    await write(Tx.run, told)
+    await finish_tasks(control, "plain")
+    insert = "INSERT INTO outbox (id, task, kind, url, host, state, next_try)"
+    insert += " VALUES (1, 'plain', 'session.result', 'http://127.0.0.1:9/', 'x', 'dead', 0)"
+    await write(Tx.run, insert)
     delete, later = tasks.delete_finished, time.time() + 60
     assert await write(delete, later) == 0
     await write(Tx.run, "UPDATE outbox SET state = 'delivered'")
     assert await write(delete, later) == 1
 
 
-async def test_a_deleted_consumer_keeps_nothing(control: ControlPlane) -> None:
-    """What it had not acknowledged may go once all others have it."""
-    await finished(control, "a")
+async def test_a_deleted_consumer_does_not_delay_deletion(control: ControlPlane) -> None:
+    """Its acknowledgements no longer count."""
+    await finish_tasks(control, "a")
     await control.database.write(results.ack, "dead", 0)
     await control.database.write(results.delete_consumer, "dead")
     assert await control.database.write(tasks.delete_finished, time.time() + 60) == 1
@@ -77,11 +77,11 @@ async def test_a_deleted_consumer_keeps_nothing(control: ControlPlane) -> None:
         await control.database.write(results.delete_consumer, "dead")
 
 
-async def test_a_consumer_that_died_keeps_nothing_for_ever(open_control: Open) -> None:
-    """After `keep_consumers_days` of silence one no longer counts, and goes on if it returns."""
+async def test_a_silent_consumer_does_not_delay_deletion_for_ever(open_control: Open) -> None:
+    """It no longer counts after `keep_consumers_days`; its position stays."""
     minute = 1 / 1440
     async with open_control(keep_tasks_days=minute, keep_consumers_days=10 * minute) as control:
-        await finished(control, "a")
+        await finish_tasks(control, "a")
         await control.database.write(results.ack, "dead", 0)
         for ahead_s, left in ((500.0, 1), (700.0, 0)):
             await control.delete_old(time.time() + ahead_s)

@@ -1,4 +1,4 @@
-"""What trainers report of their steps."""
+"""Reports of trainers about their steps."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tugline.server.control import ControlPlane
 from tugline.server.store import stats
 
 
-async def known(control: ControlPlane, run: str, after: int = -1) -> dict[int, RunStep]:
+async def get_steps(control: ControlPlane, run: str, after: int = -1) -> dict[int, RunStep]:
     """Steps by number."""
-    found = await control.database.read(stats.list_steps, run, StepQuery(after=after))
-    return {one.step: one for one in found}
+    steps = await control.database.read(stats.list_steps, run, StepQuery(after=after))
+    return {one.step: one for one in steps}
 
 
-async def test_reports_of_a_step_add_up(control: ControlPlane) -> None:
-    """Figures and notes of one step come one after the other; a repeated report changes nothing."""
+async def test_reports_of_a_step_are_merged(control: ControlPlane) -> None:
+    """Figures and notes of one step may come separately; repeating a report changes nothing."""
     write = control.database.write
     for _ in range(2):
         await write(stats.report_step, "a", RunStep(step=1, figures={"reward": 0.25, "kl": 0.0}))
@@ -24,28 +24,28 @@ async def test_reports_of_a_step_add_up(control: ControlPlane) -> None:
         await write(stats.report_step, "a", RunStep(step=1, notes={"alarm": "no signal"}))
     await write(stats.report_step, "a", RunStep(step=2, figures={"reward": 0.75}))
     await write(stats.report_step, "b", RunStep(step=7, figures={"reward": 1.0}))
-    assert await known(control, "a") == {
+    assert await get_steps(control, "a") == {
         1: RunStep(step=1, figures={"reward": 0.5, "kl": 0.0}, notes={"alarm": "no signal"}),
         2: RunStep(step=2, figures={"reward": 0.75}),
     }
-    assert list(await known(control, "a", after=1)) == [2]
+    assert list(await get_steps(control, "a", after=1)) == [2]
     views = await control.database.read(stats.list_runs)
     assert [(one.name, one.step) for one in views] == [("b", 7), ("a", 2)]
     events = await control.events(EventQuery(after=0, limit=1000))
     assert events[-1].detail == {"run": "b", "step": 7}
 
 
-async def test_a_run_that_goes_back_forgets_what_came_after(control: ControlPlane) -> None:
-    """A resumed trainer goes on after its checkpoint: later steps are made anew."""
+async def test_a_rewound_run_drops_later_steps(control: ControlPlane) -> None:
+    """A resumed trainer continues after its checkpoint and repeats the later steps."""
     for step in range(1, 5):
         await control.database.write(stats.report_step, "a", RunStep(step=step, figures={"x": 1.0}))
     await control.database.write(stats.report_step, "a", RunStep(step=2, rewound=True))
-    assert await known(control, "a") == {n: RunStep(step=n, figures={"x": 1.0}) for n in (1, 2)}
+    assert await get_steps(control, "a") == {n: RunStep(step=n, figures={"x": 1.0}) for n in (1, 2)}
     assert [one.step for one in await control.database.read(stats.list_runs)] == [2]
 
 
-async def test_runs_that_have_ended_long_ago_are_deleted(control: ControlPlane) -> None:
-    """Whole ones: a run that still reports keeps its first steps."""
+async def test_old_runs_are_deleted(control: ControlPlane) -> None:
+    """As a whole: a run that still reports keeps its first steps."""
     await control.database.write(stats.report_step, "old", RunStep(step=1))
     between = time.time()
     await control.database.write(stats.report_step, "new", RunStep(step=1))

@@ -1,4 +1,4 @@
-"""Sessions are found by text: of their task, of their failure, of the note on them."""
+"""Search of sessions by the text of their task, their failure and their note."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ async def find(control: ControlPlane, q: str, **query: Any) -> list[str]:
     return await read_pages(control, sessions.page, SessionQuery(q=q, **query))
 
 
-async def test_words_are_found_in_tasks_and_failures(control: ControlPlane) -> None:
-    """Each word by its beginning, one of two characters as a whole; all of them in one text."""
+async def test_search_in_tasks_and_failures(control: ControlPlane) -> None:
+    """Terms match by prefix, those of two characters as a whole; all of them in one text."""
     await control.database.write(fill)
-    for found, queries in {
+    for expected, queries in {
         "a-0 a-1 c-0 c-1 c-2": ("FIX",),
         "a-0 a-1": ("calc.py", "add() sub", "mend", "kind=mend"),
         "a-1": ("137", "memory_x", "a-1"),
@@ -45,15 +45,15 @@ async def test_words_are_found_in_tasks_and_failures(control: ControlPlane) -> N
         "": ("memory x", "fix 137", "ix", "sa", "' OR 1 --", "NOT (", ")"),
     }.items():
         for q in queries:
-            assert await find(control, q) == found.split(), q
-            assert await find(control, q, newest=True) == found.split()[::-1], q
+            assert await find(control, q) == expected.split(), q
+            assert await find(control, q, newest=True) == expected.split()[::-1], q
     assert await find(control, "fix", status=Status.FAILED) == ["a-1"]
     assert await find(control, "fix", task="c") == ["c-0", "c-1", "c-2"]
 
 
 @pytest.mark.parametrize("newest", [False, True])
-async def test_pages_of_a_search_leave_nothing_out(control: ControlPlane, newest: bool) -> None:  # noqa: FBT001
-    """However a page is cut: within a task, within a request, among matches of several kinds."""
+async def test_search_pages_are_complete(control: ControlPlane, newest: bool) -> None:  # noqa: FBT001
+    """Wherever a page ends: in a task, in a request, between matches of different kinds."""
     for n in range(3):
         batch = [task(f"t{n}{k}", "even" if k % 2 == 0 else "odd", 3) for k in range(4)]
         await control.database.write(submit, *batch)
@@ -68,14 +68,14 @@ async def test_pages_of_a_search_leave_nothing_out(control: ControlPlane, newest
 
 
 @pytest.mark.parametrize("newest", [False, True])
-async def test_few_are_found_among_many(control: ControlPlane, newest: bool) -> None:  # noqa: FBT001
-    """Of many sessions with the words those of a status, a task or a node, wherever they are."""
+async def test_search_is_combined_with_filters(control: ControlPlane, newest: bool) -> None:  # noqa: FBT001
+    """By status, task and node, wherever the matches are among many sessions."""
     tagged = [task(f"t{n:02}", "common", 2) for n in range(20)]
     await control.database.write(submit, *tagged, task("other", "different"))
     for session in ("t00-1", "t07-0", "t19-1", "other-1"):
         await control.database.write(finish, session, failure="a common cause")
     failed = sorted(["t00-1", "t07-0", "t19-1", "other-1"], reverse=newest)
-    failed.sort(key=lambda one: one.startswith("other"), reverse=newest)
+    failed.sort(key=lambda session: session.startswith("other"), reverse=newest)
     for limit in (1, 2, 100):
         options = {"newest": newest, "limit": limit}
         assert await find(control, "comm", status=Status.FAILED, **options) == failed
@@ -85,17 +85,17 @@ async def test_few_are_found_among_many(control: ControlPlane, newest: bool) -> 
 
 
 @pytest.mark.parametrize("few_tasks", [sessions._FEW_TASKS, 1])
-async def test_sessions_are_found_by_parts_of_ids(
+async def test_search_by_parts_of_ids(
     control: ControlPlane, monkeypatch: pytest.MonkeyPatch, few_tasks: int
 ) -> None:
-    """In the order of submission, whether tasks or sessions are looked at.
+    """In the order of submission, whether tasks or sessions are scanned.
 
-    A number is that of a task or of a sample, however many tasks have no such sample.
+    A number matches task ids and samples, however many tasks have no such sample.
     """
     monkeypatch.setattr(sessions, "_FEW_TASKS", few_tasks)
     samples = {"mend": 3, "later": 2, "few-12": 1, "many": 14}
     await control.database.write(submit, *(task(name, "x", n) for name, n in samples.items()))
-    for q, found in {
+    for q, expected in {
         "end-1": ["mend-1"],
         "mend": ["mend-0", "mend-1", "mend-2"],
         "mend-": ["mend-0", "mend-1", "mend-2"],
@@ -103,13 +103,13 @@ async def test_sessions_are_found_by_parts_of_ids(
         "12": ["few-12-0", "many-12"],
         "-1": ["mend-1", "later-1", "few-12-0", *(f"many-{n}" for n in (1, 10, 11, 12, 13))],
     }.items():
-        assert await find(control, q) == found, q
+        assert await find(control, q) == expected, q
     for nothing in ("mend-3", "1111111", "-1111111", "d-1111111", "nothing", "99"):
         assert await find(control, nothing) == [], nothing
 
 
-async def test_what_changed_last_is_listed_first(control: ControlPlane) -> None:
-    """What has not begun is left out; what began or ended last is first, of a task or of all."""
+async def test_recently_changed_sessions_come_first(control: ControlPlane) -> None:
+    """Queued sessions are left out; others are ordered by their last change."""
     write, now = control.database.write, time.time()
     await write(submit, task("a", "x", 3), task("b", "x", 1))
     for n, (session, status) in enumerate([("b-0", "run"), ("a-2", "failed"), ("a-0", "eval")]):
@@ -124,8 +124,8 @@ async def test_what_changed_last_is_listed_first(control: ControlPlane) -> None:
     assert await recent(task="a", status=Status.FAILED) == ["a-2"]
 
 
-async def test_a_note_is_kept_with_its_session(control: ControlPlane) -> None:
-    """It is found beside the failure's text, whichever came first, and is gone once it is empty."""
+async def test_notes_are_stored_and_searched(control: ControlPlane) -> None:
+    """Together with the failure's text, whichever came first; an empty note is deleted."""
     write = control.database.write
     await write(fill)
     await write(sessions.write_note, "a-1", "ask Ann")
@@ -145,8 +145,8 @@ async def test_a_note_is_kept_with_its_session(control: ControlPlane) -> None:
         await write(sessions.write_note, "x", "?")
 
 
-async def test_what_is_deleted_is_not_found(control: ControlPlane) -> None:
-    """Texts go with their task."""
+async def test_deleted_tasks_are_not_found(control: ControlPlane) -> None:
+    """Texts are deleted with their task."""
     write = control.database.write
     await write(fill)
     for session in ("a-0", "b-0"):
@@ -159,10 +159,10 @@ async def test_what_is_deleted_is_not_found(control: ControlPlane) -> None:
     assert left == 3  # two tasks and a note
 
 
-async def test_an_earlier_store_is_searched_from_then_on(
+async def test_a_migrated_store_is_searchable_from_then_on(
     open_earlier: Earlier, open_control: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it holds is found by ids; what comes after it was brought up to date, by words, too."""
+    """Old sessions are found by id; text is indexed for what comes after the migration."""
     with monkeypatch.context() as earlier:
         for name in ("add", "replace"):
             earlier.setattr(sessions.texts, name, lambda *_: None)
@@ -178,10 +178,10 @@ async def test_an_earlier_store_is_searched_from_then_on(
         assert await find(control, "ann") == ["early-0"]
 
 
-async def test_a_store_of_layout_5_keeps_its_words(
+async def test_a_store_of_layout_5_keeps_its_texts(
     open_earlier: Earlier, open_control: Open
 ) -> None:
-    """Texts that it has are in the new indexes."""
+    """Its texts are in the new indexes."""
     async with open_earlier(5) as database:
         await database.write(submit, task("early", "Fix calc.py"))
         await database.write(finish, "early-1", failure="gone wrong")

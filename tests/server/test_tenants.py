@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from leased import Idler, Open, a_task, finish, on_postgres, statements, submit
+from tugline.config import from_mapping
 from tugline.errors import ConfigError, QuotaExceeded
 from tugline.protocol import NodeRegistration
 from tugline.server.settings import DEFAULTS, ServerSettings, TenantSettings
@@ -23,12 +24,8 @@ NOW = 1_000_000.0
 
 
 def _settings(**tenants: Any) -> ServerSettings:
-    """A server on which these tenants have these limits, or weights."""
-    made = {
-        name: TenantSettings(**one) if isinstance(one, dict) else one
-        for name, one in tenants.items()
-    }
-    return ServerSettings(tenants=made)
+    """Server settings with these limits, or weights, of tenants."""
+    return from_mapping({"tenants": tenants}, ServerSettings)
 
 
 async def _submit(database: Database, *batch: Task, at: float = NOW) -> None:
@@ -37,7 +34,7 @@ async def _submit(database: Database, *batch: Task, at: float = NOW) -> None:
 
 
 async def _lease(database: Database, n: int, settings: ServerSettings = DEFAULTS) -> list[str]:
-    """Tasks of the next `n` sessions, as one node gets them."""
+    """Tasks of the next `n` sessions that a node is granted."""
 
     def op(tx: Tx) -> list[str]:
         if not nodes.list_open(tx):
@@ -57,7 +54,7 @@ async def _count(database: Database, n: int, settings: ServerSettings = DEFAULTS
 # --------------------------------------------------------------------------- shares
 @pytest.mark.parametrize("at_once", [1, 7, 40])
 async def test_tenants_share_by_their_weights(database: Database, at_once: int) -> None:
-    """3 to 1 at every moment, within one, however many are leased at a time."""
+    """3 to 1 at every moment, within one session, however many are leased at a time."""
     settings = _settings(big=3.0, idle=100.0)
     await _submit(database, a_task("b", 60, tenant="big"), a_task("s", 60, tenant="small"))
     got = Counter[str]()
@@ -68,8 +65,8 @@ async def test_tenants_share_by_their_weights(database: Database, at_once: int) 
         assert abs(got["b"] - 3 * sum(got.values()) / 4) <= 1
 
 
-async def test_who_comes_back_starts_level(database: Database) -> None:
-    """Time without work earns nothing: neither at the first visit nor at a later one."""
+async def test_idle_tenants_earn_no_credit(database: Database) -> None:
+    """Neither before their first task nor during a pause."""
     await _submit(database, a_task("a", 50, tenant="a"))
     assert await _count(database, 40) == {"a": 40}
     await _submit(database, a_task("b", 50, tenant="b"))
@@ -80,15 +77,15 @@ async def test_who_comes_back_starts_level(database: Database) -> None:
     assert await _count(database, 20) == {"c": 10, "d": 10}
 
 
-async def test_priority_goes_first(database: Database) -> None:
-    """Among tasks of about the same time the higher one is served first, then the older one."""
+async def test_higher_priority_goes_first(database: Database) -> None:
+    """Among tasks of about the same age; then the older one."""
     await _submit(database, a_task("low", 2, priority=-1), a_task("normal", 2))
     await _submit(database, a_task("high", 2, priority=1), at=NOW + 30)
     assert await _lease(database, 6) == ["high"] * 2 + ["normal"] * 2 + ["low"] * 2
 
 
-async def test_priority_does_not_starve(database: Database) -> None:
-    """Under an endless stream of the highest priority the lowest waits 20 minutes, not for ever."""
+async def test_low_priority_is_not_starved(database: Database) -> None:
+    """Under an endless stream of the highest priority the lowest waits 20 minutes."""
     await _submit(database, a_task("low", 1, priority=-10))
     for minute in itertools.count():
         await _submit(database, a_task(f"high{minute}", 3, priority=10), at=NOW + 60 * minute)
@@ -99,14 +96,14 @@ async def test_priority_does_not_starve(database: Database) -> None:
 
 
 async def test_a_huge_task_does_not_block_its_tenant(database: Database) -> None:
-    """A small one that comes a little later gets in between."""
+    """A small task that comes a little later is served in between."""
     await _submit(database, a_task("huge", 1000))
     await _submit(database, a_task("small", 4), at=NOW + 90)
     assert (await _count(database, 200))["small"] == 4
 
 
 async def test_requeued_sessions_keep_their_place(database: Database) -> None:
-    """What failed for no fault of its own does not stand in line again from the end."""
+    """An infrastructure failure does not move a session to the end of the queue."""
     await _submit(database, a_task("first"), a_task("second", 3))
     assert await _lease(database, 1) == ["first"]
     await database.write(leases.expire_node, "n", "gone")
@@ -115,8 +112,8 @@ async def test_requeued_sessions_keep_their_place(database: Database) -> None:
 
 
 # --------------------------------------------------------------------------- limits of sessions
-async def test_a_tenant_at_its_limit_waits_while_others_take_the_slots(database: Database) -> None:
-    """Also where its limit was lowered meanwhile; what ends makes room for as many."""
+async def test_a_tenant_at_its_limit_leaves_slots_to_others(database: Database) -> None:
+    """Also after its limit was lowered; each ended session makes room for another."""
     await _submit(database, a_task("a", 9, tenant="a"), a_task("b", 20, tenant="b"))
     three = _settings(a={"sessions": 3})
     assert await _count(database, 2, three) == {"a": 1, "b": 1}
@@ -127,8 +124,8 @@ async def test_a_tenant_at_its_limit_waits_while_others_take_the_slots(database:
     assert await _count(database, 99, _settings(a={"sessions": 99})) == {"a": 5, "b": 8}
 
 
-async def test_waiting_at_a_limit_earns_nothing(database: Database) -> None:
-    """Once the limit is gone, both have the same share again."""
+async def test_waiting_at_a_limit_earns_no_credit(database: Database) -> None:
+    """Without the limit, both tenants have equal shares again."""
     await _submit(database, a_task("a", 90, tenant="a"), a_task("b", 90, tenant="b"))
     for _ in range(20):
         await _lease(database, 2, _settings(a={"sessions": 2}))
@@ -136,8 +133,8 @@ async def test_waiting_at_a_limit_earns_nothing(database: Database) -> None:
     assert abs(got["a"] - got["b"]) <= 2
 
 
-async def test_default_is_for_each_tenant_without_an_entry(database: Database) -> None:
-    """Limits and weight, of each by itself; an entry is not mixed with it."""
+async def test_default_applies_to_each_tenant_without_an_entry(database: Database) -> None:
+    """Limits and weight, to each tenant separately; an entry is not merged with it."""
     names = ("a", "b", "default", "own")
     await _submit(database, *(a_task(name, 40, tenant=name) for name in names))
     limited = _settings(default={"sessions": 2}, own={"weight": 2.0})
@@ -146,8 +143,8 @@ async def test_default_is_for_each_tenant_without_an_entry(database: Database) -
     assert shared == {"a": 4, "b": 4, "default": 4, "own": 12}
 
 
-async def test_without_limits_nothing_is_counted(database: Database) -> None:
-    """A lease and a submission have the statements that they had; limits add few."""
+async def test_counting_needs_limits(database: Database) -> None:
+    """Leases and submissions run no COUNT query without limits, and few with them."""
 
     def op(tx: Tx, settings: ServerSettings, name: str) -> int:
         with statements(tx) as seen:
@@ -162,8 +159,8 @@ async def test_without_limits_nothing_is_counted(database: Database) -> None:
     assert await database.write(op, _settings(default=limits), "c") == 3
 
 
-async def test_a_session_that_ends_makes_room_on_another_node(open_control: Open) -> None:
-    """A node that waits with free slots gets the next one at once."""
+async def test_an_ended_session_makes_room_on_another_node(open_control: Open) -> None:
+    """A waiting node with free slots gets the next session at once."""
     async with open_control(tenants={"default": TenantSettings(sessions=1)}) as control:
         one = await Idler.at_work(control, a_task("t", 2), name="one")
         assert list(one.held) == ["t-0"]
@@ -174,8 +171,8 @@ async def test_a_session_that_ends_makes_room_on_another_node(open_control: Open
 
 
 @on_postgres
-async def test_servers_of_one_store_hold_a_limit_together(open_control: Open) -> None:
-    """Both give out work at once: never more than the limit; an end on one is room on the other."""
+async def test_servers_of_one_store_share_a_limit(open_control: Open) -> None:
+    """Concurrent grants never exceed it; a session that ends on one is room on the other."""
     limits = {"t": TenantSettings(sessions=5)}
     async with AsyncExitStack() as stack:
         made = [open_control(tenants=limits) for _ in range(2)]
@@ -194,8 +191,8 @@ async def test_servers_of_one_store_hold_a_limit_together(open_control: Open) ->
 
 
 # --------------------------------------------------------------------------- queued
-async def test_a_tenant_has_so_many_unfinished_sessions(open_control: Open) -> None:
-    """More are refused, with all of their request; what is there already may be sent again."""
+async def test_unfinished_sessions_of_a_tenant_are_bounded(open_control: Open) -> None:
+    """Beyond the limit the whole request is refused; known tasks may be sent again."""
     async with open_control(tenants={"lab": TenantSettings(queued=5)}) as control:
         first, other = a_task("a", 4, tenant="lab"), a_task("other", 9)
         await control.submit([first])
@@ -228,8 +225,8 @@ async def test_a_tenant_has_so_many_unfinished_sessions(open_control: Open) -> N
         ({"a b": 1}, "tenants is {'a b': 1}, each key must be a string matching"),
     ],
 )
-def test_a_wrong_limit_is_named(tenants: Any, message: str) -> None:
-    """Key, value, and what would be right."""
+def test_invalid_limits_are_reported(tenants: Any, message: str) -> None:
+    """The message has key, value, and what would be right."""
     with pytest.raises(ConfigError) as caught:
         ServerSettings(tenants=tenants)
     assert message in str(caught.value)

@@ -33,7 +33,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "callback_receiver.py"
 
 
 class Receiver:
-    """Keeps what it gets and answers as it is told."""
+    """Keeps requests and responds with `answer`, after a delay."""
 
     url: str
 
@@ -67,7 +67,7 @@ async def receive() -> AsyncIterator[Receiver]:
 
 @pytest.fixture
 async def receiver() -> AsyncIterator[Receiver]:
-    """A receiver that takes everything."""
+    """A receiver that accepts everything."""
     async with receive() as receiver:
         yield receiver
 
@@ -76,8 +76,8 @@ def _task(name: str, url: str, samples: int = 1) -> Task:
     return a_task(name, samples, callback=Callback(url))
 
 
-async def _tell(database: Database, name: str, url: str, samples: int = 1) -> None:
-    """A task of which all is over: a callback for each sample, and one for its release."""
+async def _run_task(database: Database, name: str, url: str, samples: int = 1) -> None:
+    """Run a task to its end: one callback for each sample, and one for its release."""
 
     def op(tx: Tx) -> None:
         submit(tx, _task(name, url, samples))
@@ -87,17 +87,17 @@ async def _tell(database: Database, name: str, url: str, samples: int = 1) -> No
     await database.write(op)
 
 
-async def _all(database: Database, state: DeliveryState | None = None) -> list[Delivery]:
+async def _list_all(database: Database, state: DeliveryState | None = None) -> list[Delivery]:
     return await database.read(events.list_deliveries, DeliveryQuery(state=state, limit=1000))
 
 
-async def _until(database: Database, state: DeliveryState, count: int) -> list[Delivery]:
-    """Wait until so many callbacks are in this state."""
+async def _wait_for(database: Database, state: DeliveryState, count: int) -> list[Delivery]:
+    """Wait until this many callbacks are in this state."""
     async with asyncio.timeout(30):
-        while len(found := await _all(database, state)) < count:  # noqa: ASYNC110 - asks the rows
+        while len(deliveries := await _list_all(database, state)) < count:  # noqa: ASYNC110 - asks the rows
             await asyncio.sleep(0.01)
-    assert len(found) == count
-    return found
+    assert len(deliveries) == count
+    return deliveries
 
 
 def _sender(
@@ -110,56 +110,54 @@ def _sender(
 async def _deliver(
     database: Database, receiver: Receiver, count: int, *, samples: int = 1, **retries: float
 ) -> list[Delivery]:
-    """Callbacks of a task, once so many have arrived."""
+    """Callbacks of a task, once this many were delivered."""
     async with _sender(database, SOON._replace(**retries)):
-        await _tell(database, "t", receiver.url.replace("127.0.0.1", "localhost"), samples)
-        return await _until(database, DeliveryState.DELIVERED, count)
+        await _run_task(database, "t", receiver.url.replace("127.0.0.1", "localhost"), samples)
+        return await _wait_for(database, DeliveryState.DELIVERED, count)
 
 
 # --------------------------------------------------------------------------- what is sent
-async def test_results_and_releases_are_told(database: Database, receiver: Receiver) -> None:
-    """A callback for each result and one for the group, signed, each with an id of its own."""
+async def test_results_and_releases_are_sent(database: Database, receiver: Receiver) -> None:
+    """A callback for each result and one for the group, signed, each with its own id."""
     sent = await _deliver(database, receiver, 3, samples=2)
-    notices = [msgspec.json.decode(body, type=WebhookBody) for _, body in receiver.got]
-    assert [verify(SECRET, *got) for got in receiver.got] == [notice.id for notice in notices]
+    bodies = [msgspec.json.decode(body, type=WebhookBody) for _, body in receiver.got]
+    assert [verify(SECRET, *got) for got in receiver.got] == [body.id for body in bodies]
     assert {headers["Content-Type"] for headers, _ in receiver.got} == {"application/json"}
-    assert {(one.id, one.kind) for one in sent} == {(one.delivery, one.kind) for one in notices}
+    assert {(one.id, one.kind) for one in sent} == {(one.delivery, one.kind) for one in bodies}
     assert len(receiver.ids) == 3
-    found = {one.result.session: one.result.reward for one in notices if one.result}
-    assert found == {"t-0": 0.0, "t-1": 1.0}
-    [group] = [notice.group for notice in notices if notice.group]
+    rewards = {one.result.session: one.result.reward for one in bodies if one.result}
+    assert rewards == {"t-0": 0.0, "t-1": 1.0}
+    [group] = [body.group for body in bodies if body.group]
     assert (group.id, group.usable, group.missing) == ("t", 2, ())
 
 
-async def test_what_was_there_before_is_sent_at_start(
-    database: Database, receiver: Receiver
-) -> None:
-    """A server that was killed goes on with what its outbox has, also with what was on its way."""
-    await _tell(database, "t", receiver.url)
+async def test_the_outbox_is_sent_at_start(database: Database, receiver: Receiver) -> None:
+    """After a kill, also callbacks that were claimed but not yet delivered."""
+    await _run_task(database, "t", receiver.url)
     host = events.host_of(receiver.url)
     assert len(await database.write(events.claim_deliveries, host, for_s=1.0, limit=9)) == 2
     assert await database.read(events.next_tries) == {host: pytest.approx(time.time() + 1, abs=1)}
     async with _sender(database):
-        await _until(database, DeliveryState.DELIVERED, 2)
+        await _wait_for(database, DeliveryState.DELIVERED, 2)
 
 
-async def test_servers_share_the_work(postgres_url: str, receiver: Receiver) -> None:
-    """Two servers on one PostgreSQL send each callback once, whoever has written it."""
+async def test_servers_share_the_outbox(postgres_url: str, receiver: Receiver) -> None:
+    """Two servers on one PostgreSQL send each callback once, whichever server wrote it."""
     async with (
         open_database(postgres_url) as one,
         open_database(postgres_url) as other,
         _sender(one),
         _sender(other),
     ):
-        tells = [_tell((one, other)[n % 2], f"t{n}", receiver.url, samples=4) for n in range(8)]
-        await asyncio.gather(*tells)
-        await _until(one, DeliveryState.DELIVERED, 40)
+        tasks = [_run_task((one, other)[n % 2], f"t{n}", receiver.url, samples=4) for n in range(8)]
+        await asyncio.gather(*tasks)
+        await _wait_for(one, DeliveryState.DELIVERED, 40)
     assert len(receiver.ids) == len(receiver.got) == 40
 
 
 # --------------------------------------------------------------------------- what goes wrong
-async def test_a_failure_is_tried_again(database: Database, receiver: Receiver) -> None:
-    """A receiver that is in trouble gets the same callback again, with the same id."""
+async def test_failed_callbacks_are_retried(database: Database, receiver: Receiver) -> None:
+    """The receiver gets the same callback again, with the same id."""
     receiver.answer = lambda count: web.Response(status=503 if count < 5 else 204)
     await _deliver(database, receiver, 2)
     assert sorted(receiver.ids.values()) in ([3, 3], [2, 4])
@@ -169,76 +167,76 @@ async def test_a_failure_is_tried_again(database: Database, receiver: Receiver) 
 
 @pytest.mark.parametrize(
     ("status", "tries", "error"),
-    [(302, 4, "answered 302"), (500, 4, "answered 500"), (410, 1, "410: the receiver wants no")],
+    [(302, 4, "answered 302"), (500, 4, "answered 500"), (410, 1, "410: the receiver refuses")],
 )
-async def test_a_callback_is_given_up_in_the_end(
+async def test_a_callback_is_dead_after_its_last_try(
     database: Database, receiver: Receiver, status: int, tries: int, error: str
 ) -> None:
-    """After its last try it is dead, an event says so, and it goes out again by hand."""
+    """An event records it, and it can be retried by hand."""
     headers = {"Location": receiver.url}
     receiver.answer = lambda _count: web.Response(status=status, headers=headers)
     async with _sender(database):
-        await _tell(database, "t", receiver.url)
-        dead = await _until(database, DeliveryState.DEAD, 2)
+        await _run_task(database, "t", receiver.url)
+        dead = await _wait_for(database, DeliveryState.DEAD, 2)
         assert [(one.tries, one.error.startswith(error)) for one in dead] == [(tries, True)] * 2
         assert set(receiver.ids.values()) == {tries}
         assert (await database.read(stats.counts)).dead_deliveries == 2
-        told = await database.read(events.page, 0, 100, "t")
-        gone = {one.detail["delivery"] for one in told if one.kind is EventKind.DEAD}
-        assert gone == {one.id for one in dead}
+        recorded = await database.read(events.page, 0, 100, "t")
+        reported = {one.detail["delivery"] for one in recorded if one.kind is EventKind.DEAD}
+        assert reported == {one.id for one in dead}
         receiver.answer = lambda _count: web.Response()
         again = await database.write(events.retry_delivery, dead[0].id)
         assert (again.state, again.tries) == (DeliveryState.PENDING, 0)
-        [sent] = await _until(database, DeliveryState.DELIVERED, 1)
+        [sent] = await _wait_for(database, DeliveryState.DELIVERED, 1)
         assert sent.id == dead[0].id
 
 
-async def test_a_receiver_that_is_not_there(database: Database) -> None:
-    """No connection, no such host, no such address: an error of the callback, of nothing else."""
+async def test_unreachable_receivers(database: Database) -> None:
+    """A refused connection, an unknown host and a bad address are errors of the callback only."""
     async with _sender(database):
         for name, url in {"a": "127.0.0.1:9", "b": "nowhere.invalid", "c": ":1"}.items():
-            await _tell(database, name, f"http://{url}/x")
-        dead = await _until(database, DeliveryState.DEAD, 6)
+            await _run_task(database, name, f"http://{url}/x")
+        dead = await _wait_for(database, DeliveryState.DEAD, 6)
     assert all(one.error for one in dead)
 
 
 async def test_retry_after_is_honoured(database: Database, receiver: Receiver) -> None:
-    """A receiver says how long it wants to be left alone, in seconds or by a date."""
+    """The header delays the next try."""
     receiver.answer = lambda _count: web.Response(status=429, headers={"Retry-After": "120"})
     async with _sender(database):
-        await _tell(database, "t", receiver.url)
+        await _run_task(database, "t", receiver.url)
         async with asyncio.timeout(20):
-            while not all(one.tries for one in await _all(database)):  # noqa: ASYNC110 - the same
+            while not all(one.tries for one in await _list_all(database)):  # noqa: ASYNC110 - the same
                 await asyncio.sleep(0.01)
-    for one in await _all(database):
+    for one in await _list_all(database):
         assert 100 < one.next_try - time.time() < 121
 
 
-async def test_a_host_that_hangs_holds_up_nobody(database: Database, receiver: Receiver) -> None:
-    """While one receiver does not answer, others get theirs at once, and its own are bounded."""
+async def test_a_hanging_host_does_not_delay_others(database: Database, receiver: Receiver) -> None:
+    """Others get their callbacks at once; connections to the hanging one are bounded."""
     async with receive() as hanging:
         hanging.delay_s = 60.0
         async with _sender(database, SOON._replace(timeout_s=60.0)):
-            await _tell(database, "h", hanging.url, samples=20)
+            await _run_task(database, "h", hanging.url, samples=20)
             for n in range(5):
-                await _tell(database, f"t{n}", receiver.url, samples=3)
-            await _until(database, DeliveryState.DELIVERED, 20)
+                await _run_task(database, f"t{n}", receiver.url, samples=3)
+            await _wait_for(database, DeliveryState.DELIVERED, 20)
     assert len(hanging.got) == SOON.at_once
 
 
-async def test_a_long_list_for_a_dead_host_is_no_storm(
+async def test_requests_to_a_failing_host_are_limited(
     database: Database, receiver: Receiver
 ) -> None:
-    """While nothing arrives at a host, it is asked for a few at a time, and ever more rarely."""
+    """A long outbox for one host is tried a few at a time, with growing pauses."""
     receiver.answer = lambda _count: web.Response(status=404)
     async with _sender(database, SOON._replace(first_s=0.1, longest_s=60.0)):
-        await _tell(database, "t", receiver.url, samples=50)
+        await _run_task(database, "t", receiver.url, samples=50)
         await asyncio.sleep(0.8)
         assert 2 <= len(receiver.got) <= 5 * SOON.at_once
 
 
-async def test_an_endless_answer_is_not_read(database: Database, receiver: Receiver) -> None:
-    """The status line decides; a body without end costs neither memory nor time."""
+async def test_an_endless_response_body_is_not_read(database: Database, receiver: Receiver) -> None:
+    """The status decides."""
 
     async def endless() -> AsyncIterator[bytes]:
         while True:
@@ -250,21 +248,21 @@ async def test_an_endless_answer_is_not_read(database: Database, receiver: Recei
 
 
 async def test_only_allowed_hosts_are_sent_to(database: Database, receiver: Receiver) -> None:
-    """A host that is not listed is refused in a task; what is in the outbox already is dead."""
+    """A task with another host is refused; callbacks to it in the outbox are dead."""
     hosts = frozenset({"trainer.example"})
     sender = WebhookSender(database, key_of(SECRET), hosts=hosts, retries=SOON)
     async with run_beside(sender.run()):
         with pytest.raises(Invalid, match=r"callback.url is .*must go to one of: trainer.example"):
             sender.check(_task("t", receiver.url))
         sender.check(_task("t", "https://trainer.example:8443/x"))
-        await _tell(database, "t", receiver.url)
-        dead = await _until(database, DeliveryState.DEAD, 2)
+        await _run_task(database, "t", receiver.url)
+        dead = await _wait_for(database, DeliveryState.DEAD, 2)
     assert {one.error for one in dead} == {"its host is not among callback_hosts"}
     assert receiver.got == []
 
 
-def test_a_listed_name_allows_its_ports_and_nothing_that_holds_it() -> None:
-    """A name with a port allows that one; without a list, all public names are allowed."""
+def test_allowed_hosts_match_exactly() -> None:
+    """A name without a port allows all ports; without a list, all public names are allowed."""
     named = frozenset({"trainer", "other:8443"})
     listed = ("http://trainer/x", "http://trainer:9000/x", "http://TRAINER/x", "https://other:8443")
     others = ("https://other", "http://trainer.evil.example/x")
@@ -280,10 +278,8 @@ def test_a_listed_name_allows_its_ports_and_nothing_that_holds_it() -> None:
     ["127.0.0.1", "10.1.2.3", "169.254.169.254", "[::1]", "[fe80::1]", "[::ffff:127.0.0.1]",
      "localhost", "0.0.0.1", "[64:ff9b::7f00:1]", "100.64.0.1"],
 )  # fmt: skip
-async def test_private_addresses_are_refused_unless_they_are_named(
-    database: Database, host: str
-) -> None:
-    """A task cannot have the server call what only the server reaches."""
+async def test_private_addresses_must_be_listed(database: Database, host: str) -> None:
+    """A task cannot make the server call addresses that only the server reaches."""
     task = _task("t", f"http://{host}:9000/x")
     with pytest.raises(Invalid, match="must be public or named in"):
         WebhookSender(database).check(task)
@@ -291,33 +287,33 @@ async def test_private_addresses_are_refused_unless_they_are_named(
     WebhookSender(database).check(_task("t", "https://8.8.8.8/x"))
 
 
-async def test_a_name_that_leads_inside_is_refused(database: Database, receiver: Receiver) -> None:
-    """The address that a name has is what counts, in whatever notation."""
+async def test_names_of_private_addresses_are_refused(
+    database: Database, receiver: Receiver
+) -> None:
+    """The resolved address counts, in every notation."""
     async with run_beside(WebhookSender(database, retries=SOON).run()):
-        await _tell(database, "t", receiver.url.replace("127.0.0.1", "0x7f.1"))
-        dead = await _until(database, DeliveryState.DEAD, 2)
+        await _run_task(database, "t", receiver.url.replace("127.0.0.1", "0x7f.1"))
+        dead = await _wait_for(database, DeliveryState.DEAD, 2)
     assert all("has a private address" in one.error for one in dead)
     assert receiver.got == []
 
 
-async def test_what_was_delivered_is_forgotten_with_its_event(
+async def test_delivered_callbacks_are_trimmed_with_their_events(
     database: Database, receiver: Receiver
 ) -> None:
-    """The outbox does not grow for ever, and what is dead stays in it."""
+    """Dead ones stay in the outbox."""
     receiver.answer = lambda count: web.Response(status=410 if count == 1 else 200)
     await _deliver(database, receiver, 3, samples=3, at_once=1)
     assert await database.write(events.trim_deliveries) == 0
     await database.write(events.trim, time.time() + 1)
     await database.write(lambda tx: events.add(tx, EventKind.JOINED, events.Note(node="n")))
     assert await database.write(events.trim_deliveries) == 3
-    assert [one.state for one in await _all(database)] == [DeliveryState.DEAD]
+    assert [one.state for one in await _list_all(database)] == [DeliveryState.DEAD]
 
 
 # --------------------------------------------------------------------------- the example
-async def test_the_example_receiver_takes_what_is_genuine(
-    database: Database, tmp_path: Path
-) -> None:
-    """It verifies and notes each callback once, with no library."""
+async def test_the_example_receiver_verifies_callbacks(database: Database, tmp_path: Path) -> None:
+    """It prints each genuine callback once, without any library."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-u", str(EXAMPLE), "0"),
         stdout=subprocess.PIPE,
@@ -327,13 +323,13 @@ async def test_the_example_receiver_takes_what_is_genuine(
     assert process.stdout is not None
     url = (await process.stdout.readline()).split()[-1].decode()
     async with _sender(database):
-        await _tell(database, "t", url, samples=2)
-        for delivery in await _until(database, DeliveryState.DELIVERED, 3):
+        await _run_task(database, "t", url, samples=2)
+        for delivery in await _wait_for(database, DeliveryState.DELIVERED, 3):
             await database.write(events.retry_delivery, delivery.id)
-        await _until(database, DeliveryState.DELIVERED, 3)
+        await _wait_for(database, DeliveryState.DELIVERED, 3)
     async with _sender(database, secret=new_secret()):
-        await _tell(database, "u", url)
-        dead = await _until(database, DeliveryState.DEAD, 2)
+        await _run_task(database, "u", url)
+        dead = await _wait_for(database, DeliveryState.DEAD, 2)
     process.terminate()
     output, _ = await process.communicate()
     assert {one.error for one in dead} == {"answered 401"}

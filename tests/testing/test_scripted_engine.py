@@ -1,4 +1,4 @@
-"""The scripted engine behind the same server: what a gateway's tests rely on."""
+"""The scripted engine behind the inference server."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import aiohttp
 import pytest
 
 from commands import run_python
-from rig import until
 from tugline.inference.server import create_app
 from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Ids
 from tugline.web.serve import serve
+from waiting import until
 
 GENERATE = "/inference/v1/generate"
 BODY = {"token_ids": [7, 8, 9], "sampling_params": {"logprobs": 0}, "request_id": "r1"}
@@ -36,13 +36,13 @@ async def served(
 
 
 async def ask(http: aiohttp.ClientSession, **more: Any) -> dict[str, Any]:
-    """The choice of a whole answer."""
+    """The choice of a whole reply."""
     async with http.post(GENERATE, json=BODY | more) as response:
         choice: dict[str, Any] = (await response.json())["choices"][0]
         return choice
 
 
-async def test_the_script_sees_the_request_and_says_the_answer() -> None:
+async def test_a_script_gets_the_request_and_makes_the_reply() -> None:
     """Prompt ids and request id go in; ids, log probabilities and version come out."""
 
     def reply(ids: Ids, name: str) -> Reply:
@@ -60,15 +60,15 @@ async def test_the_script_sees_the_request_and_says_the_answer() -> None:
     assert [call.id for call in engine.calls] == ["r1"]
 
 
-async def test_scripts_are_cut_at_the_limit_as_models_are() -> None:
-    """`max_tokens` and the window end an answer that the script would go on with."""
+async def test_replies_are_cut_at_the_limit() -> None:
+    """At `max_tokens` and at the end of the context window."""
     async with served(lambda *_: Reply([5] * 50)) as (_, http):
         whole, cut = await ask(http), await ask(http, sampling_params={"max_tokens": 4})
     assert (len(whole["token_ids"]), whole["finish_reason"]) == (29, "length")
     assert len(cut["token_ids"]) == 4
 
 
-async def test_streams_come_in_chunks_of_the_scripts_size() -> None:
+async def test_streams_have_chunks_of_the_given_size() -> None:
     """A chunk may hold several ids, as real engines send them under load."""
     async with (
         served(lambda *_: Reply([5, 6, 7, 8, 2], tokens_per_chunk=2)) as (_, http),
@@ -78,8 +78,8 @@ async def test_streams_come_in_chunks_of_the_scripts_size() -> None:
     assert [json.loads(line)["choices"][0]["token_ids"] for line in lines] == [[5, 6], [7, 8], [2]]
 
 
-async def test_a_scripted_status_refuses_with_it() -> None:
-    """A status fault is a plain error with its retry-after, streamed or not."""
+async def test_a_scripted_status_is_an_error() -> None:
+    """With its `retry-after`, streamed or not."""
     async with served(lambda *_: Reply([], status=503, retry_after_s=2)) as (_, http):
         for stream in (False, True):
             async with http.post(GENERATE, json=BODY | {"stream": stream}) as response:
@@ -102,8 +102,8 @@ async def test_a_scripted_cut_drops_the_connection(stream: bool) -> None:  # noq
     assert b"[DONE]" not in got
 
 
-async def test_what_runs_is_ended_by_its_client_or_by_all() -> None:
-    """One that hangs up counts as an abort; an abort without ids keeps what there was."""
+async def test_requests_are_aborted_by_client_or_route() -> None:
+    """A disconnect counts as an abort; the route without ids ends all with what they have."""
     async with served(lambda *_: Reply([5] * 20, delay_s=0.02)) as (engine, http):
         leaving = asyncio.create_task(ask(http))
         await until(lambda: engine.stats().running == 1)

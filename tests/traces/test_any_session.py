@@ -1,4 +1,4 @@
-"""What holds for every builder on any session: drawn ones, in any order of arrival."""
+"""Properties of every builder on generated sessions, in any order of arrival."""
 
 import os
 from collections import Counter
@@ -39,7 +39,7 @@ Pairs = Counter[tuple[object, ...]]
 
 def trained_pairs(traces: Iterable[Trace], drawn: Drawn) -> Pairs:
     """Every trained token as (call, offset, token, logprob); checks its context on the way."""
-    by_number = {one.number: one for one in drawn.calls}
+    by_number = {call.number: call for call in drawn.calls}
     pairs: Pairs = Counter()
     for trace in traces:
         covered = np.zeros(len(trace.ids), np.bool_)
@@ -68,8 +68,8 @@ def trained_pairs(traces: Iterable[Trace], drawn: Drawn) -> Pairs:
     return pairs
 
 
-def linked_rightly(traces: Sequence[Trace]) -> None:
-    """A parent comes before its child, and as much is shared as can be."""
+def check_links(traces: Sequence[Trace]) -> None:
+    """A parent comes before its child, and `shared` is their longest common prefix."""
     for i, trace in enumerate(traces):
         if trace.parent is None:
             assert trace.shared == 0
@@ -82,19 +82,19 @@ def linked_rightly(traces: Sequence[Trace]) -> None:
         assert n == (shared_prefix(trace.ids, parent.ids) if same_pictures else 0)
 
 
-def booked(calls: Sequence[Call], traces: Sequence[Trace], builder: Builder) -> None:
-    """The books balance per call, per trace and per session, and say what the traces hold."""
+def check_ledgers(calls: Sequence[Call], traces: Sequence[Trace], builder: Builder) -> None:
+    """Ledgers balance per call, trace and session, and agree with the traces."""
     _, ledger, dropped = builder.build(calls)
     each = count_calls(calls, traces, dropped)
     assert ledger.balanced
     assert ledger == sum_ledgers(each.values())
-    assert ledger.sampled == sum(len(one.sampled_ids) + one.unreported_tokens for one in calls)
-    for one in calls:
-        assert each[one.number].balanced
-        assert each[one.number].sampled == len(one.sampled_ids) + one.unreported_tokens
+    assert ledger.sampled == sum(len(call.sampled_ids) + call.unreported_tokens for call in calls)
+    for call in calls:
+        assert each[call.number].balanced
+        assert each[call.number].sampled == len(call.sampled_ids) + call.unreported_tokens
         without_ids = (Reason.NO_TOKEN_IDS, Reason.BEHIND_STOP)
-        lost = sum(each[one.number].dropped.get(reason, 0) for reason in without_ids)
-        assert lost == one.unreported_tokens
+        lost = sum(each[call.number].dropped.get(reason, 0) for reason in without_ids)
+        assert lost == call.unreported_tokens
     held = sum_ledgers(count_spans(trace.spans) for trace in traces)
     assert (held.trained, held.masked) == (ledger.trained, ledger.masked)
     assert held.balanced
@@ -109,7 +109,7 @@ def test_builders_train_the_same_tokens_in_their_exact_contexts(
     limit: int | None,
     side: bool,  # noqa: FBT001 - drawn, not passed
 ) -> None:
-    """Contexts exact, each token once, the books balanced and equal, the same tokens trained."""
+    """Exact contexts, each token once, balanced and equal ledgers, the same trained tokens."""
     calls = drawn.calls
     made: list[Pairs] = []
     ledgers = []
@@ -118,8 +118,8 @@ def test_builders_train_the_same_tokens_in_their_exact_contexts(
         traces, ledger, _ = builder.build(calls)
         made.append(trained_pairs(traces, drawn))
         ledgers.append(ledger)
-        linked_rightly(traces)
-        booked(calls, traces, builder)
+        check_links(traces)
+        check_ledgers(calls, traces, builder)
         assert all(trace.exact for trace in traces)
         assert all(len(trace.ids) <= (limit or 999) for trace in traces)
         assert ledger.trained == made[-1].total()
@@ -132,7 +132,7 @@ def test_builders_train_the_same_tokens_in_their_exact_contexts(
 @MANY
 @given(SESSIONS)
 def test_only_untrained_tokens_have_a_reason(drawn: Drawn) -> None:
-    """Without a limit a token is trained unless its call was aside, aborted or unheard."""
+    """Without a limit a token is trained unless its call is a side call, aborted or unread."""
     ledgers = count_calls(drawn.calls, PrefixMerging().build(drawn.calls).traces)
     for call in drawn.calls:
         ledger = ledgers[call.number]
@@ -157,32 +157,32 @@ def test_only_untrained_tokens_have_a_reason(drawn: Drawn) -> None:
 @MANY
 @given(SESSIONS, st.randoms(use_true_random=False))
 def test_order_of_arrival_does_not_matter(drawn: Drawn, random: object) -> None:
-    """Calls are numbered, so a shuffled recording gives the same bytes."""
+    """Calls are numbered, so a shuffled recording gives the same traces and ledger."""
     shuffled = list(drawn.calls)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     for builder in (PerRequest(), PrefixMerging(), Canonical()):
-        one, other = builder.build(drawn.calls), builder.build(shuffled)
-        assert one.ledger == other.ledger
-        assert [encode(t) for t in one.traces] == [encode(t) for t in other.traces]
+        built, again = builder.build(drawn.calls), builder.build(shuffled)
+        assert built.ledger == again.ledger
+        assert [encode(t) for t in built.traces] == [encode(t) for t in again.traces]
 
 
 @MANY
 @given(SESSIONS)
-def test_exact_continuations_of_an_open_trace_never_fork(drawn: Drawn) -> None:
-    """A new trace appears only where no trace, as it then stood, began the call's prompt."""
+def test_exact_continuations_never_start_a_new_trace(drawn: Drawn) -> None:
+    """A new trace starts only if no trace so far is a prefix of the call's prompt."""
     traces = PrefixMerging(train_side=True).build(drawn.calls).traces
     home = {span.call: i for i, trace in enumerate(traces) for span in trace.spans}
     tips: dict[int, tuple[list[int], tuple[str, ...], bool]] = {}
-    for one in sorted(drawn.calls, key=lambda one: one.number):
-        if one.mode is Mode.TEXT:
+    for call in sorted(drawn.calls, key=lambda call: call.number):
+        if call.mode is Mode.TEXT:
             continue
-        if one.number not in home:
+        if call.number not in home:
             return  # an empty answer leaves no span to find it by
-        aside = one.kind is TraceKind.SIDE
-        if home[one.number] not in tips:
-            prompt, pictures = one.prompt_ids.tolist(), drawn.images[one.number]
+        aside = call.kind is TraceKind.SIDE
+        if home[call.number] not in tips:
+            prompt, pictures = call.prompt_ids.tolist(), drawn.images[call.number]
             assert not any(
                 prompt[: len(tip)] == tip and pictures[: len(seen)] == seen and side == aside
                 for tip, seen, side in tips.values()
             )
-        tips[home[one.number]] = (whole(one), drawn.images[one.number], aside)
+        tips[home[call.number]] = (whole(call), drawn.images[call.number], aside)

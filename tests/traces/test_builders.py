@@ -1,6 +1,5 @@
-"""The builders on sessions written by hand."""
+"""Trace builders on hand-written sessions."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +10,13 @@ import pytest
 from calls import make_call as call
 from calls import read_calls
 from tugline.errors import CaptureError, ConfigError
+from tugline.schema import read_jsonl
 from tugline.traces.base import PrefixMerging, make_builder
-from tugline.types import Ledger, PluginSpec, Trace, TraceKind, VersionSpan
+from tugline.types import Ledger, PluginSpec, Trace, VersionSpan
 
-ROWS = list(map(json.loads, Path(__file__).with_name("sessions.jsonl").read_text().splitlines()))
+ROWS = [row for _, row in read_jsonl(Path(__file__).with_name("sessions.jsonl"))]
 """Sessions as calls (prompt, sampled ids, other fields), and the traces or the ledger of each."""
 ALL = ["per_request", "prefix_merging"]
-
-
-# --------------------------------------------------------------------------- by hand
-@pytest.mark.parametrize("builder", ALL)
-def test_a_sub_agents_trace_is_linked_to_the_call_that_started_it(builder: str) -> None:
-    """It forks nothing, though its prompt may begin like another's; its tokens are trained."""
-    calls = [
-        call(0, [1], [2], thread="root"),
-        call(1, [1, 2, 3], [4], thread="root", parent=0),
-        call(2, [1, 7], [8], thread="a", parent_thread="root", kind=TraceKind.SUBAGENT, parent=0),
-        call(3, [1, 7, 8, 9], [10], thread="a", parent_thread="root", parent=2),
-    ]
-    built = make_builder(PluginSpec(builder)).build(calls)
-    agent = next(trace for trace in built.traces if trace.thread == "a")
-    assert agent.kind is TraceKind.SUBAGENT
-    assert agent.parent is not None
-    started = built.traces[agent.parent]
-    assert [span.call for span in started.spans][-1] == 1
-    assert built.ledger.trained == 4
 
 
 def describe(trace: Trace) -> list[object]:
@@ -46,7 +27,7 @@ def describe(trace: Trace) -> list[object]:
 
 @pytest.mark.parametrize("row", [r for r in ROWS if "traces" in r], ids=lambda row: row["shows"])
 def test_calls_become_traces(row: dict[str, Any]) -> None:
-    """Exact continuations stay in one trace; anything else begins another."""
+    """Exact continuations stay in one trace; anything else starts a new one."""
     builder = make_builder(PluginSpec(row["builder"], row.get("options", {})))
     traces, ledger, _ = builder.build(read_calls(row["calls"]))
     assert [describe(trace) for trace in traces] == row["traces"]
@@ -56,8 +37,8 @@ def test_calls_become_traces(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("builder", ALL)
 @pytest.mark.parametrize("row", [r for r in ROWS if "ledger" in r], ids=lambda row: row["shows"])
-def test_every_builder_trains_and_masks_the_same(builder: str, row: dict[str, Any]) -> None:
-    """What is not trained has its reason in the ledger."""
+def test_builders_have_the_same_ledger(builder: str, row: dict[str, Any]) -> None:
+    """Tokens that are not trained are counted by reason."""
     built = make_builder(PluginSpec(builder, row.get("options", {}))).build(
         read_calls(row["calls"])
     )
@@ -75,14 +56,14 @@ def test_every_builder_trains_and_masks_the_same(builder: str, row: dict[str, An
     ],
 )
 def test_wrong_options_are_named(name: str, options: dict[str, object], message: str) -> None:
-    """A misspelt name with what is known, a wrong value with what would be right."""
+    """The error has the known names, or the values that are allowed."""
     with pytest.raises(ConfigError, match=f"{name}.*{message}"):
         make_builder(PluginSpec(name, options))
 
 
-def test_a_call_that_is_there_twice_is_refused() -> None:
-    """Its tokens would be counted twice, or two sessions were mixed up."""
-    with pytest.raises(CaptureError, match="session s: call 0 is there twice"):
+def test_a_duplicate_call_is_refused() -> None:
+    """Its tokens would be counted twice."""
+    with pytest.raises(CaptureError, match="session s: call 0 is recorded twice"):
         PrefixMerging().build([call(0, [1], [2]), call(0, [1], [2])])
 
 
@@ -97,6 +78,6 @@ def test_a_call_that_is_there_twice_is_refused() -> None:
     ],
 )
 def test_incomplete_call_is_refused(changes: dict[str, object], field: str) -> None:
-    """A call without its ids, logprobs or versions is an error that names the call."""
+    """The error names the call and the field that is missing or too short."""
     with pytest.raises(CaptureError, match=rf"call 0 of session s: .*{field}"):
         PrefixMerging().build([call(0, [1], [2, 3], **changes)])

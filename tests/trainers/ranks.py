@@ -1,4 +1,4 @@
-"""Two processes that train wrapped models; a module of its own, which they can import."""
+"""Two processes that train wrapped models, in a module that they can import."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ LORA = peft.LoraConfig(
 def batches() -> list[list[Trajectory]]:
     """Sessions of five steps.
 
-    A session of the second is not finite. The last has a single row of most of the tokens, and a
-    session that the engine took for less likely by far.
+    A session of the second step is not finite. The last step has two rows; the engine's
+    probabilities of one of them are much too low.
     """
     model = tiny()
     rng = np.random.default_rng(3)
@@ -47,34 +47,34 @@ def batches() -> list[list[Trajectory]]:
 
 
 def train(model: torch.nn.Module, config: GrpoConfig, share: slice) -> list[StepReport]:
-    """Five steps on a part of each step's sessions."""
+    """Train five steps with a part of each step's sessions."""
     trainer = Grpo(model, config)
     return [trainer.step(batch[share], version=VERSION) for batch in batches()]
 
 
-def go_on(trainer: Grpo, share: slice) -> torch.Tensor:
-    """Train the steps after `SAVED`; the weights at the end."""
+def train_rest(trainer: Grpo, share: slice) -> torch.Tensor:
+    """Train the steps after `SAVED`; return the weights."""
     for batch in batches()[SAVED:]:
         trainer.step(batch[share], version=VERSION)
     return weights(trainer.model)
 
 
 def fsdp(seed: int = 0) -> torch.nn.Module:
-    """Sharded by layer, and the rest at the root."""
+    """A sharded model."""
     model = tiny(seed)
     shard(model)
     return model
 
 
 def lora_fsdp(seed: int = 0) -> torch.nn.Module:
-    """Adapters, sharded."""
+    """A sharded model with adapters."""
     model = lora(seed)
     shard(model)
     return model
 
 
 def lora(seed: int = 0) -> torch.nn.Module:
-    """Adapters of one process."""
+    """A model with adapters."""
     model = tiny()
     torch.manual_seed(seed)
     return peft.get_peft_model(model, LORA)
@@ -89,11 +89,11 @@ CASES: dict[str, tuple[Callable[[], torch.nn.Module], slice, slice, dict[str, ob
         {"tree_packing": False, "ratio_level": "trace", "importance": None},
     ),
     "fsdp": (fsdp, slice(None, 1), slice(1, None), {}),
-    "fsdp, one rank has all": (fsdp, slice(None), slice(0), {"gradient_checkpointing": True}),
+    "fsdp, all on one rank": (fsdp, slice(None), slice(0), {"gradient_checkpointing": True}),
     "fsdp, small passes": (fsdp, slice(None, 4), slice(4, None), {"micro_tokens": 1}),
     "lora": (lora_fsdp, slice(None, 1), slice(1, None), {}),
 }
-"""The model, what each of two ranks brings of a step's sessions, and changes of the config."""
+"""The model, the part of a step's sessions of each rank, and changes of the configuration."""
 
 
 RESUMED: dict[str, Callable[[int], torch.nn.Module]] = {"fsdp": fsdp, "lora": lora_fsdp}
@@ -101,7 +101,7 @@ RESUMED: dict[str, Callable[[int], torch.nn.Module]] = {"fsdp": fsdp, "lora": lo
 
 
 def resume(name: str, share: slice, folder: Path) -> torch.Tensor:
-    """Train, save, load into a model with other weights, and train on."""
+    """Train, save, load into a model with other weights, and train the rest."""
     trainer = Grpo(RESUMED[name](0), CONFIG)
     for batch in batches()[:SAVED]:
         trainer.step(batch[share], version=VERSION)
@@ -109,18 +109,18 @@ def resume(name: str, share: slice, folder: Path) -> torch.Tensor:
     dist.barrier()
     other = Grpo(RESUMED[name](7), CONFIG)
     checkpoint.load(folder / f"step-{SAVED:06d}", other)
-    return go_on(other, share)
+    return train_rest(other, share)
 
 
 def work(rank: int, folder: Path) -> None:
-    """One of two ranks: train every case, and leave weights and reports in `folder`."""
+    """One of two ranks: train every case, and write weights and reports to `folder`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
     results = {}
     for name, (make, *shares, changes) in CASES.items():
         model = make()
         reports = train(model, replace(CONFIG, **changes), shares[rank])
-        results[name] = (weights(model), [msgspec.json.encode(one) for one in reports])
+        results[name] = (weights(model), [msgspec.json.encode(report) for report in reports])
     for name in RESUMED:
         share = slice(1) if rank == 0 else slice(1, None)
         results[f"resumed {name}"] = (resume(name, share, folder / name), [])

@@ -1,4 +1,4 @@
-"""A small random model, and sessions whose log probabilities were captured from it."""
+"""A small random model, and sessions with log probabilities of that model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tiny(seed: int = 0) -> Qwen3ForCausalLM:
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:
-    """A copy of all weights in one vector, sharded ones whole."""
+    """A copy of all weights in one vector; sharded ones are gathered."""
     whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
     return torch.cat([p.detach().flatten() for p in whole])
 
@@ -46,7 +46,7 @@ def captured(model: torch.nn.Module, ids: np.ndarray, temperature: float = 1.0) 
 
 
 def trace(model: torch.nn.Module, rng: np.random.Generator, **changes: object) -> Trace:
-    """Shared prompt, own words, an answer, tool output, another answer."""
+    """A prompt that all share, own tokens, an answer, tool output, another answer."""
     own, first, tool, last = (int(n) for n in rng.integers(2, 12, 4))
     n = len(PROMPT) + own + first + tool + last
     ids = np.concatenate([PROMPT, rng.integers(0, 48, n - len(PROMPT))]).astype(np.int32)
@@ -61,8 +61,8 @@ def trace(model: torch.nn.Module, rng: np.random.Generator, **changes: object) -
 
 
 def session(traces: Sequence[Trace], *, task: str, sample: int, reward: float | None) -> Trajectory:
-    """A finished session with a ledger that fits its traces."""
-    trained = sum(int(one.mask.sum()) for one in traces)
+    """A finished session; its ledger agrees with its traces."""
+    trained = sum(int(each.mask.sum()) for each in traces)
     return Trajectory(
         session=f"{task}/{sample}",
         task=task,
@@ -75,7 +75,7 @@ def session(traces: Sequence[Trace], *, task: str, sample: int, reward: float | 
 
 
 def groups(model: torch.nn.Module, *, tasks: int = 2, samples: int = 4) -> list[Trajectory]:
-    """Every first session of a task has two traces; even ones succeed."""
+    """Groups whose first sessions have two traces, and whose even ones succeed."""
     rng = np.random.default_rng(1)
     return [
         session(
@@ -89,46 +89,42 @@ def groups(model: torch.nn.Module, *, tasks: int = 2, samples: int = 4) -> list[
     ]
 
 
-def recaptured(one: Trajectory, change: Callable[[Trace], np.ndarray]) -> Trajectory:
-    """A session whose engine reported other log probabilities: what `change` makes of a trace."""
+def recaptured(original: Trajectory, change: Callable[[Trace], np.ndarray]) -> Trajectory:
+    """The session with other log probabilities: `change(trace)`."""
     traces = [
         replace(each, logprobs=np.where(each.mask, change(each), 0).astype(np.float32))
-        for each in one.traces
+        for each in original.traces
     ]
-    return replace(one, traces=tuple(traces))
+    return replace(original, traces=tuple(traces))
 
 
 def sample(ids: Sequence[int], mask: Sequence[bool], **changes: object) -> Sample:
-    """A trace on its way to the trainer, captured at probability 1; advantages are 0."""
+    """A sample whose tokens had probability 1; advantages are 0."""
     plain = plain_sample(np.array(ids, np.int32), np.array(mask, np.bool_))
     return replace(plain, **{"advantages": plain.advantages.copy()} | changes)
 
 
-class Passed(NamedTuple):
-    """What forward and backward passes over some samples gave."""
+class PassResult(NamedTuple):
+    """Results of forward and backward passes over some samples."""
 
     tokens: int
     """Computed, without padding."""
     logprobs: list[np.ndarray]
     """Of the trained tokens of each sample."""
     gradient: torch.Tensor
-    """Of a sum of them that weights each token and each sample by itself."""
+    """Of their sum, with a weight of each sample and each token."""
 
 
-def weigh(samples: Sequence[Sample]) -> list[Row]:
-    """A weight for each sample."""
-    total = sum(int(one.loss_mask.sum()) for one in samples)
-    return [Row(one, weight=1 / (total + number)) for number, one in enumerate(samples)]
-
-
-def run_policy(model: torch.nn.Module, samples: Sequence[Sample], config: GrpoConfig) -> Passed:
-    """Compute samples in as many passes as `config` allows."""
+def run_policy(model: torch.nn.Module, samples: Sequence[Sample], config: GrpoConfig) -> PassResult:
+    """Compute samples in the micro-batches of `config`."""
     policy = PolicyModel(model, config)
     model.zero_grad()
-    tokens, found = 0, {}
-    for micro in pack(weigh(samples), config, policy.device):
+    total = sum(int(each.loss_mask.sum()) for each in samples)
+    rows = [Row(each, weight=1 / (total + number)) for number, each in enumerate(samples)]
+    tokens, logprobs = 0, {}
+    for micro in pack(rows, config, policy.device):
         tokens += micro.computed - micro.padding
         new = policy.logprobs(micro)
         (new * micro.weight * micro.advantage).sum().backward()
-        found |= {id(one.sample): one.logprobs for one in split_by_sample(new.detach(), micro)}
-    return Passed(tokens, [found[id(one)] for one in samples], gradient(model))
+        logprobs |= {id(row.sample): row.logprobs for row in split_by_sample(new.detach(), micro)}
+    return PassResult(tokens, [logprobs[id(each)] for each in samples], gradient(model))

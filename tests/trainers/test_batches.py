@@ -1,4 +1,4 @@
-"""Which tasks a step has, with `schedule.choose: pass_rate`."""
+"""The tasks of each step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(folder: Path, **schedule: Any) -> TaskBatches:
-    """Batches of a configuration with this schedule."""
+    """Batches with this schedule."""
     options = {"path": "tasks.jsonl", "id": "id", "instruction": "{question}", "tags": ["kind"]}
     config = {
         "tasks": {"taskset": {"name": "jsonl", "options": options}},
@@ -46,26 +46,26 @@ def make(folder: Path, **schedule: Any) -> TaskBatches:
     return TaskBatches(msgspec.convert(config, TrainConfig), folder)
 
 
-def earn(task: str, *rewards: float | None) -> list[Trajectory]:
-    """Results of a group; None: of a session that failed."""
+def make_group(task: str, *rewards: float | None) -> list[Trajectory]:
+    """Results of a group; None is a failed session."""
     return [session([], task=task, sample=n, reward=reward) for n, reward in enumerate(rewards)]
 
 
-def test_every_task_is_seen_once_in_the_usual_order(folder: Path) -> None:
-    """Whatever is known: tasks are drawn only after the last of them was chosen."""
+def test_the_first_epoch_has_the_same_order(folder: Path) -> None:
+    """Tasks are drawn by pass rate only after each was chosen once."""
     drawn, fixed = make(folder, tasks_per_step=5), make(folder, tasks_per_step=5, choose="order")
     rates = dict.fromkeys(range(COUNT), 0.0)
-    first, usual = (
+    chosen, expected = (
         [number for step in (1, 2, 3) for number in batches.choose(step, rates)]
         for batches in (drawn, fixed)
     )
-    assert first[:COUNT] == usual[:COUNT]
-    assert sorted(first[:COUNT]) == list(range(COUNT))
-    assert len(set(first[10:])) == 5  # a step has no task twice, if there are enough
+    assert chosen[:COUNT] == expected[:COUNT]
+    assert sorted(chosen[:COUNT]) == list(range(COUNT))
+    assert len(set(chosen[10:])) == 5  # no task is twice in a step, if there are enough
 
 
-def test_batches_follow_from_the_configuration(folder: Path) -> None:
-    """Each epoch has every task once, in an order of its own; ids never repeat."""
+def test_batches_are_deterministic(folder: Path) -> None:
+    """Each epoch has every task once, in another order; ids and seeds are unique."""
     tasks, others = (
         [task for step in range(1, 10) for task in each.batch(step, each.choose(step, {}))]
         for each in (make(folder, choose="order"), make(folder, choose="order"))
@@ -80,7 +80,7 @@ def test_batches_follow_from_the_configuration(folder: Path) -> None:
 
 
 def test_tasks_with_mixed_results_are_drawn_more_often(folder: Path) -> None:
-    """In the proportion of their weights 0.25 and 0.05, and none is starved."""
+    """In proportion to their weights, 0.25 and 0.05."""
     batches = make(folder, tasks_per_step=1)
     rates = dict.fromkeys(HARD, 0.0) | dict.fromkeys(MIXED, 0.5) | dict.fromkeys(EASY, 1.0)
     steps = range(COUNT + 1, COUNT + 1401)
@@ -96,24 +96,24 @@ def test_tasks_with_mixed_results_are_drawn_more_often(folder: Path) -> None:
     step=st.integers(1, 50),
     seed=st.integers(0, 3),
 )
-def test_the_same_results_lead_to_the_same_draws(
+def test_draws_depend_on_results_and_step(
     folder: Path, rates: dict[int, float], step: int, seed: int
 ) -> None:
-    """Also after a checkpoint, without a task twice, and balanced as the whole set is."""
+    """Also after a checkpoint; no task is drawn twice, and tags are balanced."""
     batches = make(folder, seed=seed, balance="kind")
     chosen = batches.choose(step, rates)
     extra = msgspec.json.encode(msgspec.to_builtins(TrainState(pass_rates=rates), str_keys=True))
     read = msgspec.convert(msgspec.json.decode(extra), TrainState, str_keys=True, strict=False)
     again = make(folder, seed=seed, balance="kind")
-    again.choose(step + 7, {})  # what was drawn before changes nothing
+    again.choose(step + 7, {})  # earlier draws do not matter
     assert again.choose(step, read.pass_rates) == chosen
     assert len(set(chosen)) == SIZE
     assert Counter(number % 2 for number in chosen) == {0: 2, 1: 2}
     assert len({task.id for task in batches.batch(step, chosen)}) == SIZE
 
 
-def test_a_set_smaller_than_a_step_is_repeated(folder: Path) -> None:
-    """Every task first, then again."""
+def test_a_small_set_is_repeated_within_a_step(folder: Path) -> None:
+    """Every task is in it equally often."""
     chosen = make(folder, tasks_per_step=2 * COUNT).choose(2, {})
     assert Counter(chosen) == dict.fromkeys(range(COUNT), 2)
 
@@ -122,20 +122,20 @@ def test_a_set_smaller_than_a_step_is_repeated(folder: Path) -> None:
     ("rewards", "expected"),
     [
         ((1.0, 0.0, 0.0, 0.0), 0.25),
-        ((1.0, None, 0.0, None), 0.5),  # a failure says nothing about the task
+        ((1.0, None, 0.0, None), 0.5),  # failures do not count
         ((None, None), None),
         ((float("nan"), 1.0), 1.0),
         ((-1.0, 3.0), 0.5),  # as 0 and 1
     ],
 )
-def test_a_pass_rate_is_the_mean_of_what_was_earned(
+def test_pass_rates_are_means_of_rewards(
     folder: Path, rewards: Sequence[float | None], expected: float | None
 ) -> None:
-    """Of the first group; each later one counts for a half."""
+    """Of the first group; each later group has a weight of 1/2."""
     batches = make(folder)
-    known = batches.update_rates({}, {"g": 3}, earn("g", *rewards))
+    known = batches.update_rates({}, {"g": 3}, make_group("g", *rewards))
     assert known == ({} if expected is None else {3: expected})
     if expected is not None:
-        later = batches.update_rates(known, {"g": 3}, earn("g", 0.0, 0.0))
+        later = batches.update_rates(known, {"g": 3}, make_group("g", 0.0, 0.0))
         assert later == {3: pytest.approx(expected / 2)}
-    assert make(folder, choose="order").update_rates({}, {"g": 3}, earn("g", 1.0)) == {}
+    assert make(folder, choose="order").update_rates({}, {"g": 3}, make_group("g", 1.0)) == {}

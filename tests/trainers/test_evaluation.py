@@ -26,22 +26,22 @@ from tugline.types import Boundary, Cause, Failure
 
 @pytest.mark.parametrize("passed", range(7))
 @pytest.mark.parametrize("k", range(1, 7))
-def test_pass_at_k_is_the_mean_over_all_draws(passed: int, k: int) -> None:
-    """Counted over every subset of six attempts."""
+def test_pass_at_k_is_the_mean_over_all_subsets(passed: int, k: int) -> None:
+    """Of all subsets of six attempts."""
     attempts = [True] * passed + [False] * (6 - passed)
     draws = [any(draw) for draw in itertools.combinations(attempts, k)]
     assert pass_at_k(6, passed, k) == pytest.approx(sum(draws) / len(draws))
 
 
 def test_pass_at_k_needs_k_attempts() -> None:
-    """Two attempts say nothing about three; of two hundred, any number can be asked for."""
+    """Fewer are an error."""
     assert pass_at_k(200, 1, 100) == pytest.approx(1 / 2, abs=1e-12)
     with pytest.raises(UsageError, match="pass@3 of 1 in 2"):
         pass_at_k(2, 1, 3)
 
 
 def test_an_evaluation_averages_over_tasks() -> None:
-    """Tasks weigh alike; what has no reward is in no rate, and its cause is counted."""
+    """With equal weights; attempts without a reward are counted by cause, and in no rate."""
     lost = Failure(Boundary.RUNTIME, "gone", Cause.SANDBOX)
     slow = Failure(Boundary.AGENT, "slow", Cause.AGENT_TIMEOUT)
     attempts = [
@@ -51,15 +51,15 @@ def test_an_evaluation_averages_over_tasks() -> None:
         Attempt("c", 0.5, slow),
     ]
     tags = {"a": {"kind": "x"}, "b": {"kind": "y"}, "c": {"kind": "x"}}
-    found = evaluate(attempts, k=4, tags=tags)
-    assert found.pass_at[1].value == pytest.approx((1 / 4 + 1 + 0) / 3)
-    assert found.pass_at[2].value == pytest.approx((1 / 2 + 1) / 2)
-    assert (found.pass_at[4].value, found.pass_at[4].tasks) == (1.0, 1)
-    assert (found.attempts, found.unrewarded) == (7, 1)
-    assert found.reward == pytest.approx(3.5 / 7)
-    assert found.by_tag["kind=x"].value == pytest.approx(1 / 8)
-    assert found.failures == {"sandbox": 1, "agent_timeout": 1}
-    assert dict(summarize(found))["without a reward"] == "1 sessions, not counted"
+    result = evaluate(attempts, k=4, tags=tags)
+    assert result.pass_at[1].value == pytest.approx((1 / 4 + 1 + 0) / 3)
+    assert result.pass_at[2].value == pytest.approx((1 / 2 + 1) / 2)
+    assert (result.pass_at[4].value, result.pass_at[4].tasks) == (1.0, 1)
+    assert (result.attempts, result.unrewarded) == (7, 1)
+    assert result.reward == pytest.approx(3.5 / 7)
+    assert result.by_tag["kind=x"].value == pytest.approx(1 / 8)
+    assert result.failures == {"sandbox": 1, "agent_timeout": 1}
+    assert dict(summarize(result))["without a reward"] == "1 sessions, not counted"
     assert evaluate([]).pass_at == {}
 
 
@@ -70,17 +70,17 @@ def test_an_evaluation_averages_over_tasks() -> None:
         (15, 148, 0.0624, 0.1605),
         (0, 20, 0.0, 0.1611),
         (1, 29, 0.0061, 0.1718),
-        (0, 0, 0.0, 1.0),  # no attempts, no knowledge
+        (0, 0, 0.0, 1.0),  # no attempts
     ],
 )
 def test_wilson_gives_the_published_intervals(passed: int, n: int, low: float, high: float) -> None:
-    """The interval is Wilson's without continuity correction, to four digits."""
+    """Without continuity correction, to four digits."""
     assert wilson(passed, n) == pytest.approx((low, high), abs=5e-5)
 
 
 @given(st.integers(1, 5000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_wilson_encloses_the_rate_and_mirrors(counts: tuple[int, int]) -> None:
-    """The interval lies within 0 and 1, holds the rate, and failures mirror passes."""
+def test_wilson_is_symmetric_and_contains_the_rate(counts: tuple[int, int]) -> None:
+    """The interval is within 0 and 1; failures have the mirrored one."""
     passed, n = counts
     low, high = wilson(passed, n)
     assert 0 <= low <= passed / n <= high <= 1
@@ -88,7 +88,7 @@ def test_wilson_encloses_the_rate_and_mirrors(counts: tuple[int, int]) -> None:
 
 
 def test_intervals() -> None:
-    """Wilson's where each task is solved or not; else one that narrows with the spread."""
+    """Wilson's if each task is solved or not; otherwise narrower with less spread."""
     solved = estimate(np.array([1.0] * 31 + [0.0] * 65))
     assert (solved.low, solved.high) == wilson(31, 96)
     even = estimate(np.full(96, 0.3))
@@ -99,34 +99,34 @@ def test_intervals() -> None:
     assert few.high > 0.8
 
 
-def test_intervals_cover() -> None:
-    """Of intervals for tasks of mixed difficulty, with four attempts each, about 95 % hold."""
+def test_intervals_cover_the_true_rate() -> None:
+    """About 95 % of them, for tasks of mixed difficulty with four attempts each."""
     random = np.random.default_rng(0)
-    held = 0
+    covered = 0
     for _ in range(400):
         chances = random.beta(0.8, 1.2, 40)
-        found = estimate(random.binomial(4, chances) / 4)
-        held += found.low <= 0.4 <= found.high
-    assert 0.92 <= held / 400 <= 0.99
+        interval = estimate(random.binomial(4, chances) / 4)
+        covered += interval.low <= 0.4 <= interval.high
+    assert 0.92 <= covered / 400 <= 0.99
 
 
 def test_a_comparison_is_paired() -> None:
     """By hand: 3 of 5 tasks better and none worse, and the interval of Bonett and Price."""
     before = [Attempt(name, 0.0) for name in "abcde"]
     now = [Attempt(name, float(name in "abc")) for name in "abcdef"]
-    found = compare(now, before)
-    assert (found.better, found.worse, found.difference.tasks) == (3, 0, 5)
-    assert found.difference.value == pytest.approx(0.6)
+    comparison = compare(now, before)
+    assert (comparison.better, comparison.worse, comparison.difference.tasks) == (3, 0, 5)
+    assert comparison.difference.value == pytest.approx(0.6)
     centre, spread = 3 / 7, ((5 / 7 - (3 / 7) ** 2) / 7) ** 0.5
-    assert found.difference.low == pytest.approx(centre - 1.96 * spread)
-    assert found.difference.high == pytest.approx(centre + 1.96 * spread)
+    assert comparison.difference.low == pytest.approx(centre - 1.96 * spread)
+    assert comparison.difference.high == pytest.approx(centre + 1.96 * spread)
     same = compare(before, before).difference
     assert (same.value, same.low < 0 < same.high) == (0.0, True)
     with pytest.raises(UsageError, match="no rewarded task in common"):
         compare(now, [Attempt("z", 1.0)])
 
 
-def test_an_earlier_run_must_be_one(tmp_path: Path) -> None:
-    """A folder without results is an error that names the file."""
+def test_a_run_without_results_is_an_error(tmp_path: Path) -> None:
+    """It has the name of the file."""
     with pytest.raises(UsageError, match=r"results\.jsonl has no results"):
         read_results(tmp_path)

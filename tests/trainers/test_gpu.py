@@ -1,4 +1,4 @@
-"""What only a GPU runs: attention over ragged paths, and engine and trainer side by side."""
+"""Tests that need a GPU: attention over ragged paths, and the engine beside the trainer."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def small() -> Qwen3ForCausalLM:
         num_attention_heads=8,
         head_dim=64,
         max_position_embeddings=8192,
-        initializer_range=0.1,  # sharp enough that a wrong context shows
+        initializer_range=0.1,  # large enough that a wrong context changes the results
     )
     return model.cuda().eval()
 
 
 def forked() -> list[Sample]:
-    """Eight rows that share 900 ids; of four pairs, the first begins the second."""
+    """Four pairs of rows that share 900 ids; the first of a pair is a prefix of the second."""
     rng = np.random.default_rng(0)
 
     def text(length: int) -> Ids:
@@ -62,10 +62,10 @@ def forked() -> list[Sample]:
 
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_tree_gives_what_each_trace_gives_alone(
+def test_trees_give_the_results_of_separate_rows(
     autocast: str | None, *, checkpointed: bool
 ) -> None:
-    """In float32 attention runs by run, in bfloat16 over all paths at once by `varlen_attn`."""
+    """Attention is computed run by run in float32, and by `varlen_attn` in bfloat16."""
     options = {"autocast": autocast, "gradient_checkpointing": checkpointed}
     plain, tree = (
         run_policy(small(), forked(), GrpoConfig(tree_packing=packed, **options))
@@ -89,8 +89,8 @@ def test_a_tree_gives_what_each_trace_gives_alone(
         assert abs(ratio - 1) < 0.01
 
 
-async def test_the_engine_says_the_log_probabilities_that_the_trainer_computes() -> None:
-    """Answers of a batch of different lengths, with a common beginning, in float32."""
+async def test_engine_and_trainer_have_the_same_log_probabilities() -> None:
+    """In float32, for a batch of prompts with a common prefix."""
     model = small()
     rng = np.random.default_rng(1)
     shared = rng.integers(3, VOCABULARY, 300).astype(np.int32)
@@ -105,18 +105,18 @@ async def test_the_engine_says_the_log_probabilities_that_the_trainer_computes()
                 rows.append((prompt, join([chunk async for chunk in chunks])))
     config = GrpoConfig(micro_tokens=4096)
     policy = PolicyModel(model, config)
-    for prompt, said in rows:
-        row = Row(make_probe(np.concatenate([prompt, said.ids])))
+    for prompt, output in rows:
+        row = Row(make_probe(np.concatenate([prompt, output.ids])))
         for micro in pack([row], config, policy.device):
             with torch.no_grad():
-                new = policy.logprobs(micro).cpu().numpy()[-len(said.ids) :]
-        worst = max(worst, float(np.abs(new - said.logprobs).max()))
+                new = policy.logprobs(micro).cpu().numpy()[-len(output.ids) :]
+        worst = max(worst, float(np.abs(new - output.logprobs).max()))
     print(f"engine against trainer: {worst:.1e} nats")  # noqa: T201 - as above
     assert worst < 1e-4
 
 
-def test_a_model_sharded_over_nccl_learns_what_one_without_learns(tmp_path: Path) -> None:
-    """Five steps, one of them with a session that is not finite, in a group of one process."""
+def test_a_model_sharded_over_nccl_has_the_same_weights(tmp_path: Path) -> None:
+    """After five steps in a group of one process, one with a session that is not finite."""
     plain = tiny().cuda()
     reports = ranks.train(plain, ranks.CONFIG, slice(None))
     dist.init_process_group(
@@ -131,6 +131,6 @@ def test_a_model_sharded_over_nccl_learns_what_one_without_learns(tmp_path: Path
         dist.destroy_process_group()
     print(f"weights after five steps: {difference:.1e} apart")  # noqa: T201 - as above
     assert difference < 1e-5
-    pairs = zip(reports, others, strict=True)
-    assert max(abs(one.loss - other.loss) for one, other in pairs) < 1e-5
-    assert [one.updates_skipped for one in reports] == [one.updates_skipped for one in others]
+    for report, other in zip(reports, others, strict=True):
+        assert report.loss == pytest.approx(other.loss, abs=1e-5)
+        assert report.updates_skipped == other.updates_skipped

@@ -1,4 +1,4 @@
-"""How a session was cut into traces changes what a step costs, and nothing that it learns."""
+"""Trace builders change the cost of a training step, not its result."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ REWARDS = [
 
 @st.composite
 def groups(draw: DrawFn) -> list[tuple[list[Call], float]]:
-    """The sessions of one group, sampled at several temperatures, with their outcomes."""
+    """Sessions of a group, sampled at several temperatures, and their rewards."""
     group = []
     for number in range(draw(st.integers(1, 4))):
         calls = draw_session(draw(st.binary(min_size=150, max_size=150)), f"s{number}").calls
-        at = [Sampling(temperature=(None, 0.5, 1.0)[one.number % 3]) for one in calls]
-        calls = [replace(one, sampling=each) for one, each in zip(calls, at, strict=True)]
+        at = [Sampling(temperature=(None, 0.5, 1.0)[call.number % 3]) for call in calls]
+        calls = [replace(call, sampling=sampling) for call, sampling in zip(calls, at, strict=True)]
         group.append((calls, draw(st.sampled_from([0.0, 0.1, 0.3, 1.0]))))
     return group
 
 
-def built(
+def build(
     group: Sequence[tuple[list[Call], float]], builder: str, limit: int | None = None
 ) -> list[Trajectory]:
-    """The group's trajectories under `builder`, of at most `limit` tokens a trace."""
+    """Trajectories of the group with this builder, of at most `limit` tokens a trace."""
     made = []
     for i, (calls, outcome) in enumerate(group):
         traces, ledger, _ = find("builder", builder)(max_length=limit).build(calls)
@@ -58,19 +58,19 @@ def built(
 def tokens(
     samples: Sequence[Sample], weights: Sequence[float]
 ) -> list[tuple[str, float, float, float, float]]:
-    """Every trained token: session, what names it there, advantage, temperature and weight."""
+    """Every trained token: session, log probability, advantage, temperature and weight."""
     return sorted(
         (
-            one.session,
-            *(float(each[at]) for each in (one.logprobs, one.advantages, one.temperatures)),
+            row.session,
+            *(float(values[at]) for values in (row.logprobs, row.advantages, row.temperatures)),
             weight,
         )
-        for one, weight in zip(samples, weights, strict=True)
-        for at in np.flatnonzero(one.loss_mask)
+        for row, weight in zip(samples, weights, strict=True)
+        for at in np.flatnonzero(row.loss_mask)
     )
 
 
-@pytest.mark.parametrize("reward", REWARDS, ids=lambda one: one["reward"])
+@pytest.mark.parametrize("reward", REWARDS, ids=lambda case: case["reward"])
 @given(
     group=groups(),
     advantage=st.sampled_from(["grpo", "dr_grpo", "rloo"]),
@@ -78,7 +78,7 @@ def tokens(
     stale=st.sampled_from([None, 1]),
     limit=st.sampled_from([None, 9]),
 )
-def test_no_builder_changes_what_a_token_counts_for(
+def test_builders_give_tokens_the_same_weight(
     reward: dict[str, object],
     group: list[tuple[list[Call], float]],
     advantage: Estimator,
@@ -86,45 +86,45 @@ def test_no_builder_changes_what_a_token_counts_for(
     stale: int | None,
     limit: int | None,
 ) -> None:
-    """Any group: the same tokens with the same advantage and weight, to the bit, and one ledger."""
+    """Exactly the same tokens, advantages and weights, and the same ledger."""
     chosen = {"advantage": advantage, "normalisation": normalisation, "max_staleness": stale}
     config = from_mapping(reward | chosen, GrpoConfig)
-    seen, books, orders = [], [], []
+    seen, ledgers, orders = [], [], []
     for builder in BUILDERS:
-        batch = built(group, builder, limit)[:: -1 if books else 1]  # their order changes nothing
+        batch = build(group, builder, limit)[:: -1 if ledgers else 1]  # in any order
         samples, ledger = prepare(batch, config, version=5)
         seen.append(tokens(samples, token_weights(samples, config) if samples else []))
-        books.append(ledger)
-        orders.append(list(dict.fromkeys(one.session for one in samples)))
-    assert all(one == seen[0] for one in seen)
-    assert all(one == books[0] for one in books)
-    assert all(one == orders[0] for one in orders)
-    assert len(seen[0]) == books[0].trained
+        ledgers.append(ledger)
+        orders.append(list(dict.fromkeys(sample.session for sample in samples)))
+    assert all(other == seen[0] for other in seen)
+    assert all(other == ledgers[0] for other in ledgers)
+    assert all(other == orders[0] for other in orders)
+    assert len(seen[0]) == ledgers[0].trained
 
 
 @given(group=groups(), advantage=st.sampled_from(["grpo", "dr_grpo", "rloo"]))
-def test_rewards_of_traces_may_be_cut_with_their_traces(
+def test_rewards_per_trace_do_not_depend_on_the_builder(
     group: list[tuple[list[Call], float]], advantage: Estimator
 ) -> None:
-    """A number per merged trace, or the same number for each of its calls: one advantage."""
-    merged, single = built(group, "prefix_merging"), built(group, "per_request")
+    """A reward of a merged trace, or the same of each of its calls: the same advantages."""
+    merged, single = build(group, "prefix_merging"), build(group, "per_request")
     of_call = {
-        (one.session, span.call): float(index) / 3
-        for one in merged
-        for index, trace in enumerate(one.traces)
+        (done.session, span.call): float(index) / 3
+        for done in merged
+        for index, trace in enumerate(done.traces)
         for span in trace.spans
     }
     seen = []
     for batch in (merged, single):
-        judged = [replace(one, reward=numbered(one, of_call)) for one in batch]
+        rewarded = [replace(done, reward=reward_traces(done, of_call)) for done in batch]
         config = GrpoConfig(reward="per_trace", advantage=advantage)
-        samples, _ = prepare(judged, config, version=2)
+        samples, _ = prepare(rewarded, config, version=2)
         seen.append(tokens(samples, [1.0] * len(samples)))
     assert seen[0] == seen[1]
 
 
-def numbered(trajectory: Trajectory, of_call: dict[tuple[str, int], float]) -> Reward:
-    """Each trace's number by the calls it trains; nan, not judged, for one that trains none."""
+def reward_traces(trajectory: Trajectory, of_call: dict[tuple[str, int], float]) -> Reward:
+    """Rewards of the traces by their first call; nan for a trace without calls."""
     numbers = [
         next((of_call[trajectory.session, span.call] for span in trace.spans), math.nan)
         for trace in trajectory.traces
@@ -132,8 +132,8 @@ def numbered(trajectory: Trajectory, of_call: dict[tuple[str, int], float]) -> R
     return Reward(9.0, per_trace=tuple(numbers))
 
 
-def grown(model: torch.nn.Module) -> list[tuple[list[Call], float]]:
-    """Four sessions of five turns, the third edited, with log probabilities of `model`."""
+def make_group(model: torch.nn.Module) -> list[tuple[list[Call], float]]:
+    """Four sessions of five turns with an edit after the third, as captured from `model`."""
     rng = np.random.default_rng(3)
     group = []
     for i in range(4):
@@ -151,20 +151,20 @@ def grown(model: torch.nn.Module) -> list[tuple[list[Call], float]]:
     return group
 
 
-@pytest.mark.parametrize("reward", REWARDS, ids=lambda one: one["reward"])
+@pytest.mark.parametrize("reward", REWARDS, ids=lambda case: case["reward"])
 @pytest.mark.parametrize("normalisation", ["token", "sequence", "constant"])
-def test_no_builder_changes_the_gradient(
+def test_builders_give_the_same_gradient(
     reward: dict[str, object], normalisation: Normalisation
 ) -> None:
-    """A step of several updates moves the weights alike, and merged traces cost it less."""
+    """A step of two updates gives the same weights; it costs less with merged traces."""
     knobs = {"normalisation": normalisation, "sessions_per_update": 2, "lr": 1e-3}
     config = from_mapping(reward | knobs | {"tree_packing": False}, GrpoConfig)
-    found, cost = {}, {}
+    trained, cost = {}, {}
     for builder in BUILDERS:
         model = tiny()
-        report = Grpo(model, config).step(built(grown(tiny()), builder), version=3)
+        report = Grpo(model, config).step(build(make_group(tiny()), builder), version=3)
         assert report.updates == 2
-        found[builder], cost[builder] = weights(model), report.tokens_forwarded
-    first, *others = found.values()
-    assert max(float((one - first).abs().max()) for one in others) < 1e-5
+        trained[builder], cost[builder] = weights(model), report.tokens_forwarded
+    first, *others = trained.values()
+    assert max(float((other - first).abs().max()) for other in others) < 1e-5
     assert cost["prefix_merging"] < 0.6 * cost["per_request"]

@@ -1,14 +1,14 @@
-"""Checkpoints on a real disk: continued exactly, refused when damaged, whole or absent."""
+"""Checkpoints: exact resumption, damage, and atomic writes."""
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from leased import limited_files
 from trainers.sessions import groups, tiny, weights
 from tugline.errors import CheckpointError
 from tugline.trainers.grpo import checkpoint
@@ -21,12 +21,12 @@ CONFIG = GrpoConfig(
 
 
 def trainer(seed: int = 0) -> Grpo:
-    """A fresh trainer on a small random model."""
+    """A new trainer of a small random model."""
     return Grpo(tiny(seed), CONFIG)
 
 
 def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
-    """Three steps in one go equal one step, a save, a load elsewhere, and two steps."""
+    """One step, a save, a load into another trainer, and two steps equal three steps."""
     batch = groups(tiny())
     straight = trainer()
     for version in range(3):
@@ -44,15 +44,15 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_other_tools_can_read_the_model(tmp_path: Path) -> None:
-    """A checkpoint is a Hugging Face model directory."""
+    """A checkpoint is a model folder of Hugging Face."""
     mine = trainer()
     path = checkpoint.save(tmp_path, mine, step=1, version=1)
     theirs = AutoModelForCausalLM.from_pretrained(path)
     assert torch.equal(weights(mine.model), weights(theirs))
 
 
-def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
-    """Old checkpoints go once a newer one is whole; the newest is found."""
+def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
+    """The last `keep` stay."""
     assert checkpoint.latest(tmp_path) is None
     for step in range(4):
         checkpoint.save(tmp_path, trainer(), step=step, version=step, keep=2)
@@ -60,8 +60,8 @@ def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000003"
 
 
-def test_half_written_ones_are_ignored(tmp_path: Path) -> None:
-    """What a crash left behind is neither found nor in the way of the next save."""
+def test_incomplete_checkpoints_are_ignored(tmp_path: Path) -> None:
+    """What a crash has left is not the latest one, and does not prevent the next save."""
     whole = checkpoint.save(tmp_path, trainer(), step=1, version=1)
     (tmp_path / ".step-000002.part").mkdir()
     (tmp_path / ".step-000002.part" / "model.safetensors").write_bytes(b"half")
@@ -73,15 +73,15 @@ def test_half_written_ones_are_ignored(tmp_path: Path) -> None:
 
 
 def test_an_existing_step_is_not_overwritten(tmp_path: Path) -> None:
-    """A second run in the same directory cannot destroy the first one's work."""
+    """For example by a second run in the same folder."""
     checkpoint.save(tmp_path, trainer(), step=1, version=1)
     with pytest.raises(CheckpointError, match=r"step-000001 exists"):
         checkpoint.save(tmp_path, trainer(seed=1), step=1, version=1)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "config.json"])
-def test_damage_is_found_before_anything_is_loaded(tmp_path: Path, name: str) -> None:
-    """One flipped bit, or a lost file, is an error that names the file; the trainer stays."""
+def test_damaged_checkpoints_are_refused(tmp_path: Path, name: str) -> None:
+    """For one flipped bit, or a missing file; nothing is loaded."""
     path = checkpoint.save(tmp_path, trainer(), step=1, version=1)
     file = path / name
     data = bytearray(file.read_bytes())
@@ -98,19 +98,15 @@ def test_damage_is_found_before_anything_is_loaded(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("allowed", [1_000, 60_000, 100_000])
-def test_a_full_disk_leaves_nothing_half_done(tmp_path: Path, allowed: int) -> None:
-    """When writing fails, in any file, there is one error and no trace of the new checkpoint."""
+def test_a_full_disk_leaves_no_partial_checkpoint(tmp_path: Path, allowed: int) -> None:
+    """Whichever file cannot be written."""
     trained = trainer()
     trained.step(groups(tiny()), version=0)
     whole = checkpoint.save(tmp_path, trained, step=1, version=1)
     sizes = {file.name: file.stat().st_size for file in whole.iterdir()}
     assert sizes["model.safetensors"] < 100_000 < sizes["optimizer.pt"]
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, hard))
-    try:
-        with pytest.raises(CheckpointError, match="step-000002 cannot be written"):
-            checkpoint.save(tmp_path, trained, step=2, version=2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    message = "step-000002 cannot be written"
+    with limited_files(allowed), pytest.raises(CheckpointError, match=message):
+        checkpoint.save(tmp_path, trained, step=2, version=2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
     checkpoint.load(whole, trained)

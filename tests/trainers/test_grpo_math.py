@@ -1,8 +1,7 @@
-"""Advantages and losses against numbers worked out by hand."""
+"""Advantages and losses, compared with numbers computed by hand."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,25 +15,25 @@ import torch
 from trainers.sessions import sample
 from tugline.config import from_mapping
 from tugline.errors import ConfigError
+from tugline.schema import read_jsonl
 from tugline.trainers.grpo.batch import Row, pack
 from tugline.trainers.grpo.config import Estimator, GrpoConfig
 from tugline.trainers.grpo.samples import SessionReward, baselines, turn_shares
 from tugline.trainers.grpo.train import StepReport, TokenTerms, token_terms, token_weights
 from tugline.types import Sample
 
-LINES = Path(__file__).with_name("losses.jsonl").read_text().splitlines()
-LOSSES = [json.loads(line) for line in LINES]
-"""Arguments of `terms`, and what comes of them."""
+LOSSES = [row for _, row in read_jsonl(Path(__file__).with_name("losses.jsonl"))]
+"""Arguments and results of `terms`."""
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 3.0])
 """Mean 1, deviations 0 -1 -1 0 2, population variance 6/5."""
 
 
 def group_advantages(rewards: npt.ArrayLike, estimator: Estimator, eps: float) -> np.ndarray:
-    """Advantage of each session of a group where a session earned one reward."""
-    each = [float(one) for one in np.asarray(rewards, np.float64)]
-    group = [SessionReward.of([one], [7], otherwise=9.0) for one in each]
-    against = baselines(group, estimator, eps)
-    return np.array([b.advantage(one) for b, one in zip(against, each, strict=True)])
+    """Advantages in a group of sessions with one reward each."""
+    each = [float(reward) for reward in np.asarray(rewards, np.float64)]
+    group = [SessionReward.of([reward], [7], otherwise=9.0) for reward in each]
+    pairs = zip(baselines(group, estimator, eps), each, strict=True)
+    return np.array([baseline.advantage(reward) for baseline, reward in pairs])
 
 
 @pytest.mark.parametrize(
@@ -49,12 +48,12 @@ def group_advantages(rewards: npt.ArrayLike, estimator: Estimator, eps: float) -
 def test_advantages_are_those_of_their_papers(
     estimator: Estimator, eps: float, rewards: npt.ArrayLike, expected: Sequence[float]
 ) -> None:
-    """By hand."""
+    """For groups of known mean and deviation."""
     assert group_advantages(rewards, estimator, eps) == pytest.approx(expected)
 
 
-def test_noise_in_rewards_stays_small() -> None:
-    """Rewards that differ by 1e-5 give advantages below a tenth, not of the size of real ones."""
+def test_noise_in_rewards_is_not_amplified() -> None:
+    """Rewards that differ by 1e-5 have advantages below 0.1."""
     noise = np.array([1.0, 1.0 + 1e-5, 1.0, 1.0 + 1e-5])
     got = group_advantages(noise, "grpo", GrpoConfig().advantage_eps)
     assert 0 < np.abs(got).max() < 0.1
@@ -62,13 +61,13 @@ def test_noise_in_rewards_stays_small() -> None:
 
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
 @pytest.mark.parametrize("rewards", [[], [1.0], [0.1, 0.1, 0.1], [0.3, 0.1 + 0.2]])
-def test_no_difference_is_no_advantage(estimator: str, rewards: list[float]) -> None:
-    """Groups without contrast give exact zeros, without rounding noise or division by zero."""
+def test_equal_rewards_have_no_advantage(estimator: str, rewards: list[float]) -> None:
+    """Exact zeros, without rounding errors or division by zero."""
     got = group_advantages(np.array(rewards), estimator, 0.0)  # type: ignore[arg-type]
     assert got.tolist() == [0.0] * len(rewards)
 
 
-def test_a_session_of_several_rewards_counts_by_its_tokens() -> None:
+def test_several_rewards_of_a_session_are_weighted_by_tokens() -> None:
     """Rewards 1 (1 token) and 0 (3 tokens) against a session of 0.5: means 1/4 and 1/2.
 
     The centre is 3/8; the variance of a token's reward is the mean of (1/4 (5/8)^2 + 3/4 (3/8)^2)
@@ -76,7 +75,7 @@ def test_a_session_of_several_rewards_counts_by_its_tokens() -> None:
     """
     several = SessionReward.of([1.0, 0.0, 1.0], [1, 3, 0], otherwise=9.0)
     group = [several, SessionReward.of([0.5], [2], otherwise=9.0)]
-    assert [one.mean for one in group] == [0.25, 0.5]
+    assert [each.mean for each in group] == [0.25, 0.5]
     centred = baselines(group, "dr_grpo", 0.0)
     assert [b.advantage(1.0) for b in centred] == [0.625, 0.625]
     scaled = baselines(group, "grpo", 0.0)
@@ -85,20 +84,20 @@ def test_a_session_of_several_rewards_counts_by_its_tokens() -> None:
     assert [b.advantage(1.0) for b in others] == [0.5, 0.75]
 
 
-def test_a_session_that_trains_nothing_counts_with_its_outcome() -> None:
-    """Its traces' rewards say nothing about tokens that are not there."""
+def test_a_session_without_trained_tokens_has_its_outcome() -> None:
+    """Rewards of its traces do not count."""
     assert SessionReward.of([5.0], [0], otherwise=2.0).mean == 2.0
     assert SessionReward.of([], [], otherwise=2.0).mean == 2.0
 
 
-def test_turns_get_less_the_earlier_they_are() -> None:
-    """Half of what the next one gets; several traces with one call name one turn."""
+def test_turn_shares_decrease_backwards() -> None:
+    """By the discount per turn; traces with the same call have one turn."""
     assert turn_shares([4, 0, 9, 4], 0.5) == {9: 1.0, 4: 0.5, 0: 0.25}
 
 
 # --------------------------------------------------------------------------- loss
 def trained(session: str, count: int) -> Sample:
-    """A sample of which so many tokens are trained."""
+    """A sample with this number of trained tokens."""
     return sample([0] * (count + 3), [False] * 3 + [True] * count, session=session)
 
 
@@ -120,17 +119,17 @@ def terms(
     rows = []
     for i in range(traces):
         part = slice(i * count, (i + 1) * count)
-        one = trained(str(i), count)
-        one.logprobs[3:], one.advantages[3:] = captured[part], advantages[part]
-        rows.append(Row(one, old=old[part]))
+        row = trained(str(i), count)
+        row.logprobs[3:], row.advantages[3:] = captured[part], advantages[part]
+        rows.append(Row(row, old=old[part]))
     new = (torch.from_numpy(old) + torch.tensor(ratios).log()).requires_grad_()
     (micro,) = pack(rows, GrpoConfig(tree_packing=False), torch.device("cpu"))
     return token_terms(new, micro, None, GrpoConfig(**options))
 
 
 @pytest.mark.parametrize("row", LOSSES, ids=lambda row: row["shows"])
-def test_losses_are_those_worked_out_by_hand(row: dict[str, Any]) -> None:
-    """The clip is one-sided and asymmetric; importance scales the loss, but not the ratio.
+def test_losses(row: dict[str, Any]) -> None:
+    """The clip is one-sided and asymmetric; importance scales the loss, not the ratio.
 
     Old over behaviour is 1.25 and 5, then 0.2 and 1; geometric means over the two traces: 2.5 and
     the root of 0.2, which is below 0.5.
@@ -148,10 +147,8 @@ def test_losses_are_those_worked_out_by_hand(row: dict[str, Any]) -> None:
         ("constant", [1 / 2 / 100, 1 / 2 / 100, 1 / 2 / 100]),
     ],
 )
-def test_a_token_weighs_as_the_normalisation_says(
-    normalisation: str, expected: list[float]
-) -> None:
-    """Of two sessions, one has two traces of 1 token, the other one of 8."""
+def test_weights_of_tokens_by_normalisation(normalisation: str, expected: list[float]) -> None:
+    """A session has two traces of 1 token, another one of 8."""
     config = GrpoConfig(normalisation=normalisation, constant_length=100)  # type: ignore[arg-type]
     got = token_weights([trained("a", 1), trained("b", 8), trained("a", 1)], config)
     assert got == pytest.approx(expected)
@@ -159,13 +156,13 @@ def test_a_token_weighs_as_the_normalisation_says(
 
 # --------------------------------------------------------------------------- config
 def test_a_decay_within_the_warm_up_is_refused() -> None:
-    """Field, value and what would be right, in one line."""
+    """The error has the field, its value and what is allowed."""
     message = "decay_updates is 5, must be more than warmup_updates, which is 5"
     with pytest.raises(ConfigError, match=message):
         from_mapping({"warmup_updates": 5, "decay_updates": 5}, GrpoConfig)
 
 
-def test_every_figure_is_documented() -> None:
-    """The guide has each field of the report."""
+def test_fields_of_the_report_are_documented() -> None:
+    """In docs/training.md."""
     guide = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     assert [name for name in StepReport.__struct_fields__ if f"`{name}`" not in guide] == []

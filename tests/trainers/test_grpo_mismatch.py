@@ -1,4 +1,4 @@
-"""How far captured log probabilities are from the trainer's, and at which temperature they are."""
+"""Distance of captured log probabilities from the trainer's, and their temperature."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tugline.types import Distribution, LogprobMeaning, Reason, Span, Trace, Tra
 
 
 def sampled_at(model: torch.nn.Module, *distributions: Distribution) -> list[Trajectory]:
-    """A group of two sessions; each trace has one span per distribution, captured at it."""
+    """A group of two sessions with a span of each distribution."""
     batch = []
     for number in range(2):
         rng = np.random.default_rng(number)
         ids = rng.integers(0, 48, 40 + 10 * len(distributions)).astype(np.int32)
         logprobs = np.zeros(len(ids), np.float32)
         spans = []
-        for i, one in enumerate(distributions):
+        for i, distribution in enumerate(distributions):
             start = 40 + 10 * i
-            raw = one.logprobs is LogprobMeaning.RAW or not one.temperature
-            whole = captured(model, ids, 1.0 if raw else one.temperature)
+            raw = distribution.logprobs is LogprobMeaning.RAW or not distribution.temperature
+            whole = captured(model, ids, 1.0 if raw else distribution.temperature)
             logprobs[start : start + 10] = whole[start : start + 10]
-            spans.append(Span(i, start, start + 10, VERSION, distribution=one))
+            spans.append(Span(i, start, start + 10, VERSION, distribution=distribution))
         mask = np.arange(len(ids)) >= 40
         made = Trace(ids=ids, mask=mask, logprobs=logprobs, spans=tuple(spans))
         batch.append(session([made], task="t", sample=number, reward=float(number)))
@@ -38,10 +38,10 @@ def sampled_at(model: torch.nn.Module, *distributions: Distribution) -> list[Tra
 
 
 # --------------------------------------------------------------------------- sampling parameters
-def test_each_call_has_its_own_temperature() -> None:
-    """Calls of one session at 0.5, 1 and 2, and one with raw logprobs, are all reproduced."""
+def test_calls_may_have_different_temperatures() -> None:
+    """Those of a session at 0.5, 1 and 2, and one with raw logprobs."""
     at = [
-        *(Distribution(temperature=one) for one in (0.5, 1.0, 2.0)),
+        *(Distribution(temperature=temperature) for temperature in (0.5, 1.0, 2.0)),
         Distribution(temperature=0.5, top_p=0.9, logprobs=LogprobMeaning.RAW),
     ]
     report = Grpo(tiny(), GrpoConfig()).step(sampled_at(tiny(), *at), version=VERSION)
@@ -55,18 +55,18 @@ def test_each_call_has_its_own_temperature() -> None:
     [Distribution(top_p=0.9), Distribution(top_k=20), Distribution(temperature=0.0)],
     ids=["top_p", "top_k", "greedy"],
 )
-def test_logprobs_after_truncation_are_not_trained_on(distribution: Distribution) -> None:
-    """Which tokens an engine left is not known; the ledger says why those tokens are masked."""
+def test_truncated_distributions_are_not_trained(distribution: Distribution) -> None:
+    """The trainer cannot reproduce them; the ledger has the reason."""
     batch = sampled_at(tiny(), Distribution(), distribution)
     samples, ledger = prepare(batch, GrpoConfig(), version=VERSION)
     assert ledger.balanced
     assert ledger.masked[Reason.UNREPRODUCIBLE] == ledger.trained == 20
-    assert [int(one.loss_mask.sum()) for one in samples] == [10, 10]
+    assert [int(row.loss_mask.sum()) for row in samples] == [10, 10]
 
 
 # --------------------------------------------------------------------------- the distribution
 def test_mismatch_describes_the_distribution() -> None:
-    """99 differences of 0.01 and one of -1, worked out by hand."""
+    """99 differences of 0.01 and one of -1, computed by hand."""
     got = Mismatch.of(np.array([0.01] * 99 + [-1.0, math.nan, math.inf]))
     assert (got.tokens, got.non_finite) == (100, 2)
     assert got.max_abs == 1
@@ -81,7 +81,7 @@ def test_mismatch_describes_the_distribution() -> None:
 
 
 def test_mismatch_without_a_finite_difference() -> None:
-    """Nothing can be said, and nothing is NaN."""
+    """All figures are 0, none is NaN."""
     got = Mismatch.of(np.array([math.nan]))
     assert (got.tokens, got.non_finite, got.max_abs, got.k3) == (0, 1, 0, 0)
 
@@ -91,15 +91,15 @@ def off(each: Trace) -> np.ndarray:
     return np.where(np.arange(len(each.ids)) < each.spans[0].end, 0.5, 0)
 
 
-def test_mismatch_is_measured_over_all_tokens_whatever_their_version() -> None:
-    """Stale tokens are measured as well, apart: by version, engine and harness."""
+def test_mismatch_is_measured_by_version_engine_and_harness() -> None:
+    """Over all tokens, stale ones included."""
     batch = groups(tiny())
-    for i, one in enumerate(batch):
+    for i, original in enumerate(batch):
         traces = []
-        for each in one.traces:
+        for each in original.traces:
             first, last = (replace(span, engine="vllm") for span in each.spans)
             traces.append(replace(each, spans=(replace(first, version=VERSION - 2), last)))
-        stale = replace(one, traces=tuple(traces), harness="pi" if i % 2 else "")
+        stale = replace(original, traces=tuple(traces), harness="pi" if i % 2 else "")
         batch[i] = recaptured(stale, lambda each: each.logprobs + off(each))
     report = Grpo(tiny(), GrpoConfig()).step(batch, version=VERSION)
     assert report.mismatch.total.tokens == report.tokens_trained

@@ -1,4 +1,4 @@
-"""The whole step on a small random model, with log probabilities captured from that model."""
+"""Whole training steps of a small random model, on sessions with its log probabilities."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from tugline.types import Ledger, Reason, Reward, Trajectory
         GrpoConfig(importance="truncate"),
     ],
 )
-def test_gate_measures_the_weights_before_the_update(config: GrpoConfig) -> None:
-    """One captured number that is off by 0.25 shows as 0.25, however the step is computed."""
+def test_mismatch_is_measured_before_the_update(config: GrpoConfig) -> None:
+    """An error of 0.25 in one log probability is measured, however the step is computed."""
     model = tiny()
     batch = groups(model)
     (wrong,) = batch[3].traces
@@ -45,30 +45,16 @@ def test_gate_measures_the_weights_before_the_update(config: GrpoConfig) -> None
     assert report.mismatch.total.max_abs == pytest.approx(0.25, abs=1e-5)
 
 
-def test_importance_sampling_takes_the_old_policy_from_the_trainer() -> None:
-    """With a cap the ratio starts at one whatever the engine reported; without, it does not."""
-    rng = np.random.default_rng(6)
-    batch = [
-        recaptured(one, lambda each: each.logprobs - rng.uniform(0.5, 1, each.ids.size))
-        for one in groups(tiny())
-    ]
-    capped = Grpo(tiny(), GrpoConfig(importance="truncate")).step(batch, version=VERSION)
-    plain = Grpo(tiny(), GrpoConfig()).step(batch, version=VERSION)
-    assert (capped.ratio_mean, capped.clip_fraction) == (pytest.approx(1, abs=1e-5), 0)
-    assert plain.ratio_mean > 1.6
-    assert capped.mismatch.total.max_abs == pytest.approx(plain.mismatch.total.max_abs, abs=1e-5)
-
-
 # --------------------------------------------------------------------------- learning
 def test_models_that_change_their_logits_are_refused() -> None:
-    """A soft-capped head cannot be applied in part, and is an error at the door."""
+    """A soft-capped head is an error."""
     config = Gemma2Config(**SMALL, final_logit_softcapping=1.0)
     with pytest.raises(ConfigError, match="Gemma2ForCausalLM changes its logits"):
         Grpo(Gemma2ForCausalLM(config), GrpoConfig())
 
 
-def test_reference_pulls_back() -> None:
-    """The KL term is zero at the reference and grows as the policy leaves it."""
+def test_kl_grows_with_the_distance_from_the_reference() -> None:
+    """It is 0 at first."""
     model = tiny()
     trainer = Grpo(model, GrpoConfig(kl=0.1, lr=1e-3), reference=tiny())
     first = trainer.step(groups(model), version=VERSION)
@@ -79,7 +65,7 @@ def test_reference_pulls_back() -> None:
 
 
 def test_kl_without_a_reference_is_refused() -> None:
-    """A penalty with nothing to measure it against is an error that says what to do."""
+    """Its error has the option."""
     with pytest.raises(ConfigError, match=r"kl is 0\.1"):
         Grpo(tiny(), GrpoConfig(kl=0.1))
 
@@ -96,16 +82,16 @@ def test_kl_without_a_reference_is_refused() -> None:
 def test_learning_rate_follows_its_schedule(
     schedule: dict[str, Any], shares: Sequence[float]
 ) -> None:
-    """It rises linearly, falls to its last share, and stays there; what is left moves nothing."""
+    """It rises linearly, falls to its last share, and stays there."""
     model = tiny()
     trainer = Grpo(model, GrpoConfig(lr=1.0e-3, warmup_updates=4, **schedule))
     rates = [trainer.step(groups(model), version=VERSION).learning_rate for _ in shares]
     assert rates == pytest.approx([1e-3 * share for share in shares], abs=1e-12)
 
 
-# --------------------------------------------------------------------------- the books
-def test_books_balance_over_every_exit() -> None:
-    """Failed sessions, groups without signal and stale tokens all leave with their reason."""
+# --------------------------------------------------------------------------- rewards and ledger
+def test_tokens_that_are_not_trained_have_a_reason() -> None:
+    """Those of failed sessions, groups without signal, and stale ones; the ledger balances."""
     model = tiny()
     rng = np.random.default_rng(2)
     old = trace(model, rng)
@@ -120,66 +106,66 @@ def test_books_balance_over_every_exit() -> None:
     ]
     config = GrpoConfig(max_staleness=2)
     report = Grpo(model, config).step(batch, version=VERSION)
-    books = report.ledger
-    assert books.balanced
-    assert books.sampled == sum(one.ledger.sampled for one in batch)
-    assert books.trained == report.tokens_trained > 0
-    assert books.masked[Reason.ABORTED] == 2 * len(batch)
-    assert books.masked[Reason.STALE] == old.spans[0].end - old.spans[0].start
-    assert books.dropped[Reason.SESSION_FAILED] == sum(b.ledger.trained for b in batch[4:6])
-    assert books.dropped[Reason.NO_SIGNAL] == sum(b.ledger.trained for b in batch[7:])
+    ledger = report.ledger
+    assert ledger.balanced
+    assert ledger.sampled == sum(done.ledger.sampled for done in batch)
+    assert ledger.trained == report.tokens_trained > 0
+    assert ledger.masked[Reason.ABORTED] == 2 * len(batch)
+    assert ledger.masked[Reason.STALE] == old.spans[0].end - old.spans[0].start
+    assert ledger.dropped[Reason.SESSION_FAILED] == sum(b.ledger.trained for b in batch[4:6])
+    assert ledger.dropped[Reason.NO_SIGNAL] == sum(b.ledger.trained for b in batch[7:])
 
 
 def two_sessions(model: torch.nn.Module, *per_trace: float) -> list[Trajectory]:
-    """Two traces with these numbers and outcome 1, against one trace with outcome 0."""
+    """Two traces with these rewards and outcome 1, and a session with outcome 0."""
     rng = np.random.default_rng(0)
     two = session([trace(model, rng) for _ in range(2)], task="t", sample=0, reward=1.0)
-    judged = replace(two, reward=Reward(1.0, per_trace=per_trace))
-    return [judged, session([trace(model, rng)], task="t", sample=1, reward=0.0)]
+    rewarded = replace(two, reward=Reward(1.0, per_trace=per_trace))
+    return [rewarded, session([trace(model, rng)], task="t", sample=1, reward=0.0)]
 
 
-def test_each_trace_can_have_a_reward_of_its_own() -> None:
-    """Its tokens' advantage is its own number less the mean of the sessions' means."""
+def test_traces_may_have_their_own_rewards() -> None:
+    """Their advantage is the reward less the mean of the sessions' means."""
     batch = two_sessions(tiny(), 3.0, math.nan)
     samples, _ = prepare(batch, GrpoConfig(reward="per_trace", advantage="dr_grpo"), version=5)
-    many, few = (int(one.mask.sum()) for one in batch[0].traces)
+    many, few = (int(each.mask.sum()) for each in batch[0].traces)
     centre = (3 * many + 1 * few) / (many + few) / 2
     expected = [3 - centre, 1 - centre, -centre]
-    for one, advantage in zip(samples, expected, strict=True):
-        assert one.advantages[one.loss_mask] == pytest.approx(advantage, rel=1e-6)
-        assert not one.advantages[~one.loss_mask].any()
+    for row, advantage in zip(samples, expected, strict=True):
+        assert row.advantages[row.loss_mask] == pytest.approx(advantage, rel=1e-6)
+        assert not row.advantages[~row.loss_mask].any()
     plain, _ = prepare(batch, GrpoConfig(advantage="dr_grpo"), version=5)
-    assert [one.advantages.max() for one in plain[:2]] == [0.5, 0.5]
+    assert [row.advantages.max() for row in plain[:2]] == [0.5, 0.5]
 
 
-def test_rewards_of_other_traces_are_refused() -> None:
-    """Numbers given under another builder do not fit, and the session is named."""
+def test_a_wrong_number_of_rewards_is_refused() -> None:
+    """As those of another builder's traces; the error names the session."""
     batch = two_sessions(tiny(), 1.0, 0.0, 0.5)
     with pytest.raises(CaptureError, match=r"session t/0: reward\.per_trace has 3 numbers for 2"):
         prepare(batch, GrpoConfig(reward="per_trace"), version=5)
     prepare(batch, GrpoConfig(), version=5)
 
 
-def test_earlier_turns_can_count_for_less() -> None:
-    """Two turns at discount 0.5: the last has the session's advantage, the first half of it."""
+def test_earlier_turns_are_discounted() -> None:
+    """At discount 0.5 the last of two turns has the session's advantage, the first half of it."""
     batch = two_sessions(tiny())
     config = GrpoConfig(turn_discount=0.5, advantage="dr_grpo")
     samples, _ = prepare(batch, config, version=VERSION)
     traces = [*batch[0].traces, *batch[1].traces]
-    for one, made_of, sign in zip(samples, traces, (1, 1, -1), strict=True):
+    for row, made_of, sign in zip(samples, traces, (1, 1, -1), strict=True):
         first, last = made_of.spans
-        assert set(one.advantages[first.start : first.end]) == {sign * 0.25}
-        assert set(one.advantages[last.start : last.end]) == {sign * 0.5}
+        assert set(row.advantages[first.start : first.end]) == {sign * 0.25}
+        assert set(row.advantages[last.start : last.end]) == {sign * 0.5}
 
 
-def test_what_is_not_trained_is_no_turn() -> None:
-    """Where the second answer is masked, the first is the last turn and has the whole advantage."""
+def test_masked_answers_are_no_turns() -> None:
+    """If the second answer is masked, the first is the last turn."""
     batch = two_sessions(tiny())
-    (one,) = batch[1].traces
-    first, last = one.spans
+    (whole,) = batch[1].traces
+    first, last = whole.spans
     gone = replace(last, masked=Reason.CLIENT_GONE)
-    mask = one.mask & (np.arange(len(one.ids)) < last.start)
-    cut = replace(one, spans=(first, gone), mask=mask)
+    mask = whole.mask & (np.arange(len(whole.ids)) < last.start)
+    cut = replace(whole, spans=(first, gone), mask=mask)
     batch[1] = session([cut], task="t", sample=1, reward=0.0)
     config = GrpoConfig(turn_discount=0.5, advantage="dr_grpo")
     samples, _ = prepare(batch, config, version=VERSION)
@@ -188,7 +174,7 @@ def test_what_is_not_trained_is_no_turn() -> None:
 
 
 def test_a_ledger_that_contradicts_its_traces_is_refused() -> None:
-    """Books that do not balance on arrival are an error that names the session."""
+    """The error names the session."""
     bad = replace(two_sessions(tiny())[0], ledger=Ledger(sampled=1, trained=1))
     with pytest.raises(CaptureError, match="session t/0"):
         prepare([bad], GrpoConfig(), version=VERSION)

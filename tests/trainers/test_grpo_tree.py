@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from random_models import SMALL, mistral
-from trainers.sessions import VERSION, captured, groups, run_policy, sample, session, tiny, weigh
+from trainers.sessions import VERSION, captured, groups, run_policy, sample, session, tiny
 from tugline.errors import CaptureError, ConfigError
-from tugline.trainers.grpo.batch import pack
+from tugline.trainers.grpo.batch import Row, pack
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.forward import PolicyModel
 from tugline.trainers.grpo.train import Grpo
@@ -33,7 +33,7 @@ TREE = GrpoConfig(tree_packing=True)
 
 
 def make_sample(ids: Sequence[int], mask: Sequence[bool]) -> Sample:
-    """A sample with an advantage that differs from token to token."""
+    """A sample whose tokens have different advantages."""
     advantages = np.where(mask, np.linspace(-1, 1, len(ids)), 0).astype(np.float32)
     temperatures = np.full(len(ids), 0.7, np.float32)
     return sample(ids, mask, advantages=advantages, temperatures=temperatures)
@@ -43,8 +43,8 @@ FIVE = make_sample([1, 2, 3, 4, 5], [False, True, True, True, True])
 
 
 @st.composite
-def families(draw: st.DrawFn) -> list[Sample]:
-    """Rows that each begin with some of an earlier row: forks, twins, prefixes, strangers."""
+def make_samples(draw: st.DrawFn) -> list[Sample]:
+    """Rows that share prefixes of any length, some of them equal."""
     token = st.integers(0, 47)
     rows = [draw(st.lists(token, min_size=2, max_size=12))]
     for _ in range(draw(st.integers(0, 6))):
@@ -59,11 +59,11 @@ def families(draw: st.DrawFn) -> list[Sample]:
 
 # --------------------------------------------------------------------------- the tree
 @settings(max_examples=40, deadline=None)
-@given(families(), st.sampled_from([1, 20, 10_000]))
-def test_a_tree_gives_what_each_trace_gives_alone(samples: list[Sample], micro_tokens: int) -> None:
-    """Log probabilities and gradient are those of the plain pass, whatever is shared.
+@given(make_samples(), st.sampled_from([1, 20, 10_000]))
+def test_trees_give_the_results_of_separate_rows(samples: list[Sample], micro_tokens: int) -> None:
+    """Log probabilities and gradient.
 
-    In a single pass there are as many tokens as there are different prefixes.
+    A single pass computes as many tokens as there are different prefixes.
     """
     model = tiny()
     alone = run_policy(model, samples, replace(PLAIN, micro_tokens=1))
@@ -71,22 +71,23 @@ def test_a_tree_gives_what_each_trace_gives_alone(samples: list[Sample], micro_t
     assert float((alone.gradient - packed.gradient).abs().max()) < 1e-5
     if micro_tokens == 10_000:
         prefixes = {
-            one.input_ids[:end].tobytes()
-            for one in samples
-            for end in range(1, len(one.input_ids) + 1)
+            row.input_ids[:end].tobytes()
+            for row in samples
+            for end in range(1, len(row.input_ids) + 1)
         }
         assert packed.tokens == len(prefixes)
-    for one, *found in zip(samples, alone.logprobs, packed.logprobs, strict=True):
-        expected = captured(model, one.input_ids, 0.7)[one.loss_mask]
-        assert max(float(np.abs(logprobs - expected).max()) for logprobs in found) < 1e-5
+    for row, *results in zip(samples, alone.logprobs, packed.logprobs, strict=True):
+        expected = captured(model, row.input_ids, 0.7)[row.loss_mask]
+        assert max(float(np.abs(logprobs - expected).max()) for logprobs in results) < 1e-5
 
 
 def test_micro_tokens_bounds_the_tokens_of_a_tree() -> None:
-    """What is shared counts once, so a tree has more traces than the plain layout."""
+    """Shared tokens count once, so that a tree has more rows than a padded batch."""
     prompt = list(range(1, 31))
-    samples = [make_sample([*prompt, one, 1, 2], [False] * 30 + [True] * 3) for one in range(20)]
+    samples = [make_sample([*prompt, own, 1, 2], [False] * 30 + [True] * 3) for own in range(20)]
+    rows = [Row(each) for each in samples]
     trees, plain = (
-        list(pack(weigh(samples), replace(each, micro_tokens=60), torch.device("cpu")))
+        list(pack(rows, replace(each, micro_tokens=60), torch.device("cpu")))
         for each in (TREE, PLAIN)
     )
     assert [len(micro.rows) for micro in trees] == [10, 10]
@@ -95,7 +96,7 @@ def test_micro_tokens_bounds_the_tokens_of_a_tree() -> None:
 
 
 def test_a_step_with_trees_computes_fewer_tokens() -> None:
-    """It reports what it computed: the common prompt once, and no padding."""
+    """It computes the common prompt once, and no padding."""
     plain, tree = (
         Grpo(tiny(), config).step(groups(tiny()), version=VERSION) for config in (PLAIN, TREE)
     )
@@ -104,20 +105,13 @@ def test_a_step_with_trees_computes_fewer_tokens() -> None:
 
 
 def linear() -> PreTrainedModel:
-    """One layer of two carries a recurrent state."""
+    """A model whose first layer has a recurrent state."""
     return Qwen3NextForCausalLM(
         Qwen3NextConfig(
             **SMALL | {"head_dim": 16},
             num_experts=2,
             num_experts_per_tok=1,
-            moe_intermediate_size=16,
-            shared_expert_intermediate_size=16,
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
             layer_types=["linear_attention", "full_attention"],
-            tie_word_embeddings=False,
         )
     )
 
@@ -125,8 +119,8 @@ def linear() -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("make", "message"), [(mistral, "sliding_attention"), (linear, "linear_attention")]
 )
-def test_models_that_cannot_share_say_so(make: Any, message: str) -> None:
-    """Windows and recurrent states are refused by name, and trained without trees."""
+def test_models_without_full_attention_need_no_trees(make: Any, message: str) -> None:
+    """Sliding windows and recurrent states are refused, and trained without trees."""
     model = make()
     with pytest.raises(ConfigError, match=f"{message}.*tree_packing to false") as error:
         PolicyModel(model, TREE)
@@ -135,8 +129,8 @@ def test_models_that_cannot_share_say_so(make: Any, message: str) -> None:
     assert logprobs == pytest.approx(captured(model, FIVE.input_ids, 0.7)[1:], abs=1e-5)
 
 
-def test_the_model_still_serves_other_callers() -> None:
-    """Whole forward passes, padded on the left, give what they gave before the trainer came."""
+def test_other_forward_passes_are_unchanged() -> None:
+    """Those with padding on the left have the same results as before."""
     model = tiny().eval()
     ids = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
@@ -146,21 +140,21 @@ def test_the_model_still_serves_other_callers() -> None:
     assert torch.equal(before, after)
 
 
-# --------------------------------------------------------------------------- other bounds
+# --------------------------------------------------------------------------- memory and context
 @pytest.mark.parametrize("config", [PLAIN, TREE])
 def test_a_trained_token_needs_a_context(config: GrpoConfig) -> None:
-    """A mask that begins with True is refused; it would be predicted from the row's end."""
+    """A mask that begins with True is refused."""
     ids = np.arange(1, 9, dtype=np.int32)
     mask = np.ones(8, np.bool_)
     bad = Trace(ids=ids, mask=mask, logprobs=-mask.astype(np.float32), spans=(Span(0, 0, 8, 5),))
-    batch = [session([bad], task="t", sample=one, reward=float(one)) for one in range(2)]
+    batch = [session([bad], task="t", sample=number, reward=float(number)) for number in range(2)]
     with pytest.raises(CaptureError, match=r"session t/0: loss_mask\[0\] is True"):
         Grpo(tiny(), config).step(batch, version=VERSION)
 
 
 @pytest.mark.parametrize(("chunk", "rows"), [(1000, [78]), (12, [12] * 6 + [6])])
-def test_logits_are_in_memory_a_chunk_at_a_time(chunk: int, rows: list[int]) -> None:
-    """Twelve tokens at a time give the same numbers; the backward pass computes them again."""
+def test_logits_are_computed_in_chunks(chunk: int, rows: list[int]) -> None:
+    """With the same results; the backward pass computes them again."""
     samples = [make_sample(list(range(1, 41)), [False] + [True] * 39) for _ in range(2)]
     whole, model, seen = run_policy(tiny(), samples, TREE), tiny(), list[int]()
 
@@ -179,7 +173,7 @@ def test_logits_are_in_memory_a_chunk_at_a_time(chunk: int, rows: list[int]) -> 
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_checkpointed_layers_are_computed_twice(tree: bool, checkpointing: bool) -> None:  # noqa: FBT001
-    """Activations are really dropped: each layer runs again in the backward pass, exactly."""
+    """Once in the backward pass, with the same results."""
     config = replace(TREE if tree else PLAIN, gradient_checkpointing=checkpointing)
     model, computed = tiny(), list[bool]()
     layer = model.model.layers[0].mlp
@@ -190,7 +184,7 @@ def test_checkpointed_layers_are_computed_twice(tree: bool, checkpointing: bool)
 
 
 def test_training_has_no_dropout() -> None:
-    """A model with every kind of dropout is deterministic once the trainer has it."""
+    """A model with dropout is deterministic in the trainer."""
     model = GPT2LMHeadModel(
         GPT2Config(vocab_size=48, n_embd=16, n_layer=2, n_head=2, n_positions=64, attn_pdrop=0.9)
     )

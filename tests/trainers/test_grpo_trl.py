@@ -1,4 +1,4 @@
-"""Loss and gradient equal those of the installed TRL, an independent implementation."""
+"""Loss and gradient, compared with those of the installed TRL."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ REFERENCE = 1
 
 
 def off_policy() -> list[Trajectory]:
-    """One trace per session, as TRL has it, captured from weights that have moved since."""
+    """Sessions of one trace, as in TRL, with log probabilities of other weights."""
     rng = np.random.default_rng(0)
     rewards = [1.0, 0.0] * 4
     batch = [
-        session(one.traces[:1], task=one.task, sample=one.sample, reward=reward)
-        for one, reward in zip(groups(tiny()), rewards, strict=True)
+        session(original.traces[:1], task=original.task, sample=original.sample, reward=reward)
+        for original, reward in zip(groups(tiny()), rewards, strict=True)
     ]
     return [
-        recaptured(one, lambda each: each.logprobs + rng.normal(0, 0.4, len(each.ids)))
-        for one in batch
+        recaptured(original, lambda each: each.logprobs + rng.normal(0, 0.4, len(each.ids)))
+        for original in batch
     ]
 
 
 def trl_trainer(model: PreTrainedModel, config: GrpoConfig, folder: Path) -> Any:
-    """TRL's trainer, set as `config` says; imported here since that takes seconds."""
+    """TRL's trainer with this configuration; imported here, which takes seconds."""
     trl = importlib.import_module("trl")
     rows = importlib.import_module("datasets").Dataset.from_list([{"prompt": ""}])
     settings = trl.GRPOConfig(
@@ -66,30 +66,30 @@ def trl_trainer(model: PreTrainedModel, config: GrpoConfig, folder: Path) -> Any
 
 
 def trl_inputs(samples: tuple[Sample, ...], config: GrpoConfig) -> dict[str, Any]:
-    """The same samples as the padded batch that TRL's loss takes; prompts are equally long."""
-    start, longest = len(PROMPT), max(len(one.input_ids) for one in samples)
+    """The samples as a padded batch of TRL; prompts have the same length."""
+    start, longest = len(PROMPT), max(len(row.input_ids) for row in samples)
 
     def pad(parts: list[np.ndarray]) -> torch.Tensor:
         return torch.stack(
-            [torch.from_numpy(np.pad(one, (0, longest - len(one)))) for one in parts]
+            [torch.from_numpy(np.pad(part, (0, longest - len(part)))) for part in parts]
         )
 
-    ids = pad([one.input_ids.astype(np.int64) for one in samples])
-    mask = pad([np.ones(len(one.input_ids), np.int64) for one in samples])
-    trained = pad([one.loss_mask.astype(np.float32) for one in samples])[:, start:]
-    sampled = pad([one.logprobs for one in samples])[:, start:]
+    ids = pad([row.input_ids.astype(np.int64) for row in samples])
+    mask = pad([np.ones(len(row.input_ids), np.int64) for row in samples])
+    trained = pad([row.loss_mask.astype(np.float32) for row in samples])[:, start:]
+    sampled = pad([row.logprobs for row in samples])[:, start:]
     old = sampled
     if config.importance is not None:
-        recomputed = [captured(tiny(), one.input_ids) * one.loss_mask for one in samples]
+        recomputed = [captured(tiny(), row.input_ids) * row.loss_mask for row in samples]
         old = pad(recomputed)[:, start:]
-    reference = [captured(tiny(REFERENCE), one.input_ids) for one in samples]
+    reference = [captured(tiny(REFERENCE), row.input_ids) for row in samples]
     return {
         "prompt_ids": ids[:, :start],
         "prompt_mask": mask[:, :start],
         "completion_ids": ids[:, start:],
         "completion_mask": mask[:, start:],
         "tool_mask": trained,
-        "advantages": torch.tensor([float(one.advantages[one.loss_mask][0]) for one in samples]),
+        "advantages": torch.tensor([float(row.advantages[row.loss_mask][0]) for row in samples]),
         "old_per_token_logps": old,
         "ref_per_token_logps": pad(reference)[:, start:],
         "importance_sampling_ratio": (old - sampled).exp().clamp(max=config.importance_high),
@@ -112,7 +112,10 @@ def trl_inputs(samples: tuple[Sample, ...], config: GrpoConfig) -> dict[str, Any
 def test_the_gradient_is_that_of_trl(
     tmp_path: Path, normalisation: str, options: dict[str, Any]
 ) -> None:
-    """Off-policy, with tokens clipped on both sides: loss and gradient agree within 1e-7."""
+    """Off-policy, with clipped tokens: loss and gradient agree within 1e-7.
+
+    With importance sampling the old log probabilities are the trainer's, so that ratios are 1.
+    """
     config = GrpoConfig(normalisation=normalisation, max_grad_norm=1e9, **options)  # type: ignore[arg-type]
     batch = off_policy()
     ours, theirs = tiny(), tiny()
@@ -122,7 +125,8 @@ def test_the_gradient_is_that_of_trl(
     loss = trl_trainer(theirs, config, tmp_path)._compute_loss(theirs, inputs)
     loss.backward()
     assert report.loss == pytest.approx(loss.item(), abs=1e-7)
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert float((one.grad - other.grad).abs().max()) < 1e-7
-    # `test_clip_is_one_sided_and_asymmetric` has both sides of the clip by hand
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert float((own.grad - other.grad).abs().max()) < 1e-7
+    assert (abs(report.ratio_mean - 1) < 1e-5) is (config.importance is not None)
+    # `test_losses` of test_grpo_math.py has both sides of the clip
     assert max(report.clip_fraction, report.importance_bounded) > 0.1

@@ -1,4 +1,4 @@
-"""Which updates a step makes, what moves the weights, and what does not."""
+"""The updates of a step, and what changes the weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODEL = tiny()
 
 
 def flat_group(task: str) -> list[Trajectory]:
-    """Three sessions that all earned the same."""
+    """Three sessions with the same reward."""
     rng = np.random.default_rng(9)
     return [session([trace(MODEL, rng)], task=task, sample=i, reward=1.0) for i in range(3)]
 
@@ -33,23 +33,23 @@ def flat_group(task: str) -> list[Trajectory]:
 # --------------------------------------------------------------------------- even updates
 @given(sessions=st.integers(1, 40), most=st.integers(1, 10), seed=st.integers(0, 3))
 def test_updates_are_of_even_size(sessions: int, most: int, seed: int) -> None:
-    """As few as possible, sizes at most one apart, every session once, the same order by seed."""
+    """As few as possible, with sizes that differ by at most 1; the order depends on the seed."""
     sample = prepare(groups(MODEL), GrpoConfig(), version=VERSION)[0][0]
     rows = [Row(replace(sample, session=str(i))) for i in range(sessions)]
     config = GrpoConfig(sessions_per_update=most, seed=seed)
     first, again = (
-        [[row.sample.session for row in one] for one in Grpo(MODEL, config)._shuffle(rows)]
+        [[row.sample.session for row in update] for update in Grpo(MODEL, config)._shuffle(rows)]
         for _ in range(2)
     )
-    sizes = [len(one) for one in first]
+    sizes = [len(update) for update in first]
     assert len(sizes) == math.ceil(sessions / most)
     assert max(sizes) - min(sizes) <= 1
-    assert sorted(name for one in first for name in one) == sorted(map(str, range(sessions)))
+    assert sorted(name for update in first for name in update) == sorted(map(str, range(sessions)))
     assert first == again
 
 
 def test_updates_are_counted_over_epochs() -> None:
-    """Eight sessions, ten traces, at three an update make three updates, once per epoch."""
+    """Eight sessions make three updates of at most three sessions in each epoch."""
     config = GrpoConfig(sessions_per_update=3, epochs=2)
     report = Grpo(tiny(), config).step(groups(MODEL), version=VERSION)
     assert (report.samples, report.updates, report.updates_skipped) == (10, 6, 0)
@@ -57,18 +57,18 @@ def test_updates_are_counted_over_epochs() -> None:
 
 # --------------------------------------------------------------------------- without signal
 def test_groups_without_signal_are_left_out() -> None:
-    """The update is the one without them, and the ledger counts their tokens."""
-    flat = [one for task in ("u", "v", "w") for one in flat_group(task)]
+    """The samples are the same without them, and the ledger counts their tokens."""
+    flat = [done for task in ("u", "v", "w") for done in flat_group(task)]
     alone, _ = prepare(groups(MODEL), GrpoConfig(), version=VERSION)
     samples, ledger = prepare(groups(MODEL) + flat, GrpoConfig(), version=VERSION)
     assert list(map(encode, samples)) == list(map(encode, alone))
     assert ledger.balanced
-    assert ledger.dropped == {Reason.NO_SIGNAL: sum(one.ledger.trained for one in flat)}
+    assert ledger.dropped == {Reason.NO_SIGNAL: sum(done.ledger.trained for done in flat)}
 
 
 @pytest.mark.parametrize("eager", [{}, {"kl": 0.1}], ids=["policy", "kl"])
-def test_a_step_without_signal_moves_no_weight(eager: dict[str, float]) -> None:
-    """Not even by the momentum of earlier steps, or by weight decay."""
+def test_a_step_without_signal_changes_no_weight(eager: dict[str, float]) -> None:
+    """Neither momentum of earlier steps nor weight decay is applied."""
     model = tiny()
     config = GrpoConfig(lr=1e-2, weight_decay=0.1, **eager)  # type: ignore[arg-type]
     trainer = Grpo(model, config, reference=tiny() if eager else None)
@@ -80,8 +80,8 @@ def test_a_step_without_signal_moves_no_weight(eager: dict[str, float]) -> None:
     assert report.mismatch is None
 
 
-def test_an_update_without_gradient_moves_no_weight() -> None:
-    """The middle one of three rewards has advantage 0; alone in an update it changes nothing."""
+def test_an_update_without_gradient_is_left_out() -> None:
+    """As that of a session with advantage 0, the middle one of three rewards."""
     config = GrpoConfig(advantage="dr_grpo", sessions_per_update=1, lr=1e-2)
     rng = np.random.default_rng(3)
     batch = [session([trace(MODEL, rng)], task="t", sample=i, reward=i / 2) for i in range(3)]
@@ -90,8 +90,8 @@ def test_an_update_without_gradient_moves_no_weight() -> None:
 
 
 # --------------------------------------------------------------------------- not finite
-def test_an_update_that_is_not_finite_is_skipped_and_explained() -> None:
-    """The session is named, its update's tokens are dropped, and the other update is applied."""
+def test_an_update_that_is_not_finite_is_skipped() -> None:
+    """The report names the session; the update's tokens are dropped, and others are applied."""
     batch = groups(MODEL)
     batch[5] = recaptured(batch[5], lambda each: each.logprobs + math.nan)
     model = tiny()
@@ -101,7 +101,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_explained() -> None:
     assert (report.updates, report.updates_skipped) == (1, 1)
     assert report.skipped_because_of == (batch[5].session,)
     assert report.ledger.balanced
-    assert 0 < report.tokens_trained < sum(one.ledger.trained for one in batch)
+    assert 0 < report.tokens_trained < sum(done.ledger.trained for done in batch)
     assert report.ledger.dropped[Reason.NON_FINITE] > batch[5].ledger.trained
     assert all(map(math.isfinite, (report.loss, report.grad_norm, report.ratio_mean)))
     assert report.mismatch.total.non_finite == batch[5].ledger.trained
@@ -110,8 +110,8 @@ def test_an_update_that_is_not_finite_is_skipped_and_explained() -> None:
     assert not torch.equal(before, after)
 
 
-def test_a_gradient_that_is_not_finite_is_found_where_the_loss_is() -> None:
-    """A finite loss whose gradient overflows names its session, too; the run goes on."""
+def test_an_update_whose_gradient_is_not_finite_is_skipped() -> None:
+    """Also with a finite loss; the report names the session, and training continues."""
     model = tiny()
     batch = groups(model)
     huge = recaptured(batch[2], lambda each: each.logprobs - 88)
@@ -135,7 +135,7 @@ def test_a_gradient_that_is_not_finite_is_found_where_the_loss_is() -> None:
     ids=["stopped", "spent"],
 )
 def test_sessions_stopped_at_a_limit_can_be_left_out(end: dict[str, Any]) -> None:
-    """Their reward stays in the mean, their tokens are dropped, and other failures stay in."""
+    """Their tokens are dropped; their rewards still count in the baseline."""
     batch = groups(MODEL)
     stopped = replace(batch[1], **end)
     batch[1] = stopped
@@ -143,23 +143,23 @@ def test_sessions_stopped_at_a_limit_can_be_left_out(end: dict[str, Any]) -> Non
     samples, ledger = prepare(batch, GrpoConfig(drop_truncated=True), version=VERSION)
     assert ledger.balanced
     assert ledger.dropped == {Reason.TRUNCATED: stopped.ledger.trained}
-    rest = [one for one in kept if one.session != stopped.session]
+    rest = [row for row in kept if row.session != stopped.session]
     assert len(samples) == len(rest)
-    for one, other in zip(samples, rest, strict=True):
-        assert np.array_equal(one.advantages, other.advantages)
+    for row, other in zip(samples, rest, strict=True):
+        assert np.array_equal(row.advantages, other.advantages)
 
 
 # --------------------------------------------------------------------------- precision
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_low_precision_are_refused(dtype: torch.dtype) -> None:
-    """The error names the parameter, its type, and what to do; frozen weights may have any."""
+    """The error has the parameter, its type, and what to do."""
     model = tiny().to(dtype)
     with pytest.raises(ConfigError, match=rf"embed_tokens.weight is {dtype}.*dtype=torch.float32"):
         Grpo(model, GrpoConfig())
 
 
-def test_float32_weights_move_under_autocast() -> None:
-    """At a rate whose changes bfloat16 would round away, nearly every weight moves."""
+def test_float32_weights_change_under_autocast() -> None:
+    """Nearly all do, at a learning rate whose changes bfloat16 would round away."""
     model = tiny()
     before = weights(model)
     report = Grpo(model, GrpoConfig(lr=1e-6, autocast="bfloat16")).step(

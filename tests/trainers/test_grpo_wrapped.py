@@ -1,4 +1,4 @@
-"""Wrapped models and several processes: the same training as with the bare model in one."""
+"""Wrapped models in two processes train as the plain model does in one process."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from trainers.ranks import CASES, CONFIG, RESUMED, SAVED, batches, go_on, lora, train, work
+from trainers.ranks import CASES, CONFIG, RESUMED, SAVED, batches, lora, train, train_rest, work
 from trainers.sessions import VERSION, tiny, weights
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.train import Grpo, StepReport
 
 pytestmark = [
-    pytest.mark.timeout(
-        600
-    ),  # two processes that wait for each other, on a machine that may be busy
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # PEFT
+    # two processes that wait for each other, on a machine that may be busy
+    pytest.mark.timeout(600),
+    # of PEFT
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]
 
 
@@ -28,7 +28,7 @@ Ranks = list[dict[str, tuple[torch.Tensor, list[bytes]]]]
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of both ranks."""
+    """A folder for both ranks."""
     return tmp_path_factory.mktemp("ranks")
 
 
@@ -40,8 +40,8 @@ def ranks(home: Path) -> Ranks:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_train_as_one_does(ranks: Ranks, case: str) -> None:
-    """Uneven and missing data included: the same weights and the same report on every rank."""
+def test_two_processes_train_as_one(ranks: Ranks, case: str) -> None:
+    """With the same weights and reports on both ranks, also with uneven or no data."""
     _, _, _, changes = CASES[case]
     alone = lora() if case == "lora" else tiny()
     start = weights(alone).clone()
@@ -51,10 +51,10 @@ def test_two_processes_train_as_one_does(ranks: Ranks, case: str) -> None:
     last = expected[-1]
     assert (last.importance_bounded if "importance" not in changes else last.clip_fraction) > 0.1
     for results in ranks:
-        found, encoded = results[case]
-        assert float((found - weights(alone)).abs().max()) < 1e-5
-        for one, other in zip(encoded, expected, strict=True):
-            report = msgspec.json.decode(one, type=StepReport)
+        trained, encoded = results[case]
+        assert float((trained - weights(alone)).abs().max()) < 1e-5
+        for data, other in zip(encoded, expected, strict=True):
+            report = msgspec.json.decode(data, type=StepReport)
             assert (report.updates, report.ledger) == (other.updates, other.ledger)
             assert report.skipped_because_of == other.skipped_because_of
             for name in ("loss", "grad_norm", "importance_bounded", "clip_fraction", "ratio_mean"):
@@ -66,23 +66,22 @@ def test_two_processes_train_as_one_does(ranks: Ranks, case: str) -> None:
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_goes_on_as_one_that_was_never_interrupted(
-    ranks: Ranks, home: Path, name: str
-) -> None:
-    """Sharded weights and optimizer, warm-up, order: also in another number of processes."""
+def test_a_resumed_run_has_the_same_weights(ranks: Ranks, home: Path, name: str) -> None:
+    """As one without interruption, also with another number of processes."""
     straight = Grpo(lora() if name == "lora" else tiny(), CONFIG)
     for batch in batches()[:SAVED]:
         straight.step(batch, version=VERSION)
     alone = Grpo(lora(seed=9) if name == "lora" else tiny(seed=9), CONFIG)
     checkpoint.load(home / name / f"step-{SAVED:06d}", alone)
-    expected = go_on(straight, slice(None))
-    for found in [go_on(alone, slice(None)), *(one[f"resumed {name}"][0] for one in ranks)]:
-        assert float((found - expected).abs().max()) < 1e-5
+    expected = train_rest(straight, slice(None))
+    resumed = [each[f"resumed {name}"][0] for each in ranks]
+    for trained in (train_rest(alone, slice(None)), *resumed):
+        assert float((trained - expected).abs().max()) < 1e-5
 
 
 @pytest.mark.usefixtures("ranks")
-def test_a_saved_adapter_is_one_of_peft(home: Path) -> None:
-    """PEFT reads it, exactly, and the base is not in it."""
+def test_peft_reads_a_saved_adapter(home: Path) -> None:
+    """With the same weights; the base model is not in the checkpoint."""
     saved = home / "lora" / f"step-{SAVED:06d}"
     theirs = peft.PeftModel.from_pretrained(tiny(), saved, is_trainable=True)
     mine = Grpo(lora(seed=9), CONFIG)

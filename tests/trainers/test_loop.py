@@ -1,4 +1,4 @@
-"""The training loop with a real engine, gateway, node and agent: what it trains, and when."""
+"""The training loop with a real engine, gateway, node and agent."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from training_run import write_config
 from tugline.errors import ConfigError, UsageError
 from tugline.inference.load import load
+from tugline.schema import read_jsonl
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import CHECKPOINTS, read_config, store_config
 from tugline.trainers.config import MODEL as RESULT
@@ -38,21 +39,21 @@ async def run(config: Path, folder: Path) -> TrainSummary:
 
 
 def rows(folder: Path, key: str) -> list[dict[str, Any]]:
-    """Lines of the metrics that have a figure."""
+    """Lines of the metrics with this figure."""
     return [row for row in read_lines(folder / METRICS) if key in row]
 
 
 @pytest.fixture
 def learners() -> Iterator[set[int]]:
     """Threads in which a forward pass with gradient ran."""
-    found: set[int] = set()
+    threads: set[int] = set()
 
     def note(*_call: object) -> None:
         if torch.is_grad_enabled():
-            found.add(threading.get_ident())
+            threads.add(threading.get_ident())
 
     hook = register_module_forward_pre_hook(note)
-    yield found
+    yield threads
     hook.remove()
 
 
@@ -69,9 +70,9 @@ def learners() -> Iterator[set[int]]:
 async def test_a_run_trains_every_batch_within_its_staleness(
     tmp_path: Path, learners: set[int], staleness: int, pause: str, changes: dict[str, Any]
 ) -> None:
-    """All sessions count once, no token is too old, and every publication is proven.
+    """All sessions are trained once, no token is too old, and publications are checked.
 
-    All updates run in one thread: each further one would keep the memory of a step for good.
+    All updates run in one thread, since each thread keeps the memory of a step.
     """
     schedule: dict[str, Any] = {"steps": 3, "tasks_per_step": 2, "samples": 2}
     schedule |= {"staleness": staleness, "pause": pause}
@@ -85,7 +86,7 @@ async def test_a_run_trains_every_batch_within_its_staleness(
     assert all(row["rollout/sessions"] == 4 for row in steps)
     oldest = max(row["rollout/staleness_max"] for row in steps)
     assert oldest <= staleness
-    if staleness == 0:  # all tokens are of the version that is compared with
+    if staleness == 0:  # all tokens have the version of the trainer
         assert all(
             row["update/mismatch/total/max_abs"] < 1e-4
             for row in steps
@@ -103,10 +104,10 @@ async def test_a_run_trains_every_batch_within_its_staleness(
 
 
 @pytest.mark.engine
-async def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
-    """Steps may be added; what is done is not repeated, and other settings are refused.
+async def test_a_finished_run_continues_with_more_steps(tmp_path: Path) -> None:
+    """Finished steps are not repeated, and other settings are refused.
 
-    Each end leaves the trained model, with its tokenizer, as engines load it.
+    At each end the trained model and its tokenizer are written as engines load them.
     """
     plan = {"steps": 1, "tasks_per_step": 1, "samples": 2}
     folder = tmp_path / "run"
@@ -127,8 +128,8 @@ async def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-async def test_an_alarm_of_a_step_goes_where_its_figures_go(tmp_path: Path) -> None:
-    """With its cause: here, no session ever earns anything."""
+async def test_alarms_are_logged_with_the_figures(tmp_path: Path) -> None:
+    """With their cause: here, no session has a reward."""
     plan = {"steps": 1, "tasks_per_step": 1, "samples": 2}
     never = {"evaluator": {"name": "function", "options": {"target": "training_run:never"}}}
     await run(write_config(tmp_path, schedule=plan, heldout=None, template=never), tmp_path / "run")
@@ -138,8 +139,8 @@ async def test_an_alarm_of_a_step_goes_where_its_figures_go(tmp_path: Path) -> N
 
 
 @pytest.mark.engine
-async def test_figures_come_in_the_order_of_steps(tmp_path: Path) -> None:
-    """Also those of an evaluation that takes longer than the next step; wandb drops others."""
+async def test_figures_are_logged_in_the_order_of_steps(tmp_path: Path) -> None:
+    """Also those of an evaluation that takes longer than the next step, as wandb needs."""
     plan = {"steps": 2, "tasks_per_step": 1, "samples": 2, "staleness": 1}
     config = write_config(tmp_path, schedule=plan, heldout={"every": 1, "samples": 8})
     await run(config, tmp_path / "run")
@@ -151,10 +152,9 @@ async def test_figures_come_in_the_order_of_steps(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 async def test_a_repeated_step_chooses_the_same_tasks(tmp_path: Path) -> None:
-    """A run that lost its last checkpoints, one on its way included, goes on as if it had not.
+    """After the loss of its last checkpoints, a run has the same results.
 
-    Its steps are repeated on the sessions that are stored. Versions that were published meanwhile
-    are lost, and their numbers with them.
+    Steps are repeated with the stored sessions. Numbers of versions are not used again.
     """
     plan = {"steps": 6, "tasks_per_step": 2, "samples": 2, "keep": 9, "staleness": 1}
     plan |= {"choose": "pass_rate", "checkpoint_every": 2}
@@ -176,8 +176,8 @@ async def test_a_repeated_step_chooses_the_same_tasks(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-async def test_a_resumed_run_takes_the_tasks_of_its_checkpoint(tmp_path: Path) -> None:
-    """It does not choose again what may have been started: here, the other way round."""
+async def test_a_resumed_run_has_the_tasks_of_its_checkpoint(tmp_path: Path) -> None:
+    """They are not chosen again; here, their order in the checkpoint is reversed."""
     plan = {"steps": 1, "tasks_per_step": 2, "samples": 2, "staleness": 1, "choose": "pass_rate"}
     folder = tmp_path / "run"
     await run(write_config(tmp_path, schedule=plan, heldout=None), folder)
@@ -187,14 +187,14 @@ async def test_a_resumed_run_takes_the_tasks_of_its_checkpoint(tmp_path: Path) -
     chosen = {step: tasks[::-1] for step, tasks in state.extra["chosen"].items()}
     checkpoint.update(path, version=state.version, extra=state.extra | {"chosen": chosen})
     await run(write_config(tmp_path, schedule=plan | {"steps": 3}, heldout=None), folder)
-    started = {one.name.rpartition("-")[0] for one in (folder / "recordings").rglob("g*.rec")}
+    started = {path.name.rpartition("-")[0] for path in (folder / "recordings").rglob("g*.rec")}
     expected = [f"train{number}" for step in ("2", "3") for number in chosen[step]]
     assert {f"g{index:07d}-{name}" for index, name in enumerate(expected, 2)} < started
     assert len(started) == 6
 
 
-def test_held_out_tasks_draw_alike_for_every_version(tmp_path: Path) -> None:
-    """Ids differ, seeds do not; a task that is trained on as well is refused."""
+def test_held_out_tasks_have_the_same_seeds_for_every_version(tmp_path: Path) -> None:
+    """Their ids differ; a task that is trained as well is refused."""
     settings = read_config(write_config(tmp_path), MODEL)
     batches = TaskBatches(settings, tmp_path)
     early, late = batches.evaluation(0), batches.evaluation(7)
@@ -206,8 +206,8 @@ def test_held_out_tasks_draw_alike_for_every_version(tmp_path: Path) -> None:
         TaskBatches(read_config(same, MODEL), tmp_path)
 
 
-def test_a_resumed_run_may_find_server_and_engines_elsewhere(tmp_path: Path) -> None:
-    """Addresses come from flags and may change; where the sessions run may not."""
+def test_a_resumed_run_may_have_other_addresses(tmp_path: Path) -> None:
+    """Of server and engines; but they must be given again, as flags."""
     config, folder = write_config(tmp_path), tmp_path / "run"
     folder.mkdir()
     first = read_config(config, MODEL, server="http://a:1", engines=["http://b:1"])
@@ -216,14 +216,16 @@ def test_a_resumed_run_may_find_server_and_engines_elsewhere(tmp_path: Path) -> 
     store_config(folder, read_config(config, MODEL, server="http://c:2", engines=["http://d:2"]))
     with pytest.raises(UsageError, match="another engine, server"):
         store_config(folder, read_config(config, MODEL))
+    with pytest.raises(ConfigError, match=r"^--engine: urls\.0 is 'nonsense'"):
+        read_config(config, MODEL, engines=["nonsense"])
 
 
-REFUSED = Path(__file__).with_name("refused.jsonl").read_text().splitlines()
-"""Sections of a configuration, and a part of what is said of them."""
+REFUSED = [row for _, row in read_jsonl(Path(__file__).with_name("refused.jsonl"))]
+"""Sections of a configuration, and a part of their error."""
 
 
-@pytest.mark.parametrize("row", [json.loads(line) for line in REFUSED], ids=lambda r: r["words"])
-def test_a_wrong_section_is_named(tmp_path: Path, row: dict[str, Any]) -> None:
-    """The error has the key, its value and what would be right."""
-    with pytest.raises(ConfigError, match=row["words"]):
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row["error"])
+def test_wrong_sections_are_reported(tmp_path: Path, row: dict[str, Any]) -> None:
+    """The error has the key, its value and what is allowed."""
+    with pytest.raises(ConfigError, match=row["error"]):
         read_config(write_config(tmp_path, **row["sections"]), MODEL)

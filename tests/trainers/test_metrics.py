@@ -1,4 +1,4 @@
-"""What rings an alarm: real steps, a real engine, and weights that are really published."""
+"""Alarms, with real steps, a real engine, and published weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tugline.web.serve import serve
 
 
 def answer(text: str = "", *tools: tuple[str, str]) -> Call:
-    """A call that offered the tool `read`, and its answer: text, and tools with arguments."""
+    """A call with the tool `read`; its answer has text, and names and arguments of tools."""
     called = tuple(ToolCall(str(n), name, given) for n, (name, given) in enumerate(tools))
     read = Tool("read", "", {"type": "object"})
     return make_call(0, [1], [2], tools=(read,), answer=Message(Role.ASSISTANT, text, called))
@@ -41,21 +41,21 @@ READS = answer("", ("read", '{"path": "a"}'))
 
 
 class Case(NamedTuple):
-    """A step that differs from a good one in one thing, and the alarms that it rings."""
+    """A step that differs from a good one in one respect, and its alarms."""
 
     alarms: set[str]
-    change: Callable[[Trajectory], Trajectory] = lambda one: one
+    change: Callable[[Trajectory], Trajectory] = lambda it: it
     calls: Sequence[Call] = (READS,)
     lr: float = 1e-3
     noise: float = 0.0
-    """Of the weights on their way to the engine."""
+    """Added to the published weights."""
 
 
 CASES: Mapping[str, Case] = {
     "good": Case(set()),
-    "failed": Case({"no_tokens", "no_signal"}, lambda one: replace(one, reward=None)),
+    "failed": Case({"no_tokens", "no_signal"}, lambda it: replace(it, reward=None)),
     "alike": Case(
-        {"no_tokens", "no_signal"}, lambda one: replace(one, reward=replace(one.reward, value=1.0))
+        {"no_tokens", "no_signal"}, lambda it: replace(it, reward=replace(it.reward, value=1.0))
     ),
     "no tool called": Case({"no_tool_calls"}, calls=[answer("I would read it.")] * 200),
     "not recognised": Case({"malformed"}, calls=[READS, answer("<tool_call>read a</tool_call>")]),
@@ -63,18 +63,18 @@ CASES: Mapping[str, Case] = {
     "bad arguments": Case({"malformed"}, calls=[READS, answer("", ("read", '{"path": '))]),
     "other weights": Case({"mismatch"}, noise=0.3),
     "rate too small": Case({"unchanged"}, lr=1e-30),
-    "sure of all": Case({"entropy"}, lambda one: recaptured(one, lambda it: it.logprobs / 1000)),
+    "sure of all": Case({"entropy"}, lambda it: recaptured(it, lambda each: each.logprobs / 1000)),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_an_alarm_rings_for_what_really_happened(name: str, tmp_path: Path) -> None:
-    """Each cause rings its own alarm, and the good step none."""
+async def test_alarms_of_a_step(name: str, tmp_path: Path) -> None:
+    """Each cause has its alarms; a good step has none."""
     case, model = CASES[name], tiny()
     good = groups(model)
-    batch = [case.change(one) for one in good]
+    batch = [case.change(each) for each in good]
     ids = good[0].traces[0].ids
-    weights = copy.deepcopy(model)  # those that the engine has
+    weights = copy.deepcopy(model)  # those of the engine
     before = score(model, ids, 1.0)
     report = Grpo(model, GrpoConfig(lr=case.lr)).step(batch, version=VERSION)
     probe, sent = Probe(ids, before, score(model, ids, 1.0)), copy.deepcopy(model)
@@ -84,8 +84,8 @@ async def test_an_alarm_rings_for_what_really_happened(name: str, tmp_path: Path
     rollout = measure_rollout(batch, case.calls, version=VERSION)
     usual = measure_rollout(good, [], version=VERSION).entropy
     assert usual is not None
-    found = find_alarms(rollout, report.ledger, published, [usual] * 5 + [rollout.entropy])
-    assert set(found) == case.alarms
+    alarms = find_alarms(rollout, report.ledger, published, [usual] * 5 + [rollout.entropy])
+    assert set(alarms) == case.alarms
 
 
 async def publish(weights: Any, sent: torch.nn.Module, probe: Probe, folder: Path) -> Publication:
@@ -105,6 +105,6 @@ async def publish(weights: Any, sent: torch.nn.Module, probe: Probe, folder: Pat
         assert await publisher.find_outdated(VERSION + 1) == [url]
         publication = await publisher.publish(folder, VERSION + 1, probe)
         assert await publisher.find_outdated(VERSION + 1) == []
-        lost = make(connect=partial(connect_scorer, model="an adapter that it lost"))
-        assert await lost.find_outdated(VERSION + 1) == [url]
+        outdated = make(connect=partial(connect_scorer, model="a missing adapter"))
+        assert await outdated.find_outdated(VERSION + 1) == [url]
         return publication

@@ -1,4 +1,4 @@
-"""The recipe in `examples/prime_rl`: files as prime-rl's trainer decodes them."""
+"""The recipe in `examples/prime_rl` writes files that prime-rl's trainer can decode."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from commands import run_program
 from graded import finish
-from house import House
+from live_server import LiveServer
 from served import TOKENS
 from trainers.sessions import sample as make_sample
 from tugline.types import Sample
@@ -23,7 +24,7 @@ RECIPE = Path(__file__).parents[2] / "examples" / "prime_rl"
 
 
 class MicroBatch(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
-    """prime-rl's struct: order, types and defaults of its fields."""
+    """prime-rl's struct, with its order, types and defaults of fields."""
 
     input_ids: list[int]
     loss_mask: list[bool]
@@ -51,7 +52,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def sample(length: int, session: str = "s") -> Sample:
-    """A trace of this many tokens; from the third on they are sampled, at temperature 0.5."""
+    """A sample of this length; its tokens from the third on are trained, at temperature 0.5."""
     sampled = np.arange(length) >= 2
     return make_sample(
         range(length),
@@ -64,79 +65,74 @@ def sample(length: int, session: str = "s") -> Sample:
 
 
 def read(folder: Path, rank: int) -> list[MicroBatch]:
-    """What the trainer's receiver gets."""
+    """Decode a rank's file as the trainer does."""
     data = (folder / f"rank_{rank}.bin").read_bytes()
     batches = msgspec.msgpack.decode(data, type=list[MicroBatch])
-    assert msgspec.msgpack.encode(batches) == data  # byte for byte what its sender writes
+    assert msgspec.msgpack.encode(batches) == data  # the same bytes as its sender writes
     return batches
 
 
-async def run(house: House, out: Path, *arguments: str) -> None:
-    """The script, to the newest group."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        RECIPE / "tugline_prime_rl.py",
-        out,
-        "--no-follow",
-        *arguments,
-        env=os.environ | {"TUGLINE_SERVER": house.url, "TUGLINE_TOKEN": TOKENS.client},
-    )
-    assert await process.wait() == 0
+async def run(live: LiveServer, out: Path, *arguments: str) -> None:
+    """Run the script until the newest group."""
+    script = (sys.executable, RECIPE / "tugline_prime_rl.py", out, "--no-follow", *arguments)
+    env = os.environ | {"TUGLINE_SERVER": live.url, "TUGLINE_TOKEN": TOKENS.client}
+    done = await asyncio.to_thread(run_program, *script, env=env)
+    assert done.returncode == 0, done.stderr
 
 
-async def test_steps_have_what_the_trainer_reads(house: House, tmp_path: Path) -> None:
-    """Two groups are a step; one without signal is not in it, and one is too little for a third.
+async def test_files_of_steps(live: LiveServer, tmp_path: Path) -> None:
+    """A step has two groups with signal; a single group is not written yet.
 
-    The next run goes on with the next step. Groups that were written and not acknowledged come
-    again to it, and are not written again.
+    The next run continues with the next step. Groups that were written but not acknowledged are
+    read again, and not written again.
     """
-    await finish(house, a=[1.0, 0.0], b=[1.0, 1.0], c=[0.0, None, 1.0], d=[1.0, 0.0])
-    await run(house, tmp_path, "--groups", "2", "--ranks", "2", "--seq-len", "12")
+    await finish(live, a=[1.0, 0.0], b=[1.0, 1.0], c=[0.0, None, 1.0], d=[1.0, 0.0])
+    await run(live, tmp_path, "--groups", "2", "--ranks", "2", "--seq-len", "12")
     first = tmp_path / "rollouts" / "step_1"
-    assert {one.name for one in first.iterdir()} == {"groups.json", "rank_0.bin", "rank_1.bin"}
+    assert {path.name for path in first.iterdir()} == {"groups.json", "rank_0.bin", "rank_1.bin"}
     assert msgspec.json.decode((first / "groups.json").read_bytes()) == ["a", "c"]
     batches = [read(first, rank)[0] for rank in (0, 1)]
-    assert [one.seq_lens for one in batches] == [[6, 6], [6, 6]]
+    assert [batch.seq_lens for batch in batches] == [[6, 6], [6, 6]]
     assert batches[0].input_ids == [10, 11, 12, 13, 14, 15] * 2
     assert batches[0].position_ids == [0, 1, 2, 3, 4, 5] * 2
     assert batches[0].loss_mask == [False, False, True, True, False, False] * 2
     assert batches[0].inference_logprobs == [0, 0, -0.5, -0.5, 0, -0.5] * 2
-    signs = [np.sign(one.advantages).tolist() for one in batches]
+    signs = [np.sign(batch.advantages).tolist() for batch in batches]
     assert signs[0] == [0, 0, 1, 1, 0, 0, 0, 0, -1, -1, 0, 0]
     assert not (tmp_path / "rollouts" / "step_2").exists()
-    await finish(house, e=[1.0, 0.0])
+    await finish(live, e=[1.0, 0.0])
     arguments = ("--groups", "2", "--ranks", "2", "--seq-len", "12", "--consumer", "another")
-    await run(house, tmp_path, *arguments)
+    await run(live, tmp_path, *arguments)
     second = tmp_path / "rollouts" / "step_2" / "groups.json"
     assert msgspec.json.decode(second.read_bytes()) == ["d", "e"]
 
 
-def test_a_temperature_stands_where_the_logits_are(recipe: Any) -> None:
-    """prime-rl divides the logits at a place by its temperature: those of the token after it.
+def test_temperatures_are_those_of_the_next_token(recipe: Any) -> None:
+    """prime-rl divides the logits at a position, which are of the next token, by its temperature.
 
-    A temperature of 0, where nothing is trained, would make them infinite.
+    It is never 0, which would make them infinite.
     """
-    one = msgspec.structs.replace(sample(5), temperatures=np.float32([1, 1, 0.5, 0, 0.5]))
-    assert recipe.make_micro_batch([one]).temperatures == [1, 0.5, 1, 0.5, 1]
+    row = msgspec.structs.replace(sample(5), temperatures=np.float32([1, 1, 0.5, 0, 0.5]))
+    assert recipe.make_micro_batch([row]).temperatures == [1, 0.5, 1, 0.5, 1]
 
 
-def test_every_rank_gets_as_many_micro_batches(recipe: Any) -> None:
-    """Each trace is in one of them, none is above the length; what fills up trains nothing."""
+def test_ranks_have_equally_many_micro_batches(recipe: Any) -> None:
+    """Each sample is in one, none is too long, and padding ones train nothing."""
     lengths = [9, 8, 5, 5, 4, 3, 2]
     ranks = recipe.pack([sample(length) for length in lengths], 10, 3)
     assert [len(batches) for batches in ranks] == [2, 2, 2]
-    batches = [one for batches in ranks for one in batches]
-    assert all(len(one.input_ids) <= 10 for one in batches)
-    trained = [one for one in batches if any(one.loss_mask)]
-    assert sorted(n for one in trained for n in one.seq_lens) == sorted(lengths)
+    batches = [batch for of_rank in ranks for batch in of_rank]
+    assert all(len(batch.input_ids) <= 10 for batch in batches)
+    trained = [batch for batch in batches if any(batch.loss_mask)]
+    assert sorted(n for batch in trained for n in batch.seq_lens) == sorted(lengths)
     assert len(trained) == 4
 
 
-def test_a_trace_that_is_too_long_is_left_out(recipe: Any, tmp_path: Path) -> None:
-    """It is counted, and nothing is cut; a second writer goes on after the step."""
+def test_long_samples_are_left_out(recipe: Any, tmp_path: Path) -> None:
+    """They are counted, not cut; a second writer continues after the step."""
 
     class Group:
-        """As much of a graded group as is written."""
+        """The fields of a graded group that are written."""
 
         id = "g"
         samples = (sample(5), sample(20))

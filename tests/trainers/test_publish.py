@@ -1,4 +1,4 @@
-"""Which requests change an engine's weights, in which order, and what happens when one fails."""
+"""Requests that update an engine's weights, their order, and their errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REQUESTS = json.loads(Path(__file__).with_name("requests.json").read_text())
 
 @asynccontextmanager
 async def engine(*, fails: str = "") -> AsyncIterator[tuple[str, list[list[Any]]]]:
-    """An address that takes every control request, and what came; `fails` says no."""
+    """The address of a server, and its requests; that of the path `fails` has no success."""
     seen: list[list[Any]] = []
 
     async def control(request: Request) -> Response:
@@ -38,8 +38,8 @@ async def engine(*, fails: str = "") -> AsyncIterator[tuple[str, list[list[Any]]
         yield url, seen
 
 
-async def test_vllm_forgets_what_the_old_weights_computed() -> None:
-    """Reload, then the prefix cache with what is running, then the version; in a pause."""
+async def test_vllm_requests_reset_its_caches() -> None:
+    """In a pause: reload, reset of the prefix cache and running requests, version."""
     async with engine() as (url, seen), VllmWeightUpdater(url) as weights:
         await weights.pause()
         await weights.load(FOLDER, 7)
@@ -57,9 +57,9 @@ def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def test_vllm_replaces_an_adapter(adapter: Path) -> None:
-    """The one before goes, if there is one."""
-    none_yet = "/v1/unload_lora_adapter"
-    async with engine(fails=none_yet) as (url, seen), VllmWeightUpdater(url) as weights:
+    """The previous one is unloaded, if there is one."""
+    not_loaded = "/v1/unload_lora_adapter"
+    async with engine(fails=not_loaded) as (url, seen), VllmWeightUpdater(url) as weights:
         await weights.load(adapter, 7)
     assert seen == REQUESTS["adapter"]
     async with engine(fails="/v1/load_lora_adapter") as (url, _), VllmWeightUpdater(url) as weights:
@@ -67,8 +67,8 @@ async def test_vllm_replaces_an_adapter(adapter: Path) -> None:
             await weights.load(adapter, 7)
 
 
-async def test_sglang_gets_its_own_requests() -> None:
-    """What runs is retracted and computed anew; to wait is the engine's own way of loading."""
+async def test_sglang_requests() -> None:
+    """Running requests are retracted, aborted, or awaited, which needs no pause."""
     async with engine() as (url, seen), SglangWeightUpdater(url) as weights:
         for running in ("keep", "abort", "wait"):
             await weights.pause(running)
@@ -77,8 +77,8 @@ async def test_sglang_gets_its_own_requests() -> None:
     assert seen == REQUESTS["sglang"]
 
 
-async def test_a_step_that_fails_is_an_error() -> None:
-    """A cache that was not emptied is not a detail; neither is an engine that is gone."""
+async def test_failed_requests_are_errors() -> None:
+    """A cache that is not reset, and an engine that does not answer."""
     fails = "/reset_prefix_cache?reset_running_requests=true"
     async with engine(fails=fails) as (url, _), VllmWeightUpdater(url) as weights:
         with pytest.raises(EngineError, match="cache is held"):
@@ -88,8 +88,8 @@ async def test_a_step_that_fails_is_an_error() -> None:
             await weights.load(FOLDER, 7)
 
 
-async def test_an_engine_goes_on_whatever_happens_to_its_weights() -> None:
-    """A load that fails is an error, and does not leave the engine paused."""
+async def test_a_failed_update_resumes_the_engine() -> None:
+    """It is an error as well."""
     async with engine(fails="/collective_rpc") as (url, seen), VllmWeightUpdater(url) as weights:
         with pytest.raises(EngineError, match="cache is held"):
             await weights.update(FOLDER, 7, "abort")

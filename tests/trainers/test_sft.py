@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the loss, the sets it reads, and a run that goes on after any death."""
+"""Supervised fine-tuning: loss, data sets, and resumption of runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def made_samples(count: int, vocabulary: int = 48) -> list[Sample]:
 def plain_loss(model: PreTrainedModel, samples: list[Sample]) -> torch.Tensor:
     """Mean negative log likelihood of the trained ids in float64, one sequence at a time."""
     return -torch.cat(
-        [log_probabilities(model, one.input_ids)[one.loss_mask[1:]] for one in samples]
+        [log_probabilities(model, row.input_ids)[row.loss_mask[1:]] for row in samples]
     ).mean()
 
 
@@ -66,7 +66,7 @@ def test_loss_and_gradient_are_those_of_plain_torch(options: dict[str, Any]) -> 
     assert worst < 1e-6
 
 
-# --------------------------------------------------------------------------- sets
+# --------------------------------------------------------------------------- data sets
 CONVERSATION = (
     Message(Role.SYSTEM, "Be brief."),
     Message(Role.USER, "List the files."),
@@ -77,13 +77,13 @@ CONVERSATION = (
 
 
 def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
-    """Write a set of JSON lines."""
+    """Write JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def read_one(path: Path, window: int = 999) -> Sample:
-    """The only sample of a set, read for the byte-level tokenizer."""
+    """The only sample of a data set, with the byte-level tokenizer."""
     (sample,), left_out = read_set([path], rendering().tokenizer, rendering, window)
     assert not left_out
     return sample
@@ -91,16 +91,16 @@ def read_one(path: Path, window: int = 999) -> Sample:
 
 @pytest.mark.parametrize("shape", ["text", "object", "prompt_completion"])
 def test_messages_are_rendered_and_only_answers_are_trained(tmp_path: Path, shape: str) -> None:
-    """Every answer up to its end token, in the very context that the gateway would render."""
+    """Every answer up to its end token, after the context that the gateway renders."""
     arguments = json.loads if shape == "object" else str
     messages = [
-        serialize_message(one, reasoning_field=None, arguments=arguments) for one in CONVERSATION
+        serialize_message(each, reasoning_field=None, arguments=arguments) for each in CONVERSATION
     ]
     row: dict[str, Any] = {"messages": messages}
     if shape == "prompt_completion":
         row = {"prompt": messages[:2], "completion": messages[2:]}
-    about = {"metadata": {"session": "s-0", "task": "s"}}
-    sample = read_one(write_rows(tmp_path / "set.jsonl", row | about))
+    names = {"metadata": {"session": "s-0", "task": "s"}}
+    sample = read_one(write_rows(tmp_path / "set.jsonl", row | names))
     made, ids, mask = rendering(), sample.input_ids, sample.loss_mask
     assert (sample.session, sample.group) == ("s-0", "s")
     runs = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
@@ -113,8 +113,8 @@ def test_messages_are_rendered_and_only_answers_are_trained(tmp_path: Path, shap
         assert ids[:first].tolist() == prompt[:first].tolist()
 
 
-def test_exact_ids_are_taken_as_they_are(tmp_path: Path) -> None:
-    """From JSON lines and Parquet; too long and untrained rows are counted, not cut."""
+def test_token_ids_are_read(tmp_path: Path) -> None:
+    """From JSON lines and Parquet; rows that are too long or untrained are counted, not cut."""
     rows = [
         {"ids": [5, 6, 7], "loss_mask": [False, True, True], "session": "a-0", "task": "a"},
         {"input_ids": [1, 2], "completion_mask": [0, 1]},
@@ -126,9 +126,9 @@ def test_exact_ids_are_taken_as_they_are(tmp_path: Path) -> None:
     record(tmp_path / "recorded", "a")
     export("parquet", tmp_path / "recorded", exported)
     got, left_out = read_set([lines, exported], rendering().tokenizer, rendering, 8)
-    assert [one.input_ids.tolist() for one in got] == [[5, 6, 7], [1, 2], [10, 11, 12, 13, 14, 15]]
+    assert [row.input_ids.tolist() for row in got] == [[5, 6, 7], [1, 2], [10, 11, 12, 13, 14, 15]]
     masks = [[False, True, True], [False, True], [False, False, True, True, False, True]]
-    assert [one.loss_mask.tolist() for one in got] == masks
+    assert [row.loss_mask.tolist() for row in got] == masks
     assert left_out == {"untrained": 1, "too_long": 1}
 
 
@@ -142,10 +142,8 @@ def test_exact_ids_are_taken_as_they_are(tmp_path: Path) -> None:
         ({"messages": [{"role": "boss", "content": ""}]}, r"line 1 is no .*messages\[0\].role"),
     ],
 )
-def test_a_row_that_is_no_conversation_is_named(
-    tmp_path: Path, row: dict[str, Any], message: str
-) -> None:
-    """File, row and what would be right."""
+def test_wrong_rows_are_reported(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    """With the file, the line and what is expected."""
     path = write_rows(tmp_path / "set.jsonl", row)
     with pytest.raises(UsageError, match=message):
         read_set([path], rendering().tokenizer, rendering, 99)
@@ -155,7 +153,7 @@ def test_a_row_that_is_no_conversation_is_named(
 
 # --------------------------------------------------------------------------- a run
 def write_run(folder: Path, **sft: Any) -> SftRunConfig:
-    """A random model, and 12 conversations that end in the same words."""
+    """A random model, and 12 conversations with the same answer."""
     answer = {"role": "assistant", "content": "It is done."}
     rows = [
         {
@@ -180,15 +178,15 @@ def run(config: SftRunConfig, folder: Path) -> list[dict[str, Any]]:
 
 
 async def test_held_out_loss_falls_and_the_model_answers(tmp_path: Path) -> None:
-    """The loss on tasks that were never trained falls; the embedded engine serves the model."""
+    """The embedded engine loads the trained model, which has learned the answer."""
     config = write_run(tmp_path, epochs=40)
     losses = [row["sft/heldout_loss"] for row in run(config, tmp_path / "run") if len(row) == 2]
     assert losses[-1] < 0.5 * losses[0]
     model, tokenizer, eos_ids = load(tmp_path / "run" / MODEL)
     made = Rendering(tokenizer, "qwen3")
-    asked = made.render([Message(Role.USER, "Do 99.")], ())
+    prompt = made.render([Message(Role.USER, "Do 99.")], ())
     request = GenerateRequest(
-        prompt_ids=asked, max_tokens=20, temperature=0, stop_ids=made.stop_ids
+        prompt_ids=prompt, max_tokens=20, temperature=0, stop_ids=made.stop_ids
     )
     async with Engine(model, eos_ids=eos_ids, max_model_len=512) as engine:
         answer = join([chunk async for chunk in engine.generate(request)])
@@ -196,11 +194,11 @@ async def test_held_out_loss_falls_and_the_model_answers(tmp_path: Path) -> None
 
 
 class Killed(Exception):
-    """Ends a run where a test wants it."""
+    """Ends a run."""
 
 
 class KillingSinks(Sinks):
-    """End the run at the figures of a step, as a kill would."""
+    """Sinks that end the run at the figures of a step, as a kill would."""
 
     def __init__(self, at: int) -> None:
         super().__init__(())
@@ -213,12 +211,12 @@ class KillingSinks(Sinks):
 
 
 def test_an_adapter_is_added_to_the_trained_model(tmp_path: Path) -> None:
-    """The model that is left has the held-out loss of the run; only what is adapted changed."""
+    """The result has the held-out loss of the run; only adapted weights have changed."""
     config = msgspec.structs.replace(write_run(tmp_path), lora=Lora(rank=4, targets=("q_proj",)))
     state = train(config, tmp_path / "run", Sinks(()), lambda _: None)
     first, last = (load(folder)[0] for folder in (config.model, tmp_path / "run" / MODEL))
     weights = last.state_dict()
-    changed = {name for name, one in first.state_dict().items() if not one.equal(weights[name])}
+    changed = {name for name, old in first.state_dict().items() if not old.equal(weights[name])}
     assert changed == {f"model.layers.{n}.self_attn.q_proj.weight" for n in range(2)}
     assert state.heldout[state.step] < state.heldout[0]
     again = msgspec.structs.replace(config, model=tmp_path / "run" / MODEL, lora=None)
@@ -227,16 +225,16 @@ def test_an_adapter_is_added_to_the_trained_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=4)])
-def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path: Path, lora: Lora | None) -> None:
-    """Weights bit for bit; and a run of other settings is refused."""
+def test_an_interrupted_run_has_the_same_result(tmp_path: Path, lora: Lora | None) -> None:
+    """Exactly the same weights; a run with other settings is refused."""
     config = msgspec.structs.replace(write_run(tmp_path), lora=lora)
     run(config, tmp_path / "whole")
     for at in (3, 5, 8):
         with pytest.raises(Killed):
             train(config, tmp_path / "run", KillingSinks(at), lambda _: None)
     run(config, tmp_path / "run")
-    one, other = (load(tmp_path / name / MODEL)[0].state_dict() for name in ("whole", "run"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    whole, resumed = (load(tmp_path / name / MODEL)[0].state_dict() for name in ("whole", "run"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     changed = msgspec.structs.replace(config, every=9)
     with pytest.raises(UsageError, match="has another every"):
         run(changed, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Where figures go, read back from there."""
+"""Sinks of figures: what they have written is read back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PUBLISHED = Publication(version=1, seconds=0.1, max_abs_dlogprob=1e-5, moved=0.1
 def log_steps(
     folder: Path, *parts: PluginSpec, steps: tuple[int, ...], after: int, server: str | None = None
 ) -> None:
-    """Log a figure, and one that is none, for each step in a process of its own, as it were."""
+    """Log a number and a NaN for each step, as a process of a run does."""
     folder.mkdir(exist_ok=True)
     sinks = make_sinks(parts, Console(file=io.StringIO()), server)
     sinks.start(folder, {"lr": 1e-6}, after)
@@ -46,29 +46,29 @@ def log_steps(
 
 
 def test_lines_of_lost_steps_are_replaced(tmp_path: Path) -> None:
-    """A run that was killed after step 3 goes on after its checkpoint of step 2."""
+    """As of a run that was killed after step 3 and continues after step 2."""
     log_steps(tmp_path, steps=(1, 2, 3), after=0)
     with (tmp_path / METRICS).open("ab") as file:
         file.write(b'{"step":4,"torn')
     log_steps(tmp_path, steps=(3, 4), after=2)
     rows = [row for row in read_lines(tmp_path / METRICS) if "rollout/reward" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    found = read_lines(tmp_path / METRICS)
-    assert [row["step"] for row in found if row.get("alarm/no_signal") == 1.0] == [4]
-    assert found[-1] == {"step": 4, "note": "alarm no_signal", "text": CAUSE}
+    lines = read_lines(tmp_path / METRICS)
+    assert [row["step"] for row in lines if row.get("alarm/no_signal") == 1.0] == [4]
+    assert lines[-1] == {"step": 4, "note": "alarm no_signal", "text": CAUSE}
 
 
-async def test_the_server_gets_what_the_file_has(tmp_path: Path) -> None:
-    """Also after a kill, in which the last figures stayed on their way; one that is none stays."""
+async def test_the_server_has_the_figures_of_the_file(tmp_path: Path) -> None:
+    """Also those that were not sent before a kill; NaN is left out."""
     async with serve(f"sqlite:{tmp_path / 'db'}", tmp_path) as served:
 
         def run(steps: tuple[int, ...], after: int) -> list[protocol.RunStep]:
             folder = tmp_path / "my run"
             log_steps(folder, steps=steps, after=after, server=served.url)
             with SyncClient(served.url) as client:
-                (found,) = client.runs()
-                assert found.name == f"my_run-{(folder / 'name').read_text().rstrip('.')}"
-                return client.run_steps(found.name)
+                (stored,) = client.runs()
+                assert stored.name == f"my_run-{(folder / 'name').read_text().rstrip('.')}"
+                return client.run_steps(stored.name)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TUGLINE_TOKEN", TOKENS.client)
@@ -78,7 +78,7 @@ async def test_the_server_gets_what_the_file_has(tmp_path: Path) -> None:
                     '{"step":2,"time/step_s":1.5}\n{"step":2,"note":"held out","text":"all"}\n'
                 )
             steps = await asyncio.to_thread(run, (3, 4), 2)
-    assert [one.step for one in steps] == [0, 1, 2, 3, 4]
+    assert [step.step for step in steps] == [0, 1, 2, 3, 4]
     assert steps[2] == protocol.RunStep(
         step=2, figures={"rollout/reward": 0.2, "time/step_s": 1.5}, notes={"held out": "all"}
     )
@@ -87,23 +87,23 @@ async def test_the_server_gets_what_the_file_has(tmp_path: Path) -> None:
     assert steps[4].notes == {"held out": "pass@1 50%", "alarm no_signal": CAUSE}
 
 
-def test_figures_that_cannot_be_sent_stop_nobody(
+def test_figures_that_cannot_be_sent_are_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server is away: the file has them, and the log says so."""
+    """The run continues, and the file has them."""
     monkeypatch.setattr("tugline.trainers.sinks._SEND_S", 0.1)
     monkeypatch.setenv("TUGLINE_TOKEN", TOKENS.client)
     sinks = make_sinks((), Console(file=io.StringIO()), "http://127.0.0.1:9")
-    with structlog.testing.capture_logs() as said:
+    with structlog.testing.capture_logs() as logs:
         sinks.start(tmp_path, {}, 0)
         sinks.log(1, {"rollout/reward": 0.5})
         sinks.close()
     assert [row["step"] for row in read_lines(tmp_path / METRICS)] == [1]
-    assert [one["step"] for one in said if one["event"] == "figures not sent"] == [0, 1]
+    assert [entry["step"] for entry in logs if entry["event"] == "figures not sent"] == [0, 1]
 
 
 def test_tensorboard(tmp_path: Path) -> None:
-    """Scalars by step; those of lost steps are hidden. An alarm is a scalar and a text."""
+    """Scalars by step, without those of lost steps; an alarm is a scalar and a text."""
     log_steps(tmp_path, PluginSpec("tensorboard"), steps=(1, 2, 3), after=0)
     log_steps(tmp_path, PluginSpec("tensorboard"), steps=(3, 4), after=2)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -116,28 +116,28 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def test_weights_and_biases_offline(tmp_path: Path) -> None:
-    """Without an account or a network, a run is written below the folder, alerts included."""
+    """Without an account or a network; alarms are alerts."""
     options = {"mode": "offline", "project": "tests"}
     log_steps(tmp_path / "run", PluginSpec("wandb", options), steps=(1, 2), after=0)
     (run,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     (file,) = run.glob("*.wandb")
     wanted = (b"alarm/no_signal", f"step 2: {CAUSE}".encode())
-    deadline = time.monotonic() + 20  # a process of W&B's own writes the file
+    deadline = time.monotonic() + 20  # a process of W&B writes the file
     while not all(text in file.read_bytes() for text in wanted):
         assert time.monotonic() < deadline, file.read_bytes()[:2000]
         time.sleep(0.02)
 
 
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures and alerts are in its own store on this machine."""
+    """Figures and alerts are in its local database."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    for name in [one for one in sys.modules if one.partition(".")[0] == "trackio"]:
+    for name in [module for module in sys.modules if module.partition(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)  # it reads the folder when it is first imported
     log_steps(tmp_path / "run", PluginSpec("trackio", {"project": "tests"}), steps=(1, 2), after=0)
     with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "tests.db")) as store:
-        found = store.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
+        metrics = store.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
         alerts = store.execute("SELECT title, text, level FROM alerts").fetchall()
-    figures = [(step, json.loads(text)) for step, text in found]
+    figures = [(step, json.loads(text)) for step, text in metrics]
     rewards = [(step, row["rollout/reward"]) for step, row in figures[:-1]]
     assert rewards == [(1, 0.1), (2, 0.2)]
     assert figures[-1] == (2, {"alarm/no_signal": 1.0})
@@ -145,14 +145,14 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plots(tmp_path: Path) -> None:
-    """A picture at the end, also of a run without evaluations."""
+    """A PNG file, also for a run without evaluations."""
     log_steps(tmp_path, PluginSpec("plots"), steps=(1, 2), after=0)
     assert (tmp_path / PLOT).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("name", ["plots", "tensorboard", "wandb", "trackio"])
-def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says what to install."""
+def test_missing_packages_are_reported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the command that installs them."""
     for module in (name, "torch.utils.tensorboard", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UsageError, match=rf"pip install 'tugline\[{name}\]'"):
@@ -160,7 +160,7 @@ def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_figures_are_flat() -> None:
-    """Every number under the name of its place; what is not known is left out."""
+    """Numbers have the path of their field as their name; None is left out."""
     figures = flatten(replace(PUBLISHED, arrived=None), "publish")
     assert figures == {
         "publish/version": 1.0, "publish/seconds": 0.1, "publish/max_abs_dlogprob": 1e-5,

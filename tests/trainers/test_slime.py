@@ -1,4 +1,4 @@
-"""The recipe in `examples/slime`, with stand-ins for the two types that it takes from slime."""
+"""The recipe in `examples/slime`, with replacements of the two types that it imports from slime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from graded import finish
-from house import House
+from live_server import LiveServer
 from served import TOKENS
 from tugline.errors import UsageError
 
@@ -25,10 +25,10 @@ RECIPE = Path(__file__).parents[2] / "examples" / "slime"
 
 @dataclass
 class Sample:
-    """The fields of slime's class that the recipe sets, under their names there."""
+    """The fields of slime's class that the recipe sets."""
 
     class Status(Enum):
-        """The ends that the recipe tells apart."""
+        """The values that the recipe sets."""
 
         COMPLETED = "completed"
         TRUNCATED = "truncated"
@@ -51,16 +51,16 @@ class Sample:
 
 @dataclass
 class RolloutFnTrainOutput:
-    """What slime's rollout functions return."""
+    """The result of slime's rollout functions."""
 
     samples: list[list[list[Sample]]]
     metrics: dict[str, Any] | None = None
 
 
 @pytest.fixture
-def recipe(house: House, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The recipe's module, on the stand-ins; it finds the server."""
-    monkeypatch.setenv("TUGLINE_SERVER", house.url)
+def recipe(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The recipe's module, with those types and the address of the server."""
+    monkeypatch.setenv("TUGLINE_SERVER", live.url)
     monkeypatch.setenv("TUGLINE_TOKEN", TOKENS.client)
     for name in ("slime", "slime.rollout", "slime.utils"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -74,17 +74,17 @@ def recipe(house: House, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def arguments(groups: int, sessions: int) -> Namespace:
-    """What slime's command line says of a batch."""
+    """Options of slime for the size of a batch."""
     return Namespace(rollout_batch_size=groups, n_samples_per_prompt=sessions)
 
 
-async def test_a_batch_is_what_slime_trains_on(house: House, recipe: Any) -> None:
-    """Ids, mask, logprobs, versions and advantages are the stream's; siblings share an id.
+async def test_a_batch_has_the_fields_of_slime(live: LiveServer, recipe: Any) -> None:
+    """Ids, mask, log probabilities, versions and advantages; traces of a session share an id.
 
-    slime drops rollouts from a batch of the wrong size, so a session without a reward is there: it
-    trains nothing and leaves the mean where it is.
+    slime needs batches of the same size, so that a session without a reward is in it: it trains
+    nothing and does not change the mean.
     """
-    await finish(house, traces=2, a=[1.0, 0.0, None])
+    await finish(live, traces=2, a=[1.0, 0.0, None])
     args = arguments(1, 3)
     with closing(recipe.TuglineGroups(args)) as source:
         output = await asyncio.to_thread(recipe.generate_rollout, args, 7, source, evaluation=False)
@@ -103,14 +103,14 @@ async def test_a_batch_is_what_slime_trains_on(house: House, recipe: Any) -> Non
     assert first.weight_versions == ["3", "4"]
     assert (last.loss_mask, last.remove_sample, last.status) == ([0], True, Sample.Status.FAILED)
     assert len(last.rollout_log_probs) == last.response_length == 1
-    earned, instead = recipe.advantages(args, rows)
-    assert earned == [1.0, 1.0, 0.0, 0.0, 0.5]
-    assert instead == pytest.approx([0.9998, 0.9998, -0.9998, -0.9998, 0.0])
+    rewards, advantages = recipe.advantages(args, rows)
+    assert rewards == [1.0, 1.0, 0.0, 0.0, 0.5]
+    assert advantages == pytest.approx([0.9998, 0.9998, -0.9998, -0.9998, 0.0])
 
 
-async def test_a_group_comes_again_until_slime_has_saved(house: House, recipe: Any) -> None:
-    """What slime took since its last checkpoint is there for the next run; groups stay in order."""
-    await finish(house, a=[1.0, 0.0], b=[None, None], c=[0.0, 1.0], d=[1.0, 1.0])
+async def test_groups_are_read_again_until_slime_has_saved(live: LiveServer, recipe: Any) -> None:
+    """The next run has those since the last checkpoint, in the same order."""
+    await finish(live, a=[1.0, 0.0], b=[None, None], c=[0.0, 1.0], d=[1.0, 1.0])
     args = arguments(1, 2)
 
     def take(source: Any, rollout_id: int) -> str:
@@ -121,7 +121,7 @@ async def test_a_group_comes_again_until_slime_has_saved(house: House, recipe: A
         with closing(recipe.TuglineGroups(args)) as source:
             taken = [take(source, 0)]
             source.save(0)
-            taken.append(take(source, 1))  # and ended before the checkpoint
+            taken.append(take(source, 1))  # not saved
         with closing(recipe.TuglineGroups(args)) as source:
             source.load(0)
             return [*taken, take(source, 1), take(source, 2)]
@@ -129,9 +129,9 @@ async def test_a_group_comes_again_until_slime_has_saved(house: House, recipe: A
     assert await asyncio.to_thread(run) == ["a", "c", "c", "d"]
 
 
-async def test_what_slime_would_misread_is_refused(house: House, recipe: Any) -> None:
-    """A group of another size, and an evaluation."""
-    await finish(house, a=[1.0, 0.0])
+async def test_other_batches_are_refused(live: LiveServer, recipe: Any) -> None:
+    """Groups of another size, and evaluations."""
+    await finish(live, a=[1.0, 0.0])
     args = arguments(1, 8)
     with closing(recipe.TuglineGroups(args)) as source:
         with pytest.raises(UsageError, match="task a has 2 samples, --n-samples-per-prompt is 8"):

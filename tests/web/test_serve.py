@@ -1,4 +1,4 @@
-"""Slow, endless and malformed requests hold a socket for a moment only."""
+"""Limits of the HTTP server, and garbage collection."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ async def talk(url: str, *parts: bytes) -> bytes:
     ],
     ids=["whole", "half", "silence", "endless header", "many headers", "upgrade", "garbage"],
 )
-async def test_what_a_connection_gets(request_bytes: bytes, reply: bytes) -> None:
-    """Headers have a deadline and a bound; an upgrade is an ordinary request to the app."""
+async def test_headers_are_bounded(request_bytes: bytes, reply: bytes) -> None:
+    """In time and size; an upgrade is served as an ordinary request."""
     async with serve(app, headers_timeout_s=0.3) as url:
         got = await talk(url, request_bytes)
     assert got.startswith(reply)
@@ -58,22 +58,22 @@ async def test_what_a_connection_gets(request_bytes: bytes, reply: bytes) -> Non
 
 
 async def echo(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    """Answers with the length of the body and its digest."""
+    """Responds with the length of the body and its digest."""
     body, more = b"", True
     while more:
         message = await receive()
         assert isinstance(message["body"], bytes)
         body, more = body + message["body"], message["more_body"]
-    said = b"%d %b" % (len(body), hashlib.sha256(body).hexdigest().encode())
-    await Http(scope, receive, send).reply(200, said)
+    text = b"%d %b" % (len(body), hashlib.sha256(body).hexdigest().encode())
+    await Http(scope, receive, send).reply(200, text)
 
 
 BODY = bytes(range(256)) * 800
 
 
 @pytest.mark.parametrize("size", [1, 7, 4096, len(BODY)])
-async def test_a_body_comes_whole_in_however_many_parts(size: int) -> None:
-    """Small parts together, parts beyond what is read ahead, and one that is all of it."""
+async def test_chunked_bodies_are_received_whole(size: int) -> None:
+    """In small parts, in parts beyond the read-ahead, and in one part."""
     parts = [BODY[at : at + size] for at in range(0, len(BODY), size)]
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
     head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -82,33 +82,33 @@ async def test_a_body_comes_whole_in_however_many_parts(size: int) -> None:
     assert got.endswith(b"%d %b" % (len(BODY), hashlib.sha256(BODY).hexdigest().encode()))
 
 
-class Ring:
-    """An object in a cycle, which only a garbage collection frees."""
+class Cycle:
+    """An object that refers to itself, which only a garbage collection frees."""
 
     def __init__(self) -> None:
         self.me = self
 
 
-async def test_cycles_that_outlived_two_collections_are_found_once_all_is_idle() -> None:
-    """Collections stay short because they leave such objects out; they do not leak."""
-    gone, idle = asyncio.Event(), False
+async def test_old_cycles_are_collected_when_idle() -> None:
+    """Ordinary collections leave them out to stay short."""
+    collected, idle = asyncio.Event(), False
     callbacks = len(gc.callbacks)
     async with managed_gc(lambda: idle, every_s=0.001, full=1):
-        ring = Ring()
-        found = weakref.ref(ring, lambda _: gone.set())
+        ring = Cycle()
+        reference = weakref.ref(ring, lambda _: collected.set())
         gc.collect(1)
         del ring
         gc.collect()
         await asyncio.sleep(0)
-        assert found() is not None
+        assert reference() is not None
         idle = True
         async with asyncio.timeout(20):
-            await gone.wait()
+            await collected.wait()
     assert len(gc.callbacks) == callbacks
 
 
-def test_a_server_may_open_as_many_files_as_the_system_lets_it() -> None:
-    """Thousands of agents are not stopped by a limit that nobody chose."""
+def test_the_file_limit_is_raised_to_the_maximum() -> None:
+    """Thousands of agents need more than the default."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 500), hard))

@@ -1,12 +1,12 @@
-"""Build the documentation site in a folder, `site` if none is named, for `make docs`.
+"""Build the documentation site in a folder (default `site`), for `make docs`.
 
-The site is made of README.md, docs/, examples/ and deploy/ as they are, in the order of mkdocs.yml,
-and of three reference pages that exist in no folder: the command line (from the help of each
-command), the configuration (from the sentence of each field) and Python (from the docstrings).
+The site consists of README.md, docs/, examples/ and deploy/, in the order of mkdocs.yml, and of
+three generated reference pages: the command line (from the help of each command), the configuration
+(from the docstring of each field) and Python (from docstrings).
 
-MkDocs has an environment of its own below ``$TUGLINE_CACHE``, pinned by requirements.txt, because
-nobody who uses Tugline needs it. The build is strict: a page that is not in the navigation, a link
-or an anchor that leads nowhere is an error.
+MkDocs has its own environment below ``$TUGLINE_CACHE``, pinned by requirements.txt, because users
+of Tugline do not need it. The build is strict: pages missing in the navigation and broken links or
+anchors are errors.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PYTHON = {
 
 
 def prepare() -> Path:
-    """Return the environment's Python, after installing the pins unless they are there."""
+    """Install the pinned packages unless they are installed; return the environment's Python."""
     digest = hashlib.blake2b(PINS.read_bytes(), digest_size=8).hexdigest()
     home = CACHE.absolute() / "docs"
     home.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def prepare() -> Path:
 
 
 def stage(pages: Path) -> None:
-    """Put everything that the site is made of into `pages`."""
+    """Copy and generate all pages of the site in `pages`."""
     ignored = shutil.ignore_patterns("tasks", "__pycache__", ".*")
     for name in PARTS:
         if (ROOT / name).is_dir():
@@ -111,10 +111,10 @@ def describe_commands() -> str:
 
 
 def describe_files() -> str:
-    """Return a page with a table of every kind of configuration file, all of its keys in it."""
+    """Return a page with a table of all keys for each kind of configuration file."""
     parts = [
         "# Every key\n",
-        "Of each file, [configuration](../configuration.md) says how to use it.\n",
+        "[Configuration](../configuration.md) explains how to use each file.\n",
     ]
     for title, kind in FILES.items():
         rows = [re.sub(r"\]\((?!\w+:)", "](../", row) for row in describe(kind)]
@@ -124,7 +124,7 @@ def describe_files() -> str:
 
 
 def describe_python() -> str:
-    """Return a page of directives that mkdocstrings replaces by signatures and docstrings."""
+    """Return a page of directives, which mkdocstrings replaces by signatures and docstrings."""
     parts = ["# Python\n"]
     for title, names in PYTHON.items():
         parts += [f"## {title}\n", *(f"::: {name}\n" for name in names)]
@@ -147,5 +147,5 @@ if __name__ == "__main__":
     target = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "site").absolute()
     code = build(target)
     if code == 0:
-        print(f"docs: {target}; to look at it: python3 -m http.server --directory {target}")
+        print(f"docs: {target}; to view it: python3 -m http.server --directory {target}")
     sys.exit(code)

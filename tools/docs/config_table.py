@@ -1,4 +1,4 @@
-"""The reference tables of docs/configuration.md, made from the configurations."""
+"""Make reference tables from the configuration classes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tugline.schema import field_docs, list_structs
 
 
 def describe(kind: type[Config], prefix: str = "", given: Config | None = None) -> list[str]:
-    """Markdown table rows ``| key | type | default | meaning |`` of every key, nested ones dotted.
+    """Make rows ``| key | type | default | meaning |`` of a Markdown table; nested keys are dotted.
 
-    A key whose value is itself a configuration is replaced by that one's keys; one that has several
-    by name is followed by them. `given` is the configuration that holds the defaults. Raises
-    `ValueError` for a field without a docstring.
+    A key whose value is a configuration is replaced by the keys of that configuration; a key with
+    several configurations by name is followed by their keys. `given` is the configuration with the
+    defaults. Raises `ValueError` for a field without a docstring.
     """
     rows: list[str] = []
     docs = field_docs(kind)
@@ -27,11 +27,11 @@ def describe(kind: type[Config], prefix: str = "", given: Config | None = None) 
         named = isinstance(types[field.name], shapes.DictType)
         if not inner or named:
             if field.name not in docs:
-                msg = f"{kind.__name__}.{field.name} has no docstring that says what it is"
+                msg = f"{kind.__name__}.{field.name} has no docstring"
                 raise ValueError(msg)
             text = "required" if default is msgspec.NODEFAULT else f"`{default}`"
-            key, says = f"`{prefix}{field.name}`", docs[field.name]
-            cells = (key, _say_type(types[field.name]), text, says)
+            key, meaning = f"`{prefix}{field.name}`", docs[field.name]
+            cells = (key, _format_type(types[field.name]), text, meaning)
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         for nested in inner:
             value = default if isinstance(default, nested) else None
@@ -63,10 +63,10 @@ _TYPE_NAMES: dict[type, str] = {
 }
 
 
-def _say_type(shape: shapes.Type) -> str:
-    """A type with its bounds, such as ``integer or null, >= 1``."""
+def _format_type(shape: shapes.Type) -> str:
+    """Format a type with its bounds, such as ``integer or null, >= 1``."""
     options = shape.types if isinstance(shape, shapes.UnionType) else (shape,)
-    names = [name for option in options for name in _say_names(option)]
+    names = [name for option in options for name in _list_type_names(option)]
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     bounds = [
         f"{sign} {bound:g}"
@@ -78,7 +78,7 @@ def _say_type(shape: shapes.Type) -> str:
     return ", ".join([" or ".join(names), *bounds])
 
 
-def _say_names(shape: shapes.Type) -> list[str]:
+def _list_type_names(shape: shapes.Type) -> list[str]:
     match shape:
         case shapes.EnumType(cls=cls):
             return [f"`{member.value}`" for member in cls]

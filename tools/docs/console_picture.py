@@ -1,6 +1,6 @@
-"""Takes `docs/console.png`: the overview of a server in the middle of its work, in a real Chromium.
+"""Take the screenshot `docs/console.png`: the overview of a busy server, in a real Chromium.
 
-The server and its sessions are those of the console's tests, but spread over half an hour.
+The server has the sessions of the console's tests, with times spread over half an hour.
 
     python tools/docs/console_picture.py
 """
@@ -24,7 +24,7 @@ WIDTH, HEIGHT = 1400, 757
 
 
 def spread(tx: Tx) -> None:
-    """What happened within a second, as if it had taken half an hour."""
+    """Spread the times of events and sessions over half an hour."""
     for table, column, key in (("events", "created", "position"), ("sessions", "updated", "place")):
         [(first, last)] = tx.all(f"SELECT MIN({key}), MAX({key}) FROM {table}")  # noqa: S608 - constants
         change = f"UPDATE {table} SET {column} = :now - 50 - 1650.0 * (:last - {key}) / :span"  # noqa: S608 - constants
@@ -32,7 +32,7 @@ def spread(tx: Tx) -> None:
 
 
 async def main(path: Path) -> None:
-    """Fill a server as the tests of the console do, and look at it."""
+    """Fill a server as the tests of the console do, and take the screenshot."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         async with (

@@ -1,22 +1,22 @@
-"""Walk a newcomer's path, time it, and draw it as the animated picture of the README.
+"""Run all steps of a new user, time them, and draw the animated picture of the README.
 
     python3 -m venv /tmp/tools && /tmp/tools/bin/pip install aiohttp hatchling pillow pyte
-    /tmp/tools/bin/python tools/docs/newcomer.py /tmp/newcomer     # a folder to work in
+    /tmp/tools/bin/python tools/docs/newcomer.py /tmp/newcomer     # working folder
 
-The path: a wheel of this checkout, built with hatchling, is installed into a fresh environment; the
-demo runs; the tutorial (`docs/start/train-your-agent.md`) is followed with the files and commands
-that it has; the console is opened while its sessions run and once they have ended.
+The steps: a wheel of this checkout, built with hatchling, is installed into a new environment; the
+demo runs; the tutorial (`docs/start/train-your-agent.md`) is followed with its own files and
+commands; the console is opened while its sessions run and after their end.
 
-Commands are typed into a real bash on a pseudo-terminal, in a home folder of their own without
-caches and without pip's settings of this machine, and what it prints is recorded with the time of
-each piece. Nothing printed is changed but one thing: the token in the console's address becomes
-three dots. The prompt is coloured, each step begins on an empty screen, long waits are shown
-faster, and the caption says how long they were. All commands are timed; those that list or
-show what the console shows, too, are not drawn.
+Commands are typed into a real bash on a pseudo-terminal, with a new home folder, without caches and
+without this machine's settings of pip. Their output is recorded with the time of each piece. It is
+drawn unchanged, except that the token in the console's address is replaced by three dots. The
+prompt is coloured, each step begins with an empty screen, long waits are shortened, and the caption
+has their true duration. All commands are timed; those with the same content as the console are not
+drawn.
 
-`docs/newcomer.json` gets the times, `docs/newcomer.webp` the picture. A step that the folder has is
-not repeated: remove its file there, or the folder, to have it again. Needs a Chromium
-(`make test-browser` installs one) and bash, besides the packages above.
+The times are written to `docs/newcomer.json`, the picture to `docs/newcomer.webp`. A step that the
+working folder has already is not repeated: to repeat it, remove its file, or the folder. Needs a
+Chromium (`make test-browser` installs one) and bash, besides the packages above.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "start" / "train-your-agent.md"
 BLOCK = re.compile(r'^```(\w+)(?: title="([\w.]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 OWN = re.compile(r"TUGLINE_|XDG_|PIP_C(?!ERT)|PIP_EXTRA|VIRTUAL_ENV|PYTHON|PS1|PROMPT")
-"""Settings of whoever runs this, which a newcomer has not."""
+"""Environment variables of the current user that a new user does not have."""
 DEMO, MINE = "tugline-demo", "my-agent"
-"""The newcomer's folders."""
+"""Folders of the new user."""
 
 
 class Walk:
-    """The newcomer: a home folder, and the record of each step in `work`."""
+    """The steps of a new user with its own home folder; `work` has a record of each."""
 
     def __init__(self, work: Path) -> None:
         self.work, self.home = work, work / "home"
@@ -56,33 +56,33 @@ class Walk:
             folder.mkdir(parents=True, exist_ok=True)
 
     def terminal(self, folder: Path, *, activated: bool = True) -> Terminal:
-        """A fresh terminal; as a rule with the environment activated."""
+        """Open a terminal, by default with the virtual environment activated."""
         path = os.pathsep.join(
             each for each in os.environ["PATH"].split(os.pathsep) if "venv" not in each
         )
-        mine = {key: value for key, value in os.environ.items() if not OWN.match(key)}
+        inherited = {key: value for key, value in os.environ.items() if not OWN.match(key)}
         own = {
             "HOME": str(self.home), "PATH": path, "PIP_CONFIG_FILE": os.devnull,
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         }  # fmt: skip
-        shell = Terminal(mine | own, folder)
+        shell = Terminal(inherited | own, folder)
         if activated:
             shell.run(f". ~/{DEMO}/.venv/bin/activate")
         return shell
 
-    def step(self, name: str, title: str, walk: Callable[[], list[Command]]) -> Step:
-        """The record of a step, which is made unless there is one."""
+    def step(self, name: str, title: str, run: Callable[[], list[Command]]) -> Step:
+        """Return the record of a step; run the step if there is none."""
         file = self.work / f"{name}.json"
         if not file.exists():
             print(f"{name} ...", flush=True)
-            commands = walk()
+            commands = run()
             Step(name, title, round(os.getloadavg()[0], 1), commands).write(file)
         step = Step.read(file)
         print(f"{name}: {step.seconds:.1f} s", flush=True)
         return step
 
     def install(self) -> list[Command]:
-        """Build the wheel, and install it with what the demo needs."""
+        """Build the wheel, and install it with the extra of the demo."""
         build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", self.demo]
         subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
         [wheel] = self.demo.glob("*.whl")
@@ -102,7 +102,7 @@ class Walk:
             return [shell.run("tugline demo --steps 4 --heldout 32 --minutes 15", 1500)]
 
     def list_commands(self) -> list[str]:
-        """Write the tutorial's files; its commands."""
+        """Write the tutorial's files; return its commands."""
         commands = []
         for kind, name, body in BLOCK.findall(PAGE.read_text(encoding="utf-8")):
             if name:
@@ -117,7 +117,7 @@ class Walk:
             return [shell.run(line) for line in lines]
 
     def serve(self, lines: list[str]) -> list[Command]:
-        """Start a server, submit to it from another terminal, and look at the console."""
+        """Start a server, submit from another terminal, and take pictures of the console."""
         with self.terminal(self.mine) as first, self.terminal(self.mine) as second:
             server = first.start("tugline up")
             try:
@@ -134,7 +134,7 @@ class Walk:
 
 
 def describe_machine() -> dict[str, object]:
-    """What the times depend on."""
+    """Describe the machine of the measurement."""
     cpu = platform.processor() or platform.machine()
     if (info := Path("/proc/cpuinfo")).exists():
         cpu = re.findall(r"model name\s*: (.*)", info.read_text(encoding="utf-8"))[0]
@@ -143,7 +143,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def main(work: Path) -> None:
-    """Walk, then write times and picture."""
+    """Run all steps, then write times and picture."""
     walk = Walk(work.resolve())
     steps = [
         walk.step("install", "Install the wheel", walk.install),

@@ -1,4 +1,4 @@
-"""Looks at the console in a real Chromium while sessions run, for `newcomer.py`."""
+"""Take pictures of the console in a real Chromium while sessions run, for `newcomer.py`."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 from browser.chromium import Tab, chromium
 
 WIDTH, HEIGHT = 900, 524
-"""Of the picture below its caption, in CSS pixels."""
+"""Size of the picture below its caption, in CSS pixels."""
 PIXELS = 1.6
-"""Of the picture for each of these."""
+"""Picture pixels for each CSS pixel."""
 WIDER = 1.25
-"""The console needs more room, so its pictures are shown that much smaller."""
+"""Factor by which the console's window is larger than the picture, in which it is scaled down."""
 EVERY_S = 4.0
-"""Between two looks at the running sessions."""
+"""Seconds between two pictures of running sessions."""
 SETTLE_S = 1.5
-"""For what a page still fetches after its first rows."""
+"""Seconds to wait for the rest of a page after its first rows."""
 SOLVED = """
 (rows => (rows.find(row => row.querySelector(".number").innerText === "1") ?? rows[0])
   .querySelector("a").href)([...document.querySelectorAll("tbody tr:has(a)")])
 """
-"""The page of the first listed session with reward 1."""
+"""JavaScript: address of the first listed session with reward 1."""
 
 
 @contextlib.asynccontextmanager
 async def open_tab(height: int, wider: float = 1.0) -> AsyncIterator[Tab]:
-    """A dark tab, whose pictures have `PIXELS` times `WIDTH` pixels in a row."""
+    """Open a tab with the dark theme; its pictures are `PIXELS` times `WIDTH` pixels wide."""
     with tempfile.TemporaryDirectory() as profile:
         async with chromium(Path(profile)) as tab:
             size = {"width": round(WIDTH * wider), "height": round(height * wider)}
@@ -44,12 +44,12 @@ async def open_tab(height: int, wider: float = 1.0) -> AsyncIterator[Tab]:
 
 
 async def visit(link: str, folder: Path, wait: Callable[[], None]) -> None:
-    """Follow the overview until `wait` returns, then look at a session that solved its task.
+    """Take pictures of the overview until `wait` returns, then of a session that solved its task.
 
     Pictures are written as ``console-NAME.png``.
     """
 
-    async def look(name: str) -> None:
+    async def take(name: str) -> None:
         await asyncio.sleep(SETTLE_S)
         (folder / f"console-{name}.png").write_bytes(await tab.picture())
 
@@ -58,17 +58,17 @@ async def visit(link: str, folder: Path, wait: Callable[[], None]) -> None:
         await tab.visit(link)
         number = 0
         while not waiting.done():
-            await look(f"run-{number:02}")
+            await take(f"run-{number:02}")
             await asyncio.wait([waiting], timeout=EVERY_S)
             number += 1
         await waiting
-        await look("end-overview")
+        await take("end-overview")
         address = link.partition("#")[0]
         await tab.visit(f"{address}sessions?status=completed")
         await tab.until("document.querySelector('tbody tr a')")
-        await look("end-sessions")
+        await take("end-sessions")
         session = await tab.js(SOLVED)
         await tab.visit(session)
-        await look("end-session")
+        await take("end-session")
         await tab.visit(f"{session}?tab=patch&colour=logprob")
-        await look("end-patch")
+        await take("end-patch")

@@ -1,4 +1,4 @@
-"""Draws recorded steps as an animated picture, for `newcomer.py`."""
+"""Draw recorded steps as an animated picture, for `newcomer.py`."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from PIL import Image
 CSS = Path(__file__).resolve().parents[2] / "console" / "src" / "app.css"
 CAPTION = 60
 """Height of the caption in CSS pixels."""
-TYPED_S, DONE_S, LOOK_S, END_S, LAST_S = 0.5, 0.5, 1.0, 1.2, 3.0
-"""How long is shown: a command that was just entered, all that it printed, a picture of the
-console, a step's end in addition, and the times."""
+TYPED_S, DONE_S, PICTURE_S, END_S, LAST_S = 0.5, 0.5, 1.0, 1.2, 3.0
+"""Seconds to show a command just typed, its complete output, a picture of the console, additionally
+the end of a step, and the last frame."""
 FAST_S = 2.0
-"""Waits above this are shown faster."""
+"""Longer waits are shortened."""
 LONG = {"demo": (10, 4.0), "train": (7, 3.0)}
-"""Steps with how many frames of a long wait are shown, in how many seconds."""
+"""Number of frames and seconds for a long wait, by step."""
 SHORT = (3, 0.9)
 """The same for all other steps."""
 COLOURS = {
     "red": "bad", "green": "good", "brown": "agent", "blue": "accent", "magenta": "evaluator",
     "cyan": "runtime", "ff005f": "accent", "5faf00": "good", "3a3a3a": "line",
 }  # fmt: skip
-"""The terminal's colours, and those of a progress bar, as the console's."""
+"""Colours of the console for those of the terminal and of progress bars."""
 STYLE = f"""
 body {{ width: 900px; height: {CAPTION + HEIGHT}px; overflow: hidden; }}
 header {{ height: {CAPTION}px; padding: 0 20px; display: flex; align-items: center; gap: 12px;
@@ -53,7 +53,7 @@ td + td {{ text-align: right; font-variant-numeric: tabular-nums; }}
 
 @dataclass(frozen=True)
 class Frame:
-    """What is shown, and for how long."""
+    """A frame of the animation, and its duration."""
 
     number: str
     title: str
@@ -62,8 +62,8 @@ class Frame:
     seconds: float
 
 
-def spell(seconds: float) -> str:
-    """A duration in words."""
+def format_duration(seconds: float) -> str:
+    """Format a duration."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -71,7 +71,7 @@ def spell(seconds: float) -> str:
 
 
 def draw_screen(screen: pyte.Screen) -> str:
-    """The screen of a terminal as HTML."""
+    """Convert a terminal's screen to HTML."""
     lines = []
     for row in range(ROWS):
         line = ""
@@ -87,20 +87,20 @@ def draw_screen(screen: pyte.Screen) -> str:
 
 
 class Film:
-    """The frames of all steps."""
+    """Collects the frames of all steps."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.frames: list[Frame] = []
 
     def add_command(self, screen: pyte.Screen, step: Step, command: Command, number: str) -> None:
-        """Type a command on a screen, then show what came, with the time that has passed."""
+        """Add frames of a command: its line, then its output with the time passed."""
         stream = pyte.Stream(screen)
         stream.feed(f"\x1b[34m{command.prompt}\x1b[0m")
         states: list[tuple[float, str]] = []
         for at, text in command.events:
             if at > command.seconds:
-                break  # how a server ends
+                break  # output of a server's end
             typed, newline, output = "", "", hide_token(text)
             if not states:
                 typed, newline, output = output.partition("\n")
@@ -114,26 +114,30 @@ class Film:
         if command.seconds > FAST_S:
             count, shown_s = LONG.get(step.name, SHORT)
             for passed, body in pick(states, command.seconds, count):
-                self.add(step, number, spell(passed), body, shown_s / count)
-        note = f"took {spell(command.seconds)} (shown faster)" if command.seconds > FAST_S else ""
+                self.add(step, number, format_duration(passed), body, shown_s / count)
+        note = (
+            f"took {format_duration(command.seconds)} (shown faster)"
+            if command.seconds > FAST_S
+            else ""
+        )
         self.add(step, number, note, states[-1][1], DONE_S)
 
-    def add_looks(self, step: Step, number: str, note: str, names: Sequence[str]) -> None:
-        """Show pictures of the console."""
+    def add_pictures(self, step: Step, number: str, note: str, names: Sequence[str]) -> None:
+        """Add pictures of the console."""
         for name in names:
             data = base64.b64encode((self.folder / name).read_bytes()).decode()
             body = f'<img src="data:image/png;base64,{data}">'
-            self.add(step, number, note, body, LOOK_S)
+            self.add(step, number, note, body, PICTURE_S)
 
     def add(self, step: Step, number: str, note: str, body: str, seconds: float) -> None:
-        """One frame; one that shows the same as the last only makes that longer."""
+        """Add a frame, or extend the last frame if it is equal."""
         last = self.frames[-1] if self.frames else None
         if last and (last.number, last.note, last.body) == (number, note, body):
             seconds += self.frames.pop().seconds
         self.frames.append(Frame(number, step.title, note, body, seconds))
 
     def hold(self, seconds: float, note: str | None = None) -> None:
-        """Show the last frame longer, with another note if one is given."""
+        """Extend the last frame, optionally with another note."""
         last = self.frames.pop()
         longer = last.seconds + seconds
         self.frames.append(replace(last, seconds=longer, note=last.note if note is None else note))
@@ -142,15 +146,15 @@ class Film:
 def pick(
     states: Sequence[tuple[float, str]], seconds: float, count: int
 ) -> Iterator[tuple[float, str]]:
-    """What stood on the screen at moments of equal distance."""
+    """Yield the screen at `count` equidistant moments."""
     for number in range(1, count + 1):
         moment = seconds * number / (count + 1)
         before = [body for at, body in states if at <= moment]
         yield moment, before[-1] if before else states[0][1]
 
 
-def plan(steps: Sequence[Step], folder: Path, where: str) -> list[Frame]:
-    """All frames, in order; the last one says where the times were measured."""
+def make_frames(steps: Sequence[Step], folder: Path, where: str) -> list[Frame]:
+    """Make all frames in order; the last one names the machine of the measurement."""
     film = Film(folder)
     for at, step in enumerate(steps, 1):
         number = str(at)
@@ -158,7 +162,7 @@ def plan(steps: Sequence[Step], folder: Path, where: str) -> list[Frame]:
         if step.name != "serve":
             for command in step.commands[: 1 if step.name == "train" else None]:
                 film.add_command(screen, step, command, number)
-            film.hold(END_S, f"took {spell(step.seconds)} (shown faster)")
+            film.hold(END_S, f"took {format_duration(step.seconds)} (shown faster)")
             continue
         server, submit = step.commands[:2]
         film.add_command(screen, step, server, number)
@@ -166,15 +170,19 @@ def plan(steps: Sequence[Step], folder: Path, where: str) -> list[Frame]:
         screen = pyte.Screen(COLUMNS, ROWS)
         film.add_command(screen, step, submit, number)
         film.hold(END_S / 2)
-        looks = sorted(path.name for path in folder.glob("console-run-*.png"))[1:]
-        looks = looks[:: max(1, len(looks) // 3)][:3]
-        film.add_looks(step, number, "the console, while it runs", looks)
-        film.add_looks(step, number, "the console, when it has ended", ["console-end-overview.png"])
-        film.add_looks(step, number, "a session", ["console-end-session.png"])
-        film.add_looks(step, number, "its patch", ["console-end-patch.png"])
+        pictures = sorted(path.name for path in folder.glob("console-run-*.png"))[1:]
+        pictures = pictures[:: max(1, len(pictures) // 3)][:3]
+        film.add_pictures(step, number, "the console, while it runs", pictures)
+        film.add_pictures(
+            step, number, "the console, when it has ended", ["console-end-overview.png"]
+        )
+        film.add_pictures(step, number, "a session", ["console-end-session.png"])
+        film.add_pictures(step, number, "its patch", ["console-end-patch.png"])
         film.hold(END_S / 2)
-    rows = "".join(f"<tr><td>{s.title}</td><td>{spell(s.seconds)}</td></tr>" for s in steps)
-    total = spell(sum(step.seconds for step in steps))
+    rows = "".join(
+        f"<tr><td>{s.title}</td><td>{format_duration(s.seconds)}</td></tr>" for s in steps
+    )
+    total = format_duration(sum(step.seconds for step in steps))
     film.frames.append(
         Frame("", "Measured", f"{total} in all", f"<table>{rows}</table><p>{where}</p>", LAST_S)
     )
@@ -182,8 +190,8 @@ def plan(steps: Sequence[Step], folder: Path, where: str) -> list[Frame]:
 
 
 async def draw(steps: Sequence[Step], folder: Path, where: str) -> bytes:
-    """Draw every frame in Chromium, as one WebP; each is left in the folder as PNG, too."""
-    frames = plan(steps, folder, where)
+    """Draw all frames in Chromium into one WebP; also write each as a PNG into the folder."""
+    frames = make_frames(steps, folder, where)
     images = []
     async with open_tab(CAPTION + HEIGHT) as tab:
         style = CSS.read_text(encoding="utf-8") + STYLE

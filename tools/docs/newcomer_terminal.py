@@ -1,4 +1,4 @@
-"""A bash on a pseudo-terminal, and a record of what it printed, for `newcomer.py`."""
+"""A bash on a pseudo-terminal, and a record of its output, for `newcomer.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Self
 
 COLUMNS, ROWS = 100, 24
 DONE = re.compile(rb"\x1b\]133;D;(\d+)\x07")
-"""What the shell prints, unseen, before each prompt: the exit status of the command before."""
+"""Escape sequence before each prompt, with the exit status of the previous command."""
 SHELL = {
     "TERM": "xterm-256color", "PS1": r"\w $ ", "HISTFILE": "",
     "PROMPT_COMMAND": r"printf '\033]133;D;%s\007' $?",
@@ -31,69 +31,69 @@ TOKEN = re.compile(r"(#token=)[\w.-]+")
 
 @dataclass
 class Command:
-    """One command line and what was printed from its first letter to the next prompt."""
+    """A command line and its output up to the next prompt."""
 
     line: str
     prompt: str
     seconds: float = 0.0
-    """Until the next prompt; of a server until it is up."""
+    """Time until the next prompt; for a server, until it is up."""
     code: int | None = None
-    """Exit status; None while it goes on."""
+    """Exit status; None while it runs."""
     events: list[tuple[float, str]] = field(default_factory=list)
-    """Seconds after the command was entered, and what came then."""
+    """Pieces of output, each with its seconds since the command was typed."""
 
     def describe(self) -> str:
-        """How it ended, for an error."""
+        """Describe its end, for an error message."""
         printed = "".join(text for _, text in self.events)
         return f"$ {self.line}: exit status {self.code}\n{printed}"
 
 
 @dataclass
 class Step:
-    """A part of the path: commands that follow each other, under one caption."""
+    """A step: successive commands with one caption."""
 
     name: str
     title: str
     load: float
-    """How many processes wanted a core in the minute before the step ended."""
+    """Load average of the last minute at the end of the step."""
     commands: list[Command]
     pictures: list[tuple[str, str]] = field(default_factory=list)
-    """Files of pictures of the console, each with its caption."""
+    """Picture files of the console, each with its caption."""
 
     @property
     def seconds(self) -> float:
-        """What the commands took together."""
+        """Total time of the commands."""
         return sum(command.seconds for command in self.commands)
 
     def write(self, path: Path) -> None:
-        """Keep the record."""
+        """Write the record to a file."""
         path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Step:
-        """The record that `write` kept."""
+        """Read a record written by `write`."""
         values = json.loads(path.read_text(encoding="utf-8"))
         values["commands"] = [Command(**each) for each in values["commands"]]
         return cls(**values)
 
 
 class Terminal:
-    """A shell that is typed into; usable as a context manager, which ends it."""
+    """A shell to type commands into; as a context manager, it is killed at the end."""
 
     def __init__(self, environment: dict[str, str], folder: Path) -> None:
         self.pid, self.file = pty.fork()
         if not self.pid:
             os.chdir(folder)
-            words = ["bash", "--norc", "--noprofile", "-i"]
-            os.execvpe(words[0], words, environment | SHELL)  # noqa: S606 - it is the shell itself
+            argv = ["bash", "--norc", "--noprofile", "-i"]
+            os.execvpe(argv[0], argv, environment | SHELL)  # noqa: S606 - it is the shell itself
         size = struct.pack("HHHH", ROWS, COLUMNS, 0, 0)
         fcntl.ioctl(self.file, termios.TIOCSWINSZ, size)
         self.pieces: queue.Queue[tuple[float, bytes]] = queue.Queue()
-        """What is printed; read at once, since a program waits for a terminal that is full."""
+        """Output, read immediately, because a program blocks when the terminal's buffer is full."""
         self.reader = threading.Thread(target=self._fill, daemon=True)
         self.reader.start()
         self.late = b""
-        """What has been read and belongs to no command yet."""
+        """Output that has been read but belongs to no command yet."""
         self.prompt = ""
         self._read_until_prompt(20)
         self.run("bind 'set enable-bracketed-paste off'")
@@ -123,7 +123,7 @@ class Terminal:
         return command
 
     def follow(self, command: Command, pattern: str, seconds: float) -> re.Match[str]:
-        """Record what a command prints until a pattern is in it."""
+        """Record the output of a command until it matches a pattern."""
         pieces = self._read(command, seconds)
         while not (match := re.search(pattern, "".join(text for _, text in command.events))):
             if next(pieces, self) is self:
@@ -132,26 +132,26 @@ class Terminal:
         return match
 
     def interrupt(self, command: Command) -> None:
-        """Press Ctrl-C, and record what is still printed; the command's time remains as it was."""
+        """Press Ctrl-C and record the remaining output; keep the command's time."""
         seconds = command.seconds
         os.write(self.file, b"\x03")
         self.finish(command, 60)
         command.seconds = seconds
 
     def finish(self, command: Command, seconds: float) -> None:
-        """Record what a command prints until it has ended."""
+        """Record the output of a command until it has ended."""
         for _ in self._read(command, seconds):
             if command.code is not None:
                 break
         self._read_until_prompt(20)
 
     def _read(self, command: Command, seconds: float) -> Iterator[None]:
-        """Move what is printed into a command's record, piece by piece."""
+        """Append output to a command's record, piece by piece."""
         for moment, piece in self._whole_pieces(seconds):
             ended = DONE.search(piece)
-            shown = piece[: ended.start()] if ended else piece
-            if shown:
-                text = shown.decode("utf-8", errors="replace")
+            output = piece[: ended.start()] if ended else piece
+            if output:
+                text = output.decode("utf-8", errors="replace")
                 command.events.append((round(moment - self.began, 3), text))
             if ended:
                 command.code = int(ended[1])
@@ -162,7 +162,7 @@ class Terminal:
                 return
 
     def _read_until_prompt(self, seconds: float) -> None:
-        """Learn the prompt, which is what follows the mark."""
+        """Read the prompt, which follows the escape sequence."""
         text = self.late
         for _, piece in self._whole_pieces(seconds) if not text.endswith(b"$ ") else ():
             text += piece
@@ -171,7 +171,7 @@ class Terminal:
         self.late, self.prompt = b"", DONE.sub(b"", text).decode()
 
     def _whole_pieces(self, seconds: float) -> Iterator[tuple[float, bytes]]:
-        """Output with the moment it came, in pieces that end within no character and no mark."""
+        """Yield output and its time, in pieces that split no character and no escape sequence."""
         until, rest = time.monotonic() + seconds, b""
         while (left := until - time.monotonic()) > 0:
             try:
@@ -190,12 +190,12 @@ class Terminal:
         raise TimeoutError(f"no end after {seconds} s")
 
     def _fill(self) -> None:
-        """Read until the shell is gone."""
+        """Read output until the shell exits."""
         with contextlib.suppress(OSError):
             while piece := os.read(self.file, 65536):
                 self.pieces.put((time.monotonic(), piece))
 
 
 def hide_token(text: str) -> str:
-    """The address of the console as the pages show it."""
+    """Replace the token in the console's address, as in the documentation."""
     return TOKEN.sub(r"\1...", text)

@@ -1,9 +1,9 @@
-"""The OpenAPI 3.1 document of the server's API, from its routes: a file of the package.
+"""Generate the OpenAPI 3.1 document of the server's API from its routes.
 
-    python tools/docs/openapi.py    # writes it; the server answers `GET /openapi.json` with it
+    python tools/docs/openapi.py    # writes the file of the package for `GET /openapi.json`
 
-Bounds come from the types, field descriptions from the docstrings under the fields, so the document
-promises what the server accepts. A test holds the server against it.
+Bounds come from the types and descriptions from the docstrings of the fields, so the document
+matches what the server accepts. A test checks the server against it.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _MEDIA = {
     "GET /v1/events": (JSON, SSE),
     "GET /metrics": (TEXT,),
 }
-"""Of answers that are not JSON, or not only."""
+"""Media types of answers that are not JSON, or not only JSON."""
 _STATUSES = {"POST /v1/tasks": (201, 200), "GET /v1/sessions/{id}/recording": (200, 204)}
-"""Where there are several."""
+"""Status codes of routes that have several."""
 _CONFLICTS = {"POST /v1/tasks", "POST /v1/nodes"}
 
 
 def make_document(routes: tuple[Route, ...] = ROUTES) -> bytes:
-    """The document as JSON."""
+    """Make the document as JSON."""
     bodies, queries = [route.body for route in routes], {route.query for route in routes}
     named = [*bodies, *queries, *map(_answer, routes), Problem]
     schemas = describe_structs(named, _REF)
@@ -89,7 +89,7 @@ def make_document(routes: tuple[Route, ...] = ROUTES) -> bytes:
 
 
 def _answer(route: Route) -> Any:
-    """Type of the answer; `Response` where it is not JSON."""
+    """Return the type of the answer; `Response` if it is not JSON."""
     answer = get_type_hints(route.handler)["return"]
     return next(
         (
@@ -137,7 +137,7 @@ def _operation(route: Route, query: list[Json]) -> Json:
 
 
 def _parameters(component: Json) -> list[Json]:
-    """The parameters of a query struct's component; none of them can be null."""
+    """Make the parameters of a query struct's component; none of them can be null."""
     parameters = []
     for name, each in component["properties"].items():
         schema = dict(each)

@@ -1,4 +1,4 @@
-"""JSON schemas of structs, for the documents that are made of them."""
+"""JSON schemas of structs, for the generated documents."""
 
 import inspect
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from tugline.schema import field_docs, list_structs
 
 
 def describe_structs(kinds: Iterable[Any], ref_template: str) -> dict[str, Any]:
-    """JSON schemas of all structs in these types, by name, with the docstrings of their fields."""
+    """Return the JSON schemas of all structs in these types, with the docstrings of fields."""
     waiting = [struct for kind in kinds for struct in list_structs(kind)]
     _, schemas = msgspec.json.schema_components(waiting, ref_template=ref_template)
     for schema in schemas.values():  # before Python 3.13 docstrings come with their indentation

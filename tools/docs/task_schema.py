@@ -1,6 +1,6 @@
 """Write ``docs/task.schema.json``, the JSON schema of task files, for editors.
 
-It is made from `types.Task`, its fields and their docstrings, so it matches what is accepted.
+It is generated from `types.Task`, its fields and their docstrings, so it matches the parser.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ _FILE = {
 
 
 def make_json_schema() -> dict[str, Any]:
-    """JSON schema of a task file: one task, or a list of them."""
+    """Make the JSON schema of a task file, which has a task or a list of tasks."""
     parts = describe_structs([Task], "#/$defs/{name}")
     for part in parts.values():
         if part.get("type") == "object":

@@ -1,9 +1,9 @@
 """The BPE tokenizer of the demo's policy.
 
-Two choices let a tiny model learn on a laptop. A word is the same token wherever it stands (no
-leading space attached, digits one by one), so copying a name from a file into a tool call is
-copying ids. And each fixed line of a harness's system prompt and tool descriptions is one token,
-so a prompt of 6 KB is some 600 ids. Other wordings still work: they become ordinary tokens.
+Two choices let a tiny model learn on a laptop. First, a word has the same token in every position
+(no leading space, single digits), so that copying a name from a file into a tool call is copying
+ids. Second, each fixed line of a harness's system prompt and tool descriptions is one token, so
+that a prompt of 6 KB has about 600 ids. Other texts are tokenized as usual.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>",
     "<tool_response>", "</tool_response>", "<think>", "</think>",
 )  # fmt: skip
-"""What the Qwen3 chat format needs; their ids are 0 to 8."""
+"""Special tokens of the Qwen3 chat format; their ids are 0 to 8."""
 
 PAD = 0
 END_OF_TURN = 2
 
 PIECES = r"[A-Za-z]+|\d|'[^A-Za-z0-9]'|[^A-Za-z0-9']+|'"
-"""Words, single digits, a quoted separator, runs of anything else: never merged with each other."""
+"""Words, single digits, a quoted separator, runs of other characters; never merged together."""
 
 PATH = re.compile(r"(?<![\w.<])/\S{4,}")
 """An absolute path in running text."""
@@ -35,7 +35,7 @@ SHORTEST_PHRASE = 12
 
 
 def harness_phrases(system: str, tools: Sequence[Tool]) -> list[str]:
-    """The fixed lines of a harness's prompt and tools, without the paths in them."""
+    """Return the fixed lines of a harness's prompt and tools, without the paths in them."""
     texts = [*system.splitlines(), *(tool.description for tool in tools)]
     texts += [text for tool in tools for text in _descriptions(tool.parameters)]
     pieces = [piece for text in texts for piece in PATH.split(text)]
@@ -51,14 +51,16 @@ def _descriptions(schema: object) -> Iterable[str]:
                 yield from _descriptions(value)
 
 
-def common_blocks(one: str, other: str) -> list[str]:
-    """What the rendered prompts of two sessions of one harness share, in pieces as long as can be.
+def common_blocks(first: str, second: str) -> list[str]:
+    """Return the longest common pieces of the prompts of two sessions of a harness.
 
-    As single tokens they make a prompt of 70 KB some 200 ids. Unlike the lines of a prompt they
-    only fit where the harness, its version and the paths in its prompt are the same.
+    As single tokens, they make a prompt of 70 KB about 200 ids long. Unlike the lines of a prompt,
+    they match only the same harness and version with the same paths.
     """
-    words, others = _WORDS.findall(one), _WORDS.findall(other)
-    matches = difflib.SequenceMatcher(None, words, others, autojunk=False).get_matching_blocks()
+    words = _WORDS.findall(first)
+    matches = difflib.SequenceMatcher(
+        None, words, _WORDS.findall(second), autojunk=False
+    ).get_matching_blocks()
     shared = ("".join(words[at : at + size]) for at, _, size in matches)
     pieces = (piece.strip() for text in shared for piece in _MARKS.split(text))
     return sorted({piece for piece in pieces if len(piece) >= SHORTEST_BLOCK})
@@ -70,7 +72,7 @@ SHORTEST_BLOCK = 40
 
 
 def train_tokenizer(texts: Iterable[str], phrases: Sequence[str], size: int = 1400) -> Tokenizer:
-    """A byte-level BPE tokenizer of at most `size` ids, the same for the same input."""
+    """Train a byte-level BPE tokenizer of at most `size` ids; deterministic."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

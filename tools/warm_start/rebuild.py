@@ -1,12 +1,12 @@
-"""Make the policy that the demo starts from: ``python tools/warm_start/rebuild.py [OUT]``.
+"""Make the demo's start policy: ``python tools/warm_start/rebuild.py [OUT]``.
 
-Scripted sessions of each harness record its prompt, the tokenizer is made from that, short
-conversations teach the language of the tasks, and scripted sessions recorded through the gateway
-with the real harness teach the rest. Seeded throughout; between machines only the last digit of a
-float may differ.
+First, scripted sessions record the prompt of each harness, from which the tokenizer is made. Then
+the model is trained on short conversations about the tasks, and on scripted sessions that are
+recorded through the gateway with the real harness. Everything is seeded; between machines only the
+last digit of a float may differ.
 
-With ``--blocks`` it is made for any of four harnesses instead, with their prompts as a few hundred
-tokens each: ``tugline bench learn`` trains that one.
+With ``--blocks`` it makes a policy for four harnesses, whose prompts have a few hundred tokens
+each: the start policy of ``tugline bench learn``.
 """
 
 from __future__ import annotations
@@ -41,33 +41,35 @@ from tugline.types import Call, Ids, Role, Trace, Trajectory
 SEED = 0
 AGENT = Path(__file__).resolve().parents[2] / "examples" / "agents" / "openai_loop.py"
 BYTES_WINDOW = 262_144
-"""Window for a prompt of which every byte is a token."""
+"""Context window for prompts in which every byte is a token."""
 VOCABULARY = 1400
-"""Ids of the tokenizer; whole blocks of prompts come on top."""
+"""Ids of the tokenizer, not counting those of whole prompt blocks."""
 THREADS = 1
 REPORT_EVERY = 25
-"""Steps between two lines about the loss."""
+"""Steps between two printed losses."""
 
 
-class Recorded(NamedTuple):
+class RecordedHarness(NamedTuple):
     """A harness whose sessions are recorded."""
 
     settings: DemoSettings
     tools: Tools
     share: float = 1.0
-    """Its number of sessions relative to the others'."""
+    """Its number of sessions, relative to that of the other harnesses."""
 
 
 HARNESSES = {
-    "pi": Recorded(DemoSettings(), scripts.PI),
-    "shell": Recorded(DemoSettings(harness="shell", command=f"python3 {AGENT}"), scripts.PI, 0.25),
+    "pi": RecordedHarness(DemoSettings(), scripts.PI),
+    "shell": RecordedHarness(
+        DemoSettings(harness="shell", command=f"python3 {AGENT}"), scripts.PI, 0.25
+    ),
 }
-"""Those of the demo."""
+"""Harnesses of the demo."""
 BLOCKS_WINDOW = 32_768
-"""A gateway refuses a prompt that seems longer than its window, which it counts in pieces of text
-that are shorter than a block: so it is given a window that it need not count for."""
+"""Large enough that the gateway does not estimate the length of a prompt before tokenizing it: the
+estimate assumes tokens shorter than a block, and would refuse these prompts."""
 MANY = {
-    name: Recorded(DemoSettings(harness=name, window=BLOCKS_WINDOW), tools)
+    name: RecordedHarness(DemoSettings(harness=name, window=BLOCKS_WINDOW), tools)
     for name, tools in {
         "codex": scripts.CODEX,
         "claude_code": scripts.CLAUDE_CODE,
@@ -75,36 +77,39 @@ MANY = {
         "pi": scripts.PI,
     }.items()
 }
-"""Those of ``--blocks``."""
+"""Harnesses of ``--blocks``."""
 PHASES = (phases.LANGUAGE, phases.HARNESS_PROMPTS, phases.HABITS)
 
 
-class Plan(NamedTuple):
-    """How much is recorded and trained; tests take less of everything."""
+class BuildPlan(NamedTuple):
+    """Which sessions to record, and how long to train; tests use small numbers."""
 
-    harnesses: dict[str, Recorded]
+    harnesses: dict[str, RecordedHarness]
     sessions: int
     phases: Sequence[phases.Phase]
     blocks: bool
 
     @property
     def runtime(self) -> str:
-        """What sandbox is used: one in which each session sees the same paths suits blocks."""
+        """The sandbox; with blocks, one that has the same paths in each session."""
         return "bubblewrap" if self.blocks else "local"
 
 
 def main() -> None:
-    """Make the model and save it, by default where the package keeps it."""
+    """Make the model and save it, by default in the package."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("out", nargs="?", type=Path, default=WARM_START)
     parser.add_argument(
         "--harness",
         choices=sorted(HARNESSES | MANY),
         action="append",
-        help="record only this one; may be repeated",
+        help="record only this harness; may be repeated",
     )
     parser.add_argument(
-        "--sessions", type=int, default=phases.RECORDED, help="scripted sessions to record of pi"
+        "--sessions",
+        type=int,
+        default=phases.RECORDED,
+        help="number of scripted sessions to record with pi",
     )
     parser.add_argument(
         "--steps",
@@ -114,13 +119,13 @@ def main() -> None:
         help="steps of the three phases: language, prompts, habits",
     )
     parser.add_argument(
-        "--blocks", action="store_true", help="several harnesses, their prompts as few tokens"
+        "--blocks", action="store_true", help="four harnesses, with few tokens for their prompts"
     )
     options = parser.parse_args()
     known = MANY if options.blocks else HARNESSES
     if unknown := set(options.harness or ()) - set(known):
         parser.error(f"--harness {' '.join(unknown)}: must be one of {', '.join(known)}")
-    plan = Plan(
+    plan = BuildPlan(
         {name: known[name] for name in options.harness or known},
         options.sessions,
         [replace(phase, steps=n) for phase, n in zip(PHASES, options.steps, strict=True)],
@@ -130,8 +135,8 @@ def main() -> None:
         make_policy(plan, Path(scratch), options.out, ProgressLines())
 
 
-def make_policy(plan: Plan, scratch: Path, folder: Path, live: ProgressLines) -> None:
-    """Make tokenizer and model in `folder`; `scratch` takes the recorded sessions."""
+def make_policy(plan: BuildPlan, scratch: Path, folder: Path, live: ProgressLines) -> None:
+    """Make tokenizer and model in `folder`; recorded sessions go to `scratch`."""
     torch.set_num_threads(THREADS)
     live.phase("recording the prompts of the harnesses")
     language, harness_prompts, habits = plan.phases
@@ -172,23 +177,23 @@ def make_policy(plan: Plan, scratch: Path, folder: Path, live: ProgressLines) ->
 
 
 def record_openings(
-    plan: Plan, scratch: Path, live: ProgressLines
+    plan: BuildPlan, scratch: Path, live: ProgressLines
 ) -> tuple[Tokenizer, dict[str, phases.Opening]]:
-    """Record what every harness sends first, and make a tokenizer for it."""
+    """Record the first request of every harness, and make a tokenizer for the prompts."""
     bytes_only = Tokenizer(train_tokenizer([], []), "bytes")
     openings: dict[str, phases.Opening] = {}
-    # Neighbours differ in everything that is not the harness's own.
+    # Two successive problems differ in everything that does not come from the harness.
     problems = list(islice(generate("train", SEED), 2 if plan.blocks else 1))
     for name, harness in plan.harnesses.items():
         script: list[tuple[RepairProblem, Sequence[Turn]]] = [
-            (one, [NOT_FOUND]) for one in problems
+            (problem, [NOT_FOUND]) for problem in problems
         ]
         (scratch / name).mkdir(parents=True)
-        roomy = harness._replace(
+        large_window = harness._replace(
             settings=msgspec.structs.replace(harness.settings, window=BYTES_WINDOW)
         )
         _, calls = asyncio.run(
-            record(script, bytes_only, scratch / name, roomy, plan.runtime, live)
+            record(script, bytes_only, scratch / name, large_window, plan.runtime, live)
         )
         first = [calls[session][0] for session in sorted(calls)]
         prompts = tuple(bytes_only.decode(call.prompt_ids.tolist()) for call in first)
@@ -213,9 +218,9 @@ def _phrases(opening: phases.Opening) -> list[str]:
 
 
 def record_traces(
-    plan: Plan, name: str, tokenizer: Tokenizer, scratch: Path, live: ProgressLines
+    plan: BuildPlan, name: str, tokenizer: Tokenizer, scratch: Path, live: ProgressLines
 ) -> list[Trace]:
-    """Record scripted sessions of one harness, and build their traces."""
+    """Record scripted sessions of a harness, and build their traces."""
     harness = plan.harnesses[name]
     live.phase(f"recording scripted sessions of {name}")
     scratch.mkdir(parents=True)
@@ -232,27 +237,27 @@ async def record(
     script: Sequence[tuple[RepairProblem, Sequence[Turn]]],
     tokenizer: Tokenizer,
     folder: Path,
-    harness: Recorded,
+    harness: RecordedHarness,
     runtime: str,
     live: ProgressLines,
 ) -> tuple[list[Trajectory], dict[str, tuple[Call, ...]]]:
-    """Play each script in a session of its own; returns trajectories and recorded calls.
+    """Play each script in its own session; return trajectories and recorded calls.
 
-    The script takes the policy's place (a `ScriptedEngine`) and the real harness executes it, so
-    the recordings have the harness's own system prompt, tool schemas and tool results.
+    A `ScriptedEngine` samples the script in place of the policy, and the real harness executes it.
+    So the recordings have the system prompt, tool schemas and tool results of the harness.
     """
     settings = harness.settings
     tasks = [
         make_task(settings, f"script-{i:04d}", problem, runtime)
         for i, (problem, _) in enumerate(script)
     ]
-    turns = {f"{task.id}-0": said for task, (_, said) in zip(tasks, script, strict=True)}
+    turns = {f"{task.id}-0": answers for task, (_, answers) in zip(tasks, script, strict=True)}
 
     def reply(_prompt: Ids, request_id: str) -> Reply:
         # The gateway names a request <kind>-<session>-<number of the call>.
         session, _, number = request_id.partition("-")[2].rpartition("-")
-        said = turns.get(session)
-        turn = said[int(number)] if said is not None else NOT_FOUND  # a probe has no session
+        answers = turns.get(session)
+        turn = NOT_FOUND if answers is None else answers[int(number)]  # a probe has no session
         return Reply(phases.encode_turn(turn, tokenizer).tolist())
 
     engine = ScriptedEngine(
@@ -264,9 +269,9 @@ async def record(
 
 
 def mix_by_share(
-    plan: Plan, examples: dict[str, Iterator[phases.Example]]
+    plan: BuildPlan, examples: dict[str, Iterator[phases.Example]]
 ) -> Iterator[phases.Example]:
-    """Examples of every harness, in proportion to its share."""
+    """Yield examples of all harnesses at random, weighted by their shares."""
     rng = random.Random(SEED)
     weights = [plan.harnesses[name].share for name in examples]
     while True:
@@ -280,7 +285,7 @@ def teach(
     phase: phases.Phase,
     live: ProgressLines,
 ) -> None:
-    """Train one phase, with a line about the loss now and then."""
+    """Train one phase, and print the loss every `REPORT_EVERY` steps."""
     for step, loss in enumerate(phases.learn(model, examples, phase), start=1):
         if step % REPORT_EVERY == 0 or step == phase.steps:
             live.phase(f"  step {step} of {phase.steps}: {loss:.3f} nats a token")

@@ -1,7 +1,7 @@
-"""Scripted sessions: what an expert, or somebody with bad habits, does with a problem.
+"""Scripted sessions: assistant turns that solve a problem, or fail in a typical way.
 
-A script is written in the tools of a harness. Each turn also says what that tool answers, roughly:
-conversations that no harness has run are made from these answers.
+A script uses the tools of a harness. Each turn also has the approximate result of its tool call,
+for conversations that are made without running the harness.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ NOT_FOUND = "I found nothing to fix."
 FAILED = "I could not fix it."
 HABITS = ("wrong change", "blind change", "read only", "nothing")
 HABIT_WEIGHTS = (1, 3, 2, 3)
-"""How an unsuccessful scripted session goes wrong."""
+"""Weights of the ways in which a scripted session fails."""
 
 
 class Tools(NamedTuple):
-    """How the tools of a harness read the broken file of a problem and change it."""
+    """Make calls of a harness's tools that read and change the broken file of a problem."""
 
     read: Callable[[RepairProblem], ToolTurn]
     edit: Callable[[RepairProblem, Edit], ToolTurn]
@@ -45,7 +45,7 @@ class Tools(NamedTuple):
 def write_script(
     problem: RepairProblem, tools: Tools, rng: random.Random, p_right: float = 1.0
 ) -> list[Turn]:
-    """Assistant turns that solve `problem` with probability `p_right`, else a bad habit."""
+    """Make turns that solve `problem` with probability `p_right`, else fail."""
     if rng.random() < p_right:
         return [tools.read(problem), tools.edit(problem, problem.solution), FIXED]
     habit = rng.choices(HABITS, HABIT_WEIGHTS)[0]
@@ -97,7 +97,7 @@ def _cat(problem: RepairProblem) -> str:
 
 
 def _sed(problem: RepairProblem, edit: Edit) -> str:
-    old = "".join(f"\\{one}" if one in "[]*." else one for one in edit.old)
+    old = "".join(f"\\{char}" if char in "[]*." else char for char in edit.old)
     return f"sed -i 's#{old}#{edit.new}#' {problem.module}"
 
 
@@ -131,7 +131,7 @@ def _claude_edit(problem: RepairProblem, edit: Edit) -> ToolTurn:
 
 
 PI = Tools(_pi_read, _pi_edit)
-"""Also those of the agent in ``examples/agents``."""
+"""Also the tools of the agent in ``examples/agents``."""
 CODEX = Tools(_codex_read, _codex_edit)
 CLAUDE_CODE = Tools(_claude_read, _claude_edit)
 QWEN_CODE = Tools(_qwen_read, _qwen_edit)

@@ -1,6 +1,6 @@
-"""Engine, gateway, server and node of recorded sessions, in one process.
+"""Engine, gateway, server and node for recorded sessions, in one process.
 
-The parts use the same interfaces as on many machines; `rig` starts and stops them in order.
+They use the same interfaces as on several machines; `rig` starts and stops them in order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tugline.types import Call, Group, Limits, PluginSpec, Sampling, Task, Traje
 
 MODEL = "tugline-demo"
 LEASE_S = 120.0
-"""Long, because this process trains between sessions and renews no lease meanwhile."""
+"""Long, because this process renews no lease while it trains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +40,23 @@ class Rig:
     cluster: LocalServer
 
     async def run(self, tasks: list[Task], on_done: OnDone) -> list[Trajectory]:
-        """Roll out `tasks`. Raises `EngineError` when not one session got through."""
+        """Roll out `tasks`. Raises `EngineError` if all sessions failed."""
         results = await self.cluster.run(tasks, on_done)
         failures = [one.failure for one in results if one.failure is not None]
         if results and len(failures) == len(results):
             first = failures[0]
-            msg = (
-                f"no session got through; the first failed in the {first.boundary}: {first.message}"
-            )
+            msg = f"all sessions failed; the first one in the {first.boundary}: {first.message}"
             raise EngineError(msg)
         return results
 
     async def recorded(self, task_ids: list[str]) -> dict[str, tuple[Call, ...]]:
-        """The calls of every session of these tasks that made any, from its recording."""
+        """Read the calls of these tasks' sessions from their recordings, by session."""
         paths = await self.cluster.find_recordings(task_ids)
         return {one: recordings.read(path).calls for one, path in paths.items()}
 
 
 class ProgressLines:
-    """Prints what is being done, and every tenth session."""
+    """Prints the current activity, and every tenth session."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -68,13 +66,13 @@ class ProgressLines:
         self._console.print(text, markup=False, soft_wrap=True)
 
     def sessions(self, done: int, total: int) -> None:
-        """Print progress within it."""
+        """Print the progress of sessions."""
         if done % 10 == 0:
             self.phase(f"  session {done} of {total}")
 
 
 def rendering(tokenizer: Tokenizer) -> Rendering:
-    """The demo model's template: Qwen3's, with reasoning kept in context."""
+    """Return the demo model's template: that of Qwen3, with reasoning kept in context."""
     return Rendering(tokenizer, "qwen3", thinking_retention="all")
 
 
@@ -82,22 +80,22 @@ def rendering(tokenizer: Tokenizer) -> Rendering:
 async def rig(
     engine: GenerationEngine, tokenizer: Tokenizer, folder: Path, *, slots: int, port: int = 0
 ) -> AsyncIterator[Rig]:
-    """Start everything in `folder`, after cleaning up what a killed run left there."""
+    """Start everything in `folder`; clean up the remains of a killed run first."""
     settings = Settings(
         server=ServerSettings(lease_s=LEASE_S),
         node=NodeSettings(name="demo", slots=slots),
         gateway=GatewaySettings(port=port),
     )
     async with (
-        serve_engine(engine, rendering(tokenizer), name=MODEL) as reached,
-        open_local(settings, folder, reached) as cluster,
+        serve_engine(engine, rendering(tokenizer), name=MODEL) as connection,
+        open_local(settings, folder, connection) as cluster,
     ):
         freeze_gc()
         yield Rig(cluster)
 
 
 def make_task(settings: DemoSettings, name: str, problem: RepairProblem, runtime: str) -> Task:
-    """Make a task of one session; its seed ignores the part of `name` before the dash."""
+    """Make a task of one session; its seed depends only on `name` after the dash."""
     return Task(
         id=name,
         instruction=problem.instruction,

@@ -1,12 +1,12 @@
 """Supervised training of the demo's start policy, in three phases.
 
-`LANGUAGE` teaches what issues mean: short conversations without a system prompt, mostly solved.
-`HARNESS_PROMPTS` teaches the same within a harness's own system prompt and tools. `HABITS` then
-adds failures on purpose: recorded sessions in which the scripted agent mostly gives up, edits
-blindly or is wrong. The result is a policy that makes well-formed calls and sometimes succeeds,
-which is what reinforcement learning needs to start from.
+`LANGUAGE` teaches the meaning of issues, with solved short conversations without a system prompt.
+`HARNESS_PROMPTS` teaches the same with a harness's system prompt and tools. `HABITS` adds failures
+on purpose: recorded sessions in which the scripted agent mostly gives up, edits without reading, or
+makes a wrong change. The result is a policy that makes well-formed calls and sometimes succeeds, as
+reinforcement learning needs it.
 
-Everything is a function of its arguments and a seed.
+Every function depends only on its arguments and a seed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from tugline.types import Ids, Mask, Message, Role, Tool, Trace
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One round of supervised training."""
+    """Settings of a phase."""
 
     steps: int
     batch: int
-    """Conversations in one step."""
+    """Conversations per step."""
     matrix_lr: float
     """Learning rate of Muon, for the matrices inside the layers."""
     lr: float
@@ -47,13 +47,13 @@ class Phase:
 
 
 LANGUAGE = Phase(steps=560, batch=48, matrix_lr=0.02, lr=3e-3)
-"""Long enough for every family of bugs: they are learned one after the other."""
+"""Long enough for all families of bugs, which are learned one after another."""
 
 HARNESS_PROMPTS = Phase(steps=90, batch=16, matrix_lr=0.01, lr=2e-3)
-"""Short: only the prompt around the known language is new."""
+"""Short, because only the prompt around the known language is new."""
 
 HABITS = Phase(steps=50, batch=16, matrix_lr=0.005, lr=1e-3)
-"""Shorter still: more would fit the noise of single sessions."""
+"""Shorter still: more steps would fit the noise of single sessions."""
 
 RECORDED = 240
 """Scripted sessions to record for the last phase."""
@@ -66,28 +66,28 @@ WINDOW = 4096
 
 WARMUP = 10
 FINAL_LR = 0.05
-"""The learning rate falls linearly to this share."""
+"""Final share of the learning rate, which decreases linearly."""
 
 
 class Opening(NamedTuple):
-    """What a harness sends of a problem before its agent has done anything."""
+    """The first request of a harness for a problem."""
 
     prompts: tuple[str, ...]
-    """All of it as it is rendered, for this problem and perhaps for another one."""
+    """The rendered prompt for this problem, and with blocks that for a second problem."""
     messages: tuple[Message, ...]
     schemas: tuple[Tool, ...]
     problem: RepairProblem
 
 
 class Example(NamedTuple):
-    """A conversation and which of its ids are the policy's; both of shape ``(n,)``."""
+    """The ids of a conversation, and the mask of those that the policy samples; both ``(n,)``."""
 
     ids: Ids
     mask: Mask
 
 
 def tiny_model(vocabulary: int, seed: int, window: int = WINDOW) -> Qwen3ForCausalLM:
-    """A model with fresh random weights of about 0.9 million parameters."""
+    """Make a model with about 0.9 million random weights."""
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(
         Qwen3Config(
@@ -112,7 +112,7 @@ def tiny_model(vocabulary: int, seed: int, window: int = WINDOW) -> Qwen3ForCaus
 def new_tokenizer(
     prompts: Sequence[str], phrases: Sequence[str], tools: Sequence[Tools], size: int
 ) -> Tokenizer:
-    """A tokenizer for the task family and for `prompts`, the harness's text as it is rendered."""
+    """Make a tokenizer for the tasks and for `prompts`, the rendered prompts of harnesses."""
     return Tokenizer(train_tokenizer(_corpus(prompts, tools), phrases, size), "tugline-demo")
 
 
@@ -128,14 +128,14 @@ def _corpus(prompts: Sequence[str], tools: Sequence[Tools]) -> Iterator[str]:
 
 
 def turn_text(turn: Turn) -> str:
-    """The text that the policy samples for `turn`, without the special tokens around it."""
+    """Return the text that the policy samples for `turn`, without its special tokens."""
     if isinstance(turn, str):
         return turn
     return f'\n{{"name": "{turn.name}", "arguments": {turn.arguments}}}\n'
 
 
 def encode_turn(turn: Turn, tokenizer: Tokenizer) -> Ids:
-    """The ids that the policy samples for `turn`, its end included."""
+    """Return the ids that the policy samples for `turn`, with the end-of-turn id."""
     text = turn_text(turn) if isinstance(turn, str) else f"<tool_call>{turn_text(turn)}</tool_call>"
     return np.array(tokenizer.encode(f"{text}<|im_end|>"), np.int32)
 
@@ -143,7 +143,7 @@ def encode_turn(turn: Turn, tokenizer: Tokenizer) -> Ids:
 def solved_conversations(
     rendering: Rendering, seed: int, tools: Tools, name: str | None = None
 ) -> Iterator[Example]:
-    """Endless solved conversations without a harness's own prompt; `name` stands for it."""
+    """Yield solved conversations without a harness's prompt; `name` is the system prompt."""
     rng = random.Random(seed)
     system = [Message(Role.SYSTEM, name)] if name else []
     for problem in generate("train", seed):
@@ -155,16 +155,16 @@ def solved_conversations(
 def prompted_conversations(
     rendering: Rendering, seed: int, tools: Tools, opening: Opening, *, move: bool
 ) -> Iterator[Example]:
-    """Endless solved conversations with a harness's own prompt, moved to other folders or not."""
+    """Yield solved conversations with a harness's prompt; with `move`, with other paths."""
     rng = random.Random(seed)
-    then = opening.problem
+    original = opening.problem
     for problem in generate("train", seed):
         script = write_script(problem, tools, rng)
         messages = [
             replace(
                 one,
-                content=one.content.replace(then.instruction, problem.instruction).replace(
-                    then.module, problem.module
+                content=one.content.replace(original.instruction, problem.instruction).replace(
+                    original.module, problem.module
                 ),
             )
             for one in opening.messages
@@ -176,7 +176,7 @@ def prompted_conversations(
 def render_session(
     rendering: Rendering, opening: Sequence[Message], schemas: Sequence[Tool], turns: Sequence[Turn]
 ) -> Example:
-    """A scripted session as the gateway renders it, without running the harness."""
+    """Render a scripted session as the gateway does, without running the harness."""
     prompt = rendering.render(opening, schemas)
     mask = [np.zeros(len(prompt), np.bool_)]
     for number, turn in enumerate(turns):
@@ -190,13 +190,13 @@ def render_session(
             break
         mask.append(np.zeros(len(more), np.bool_))
         prompt = np.concatenate((prompt, answer, more))
-    raise ValueError("a script must end with a text")
+    raise ValueError("the last turn of a script must be a text")
 
 
 def recorded_sessions(
     traces: Sequence[Trace], tokenizer: Tokenizer, seed: int, *, move: bool
 ) -> Iterator[Example]:
-    """Recorded sessions, again and again, where `move` in ever other folders."""
+    """Yield recorded sessions repeatedly; with `move`, each time with other paths."""
     rng = random.Random(seed)
     while True:
         for trace in rng.sample(traces, len(traces)):
@@ -214,14 +214,14 @@ _ROOTS = (
 
 
 def relocate(example: Example, tokenizer: Tokenizer, rng: random.Random) -> Example:
-    """The same session in other directories: a policy must not depend on where it was recorded.
+    """Replace the paths of a session, so that a policy does not depend on those of the recording.
 
-    Only ids before the first answer change: they are decoded, given the paths of an imaginary
-    installation and session, and encoded again.
+    Only ids before the first answer change: they are decoded, given random paths of an installation
+    and a session, and encoded again.
     """
     start = int(np.argmax(example.mask))
     text = tokenizer.decode(example.ids[:start].tolist())
-    installation, session = _place(rng), _place(rng)
+    installation, session = _make_path(rng), _make_path(rng)
     number = f"{rng.getrandbits(64):016x}"[: rng.choice((8, 12, 16))]
     run = f"{rng.randrange(10**8):08d}-{rng.randrange(10**6):06d}"
     text = _DOCS.sub(lambda _: installation, text)
@@ -233,14 +233,14 @@ def relocate(example: Example, tokenizer: Tokenizer, rng: random.Random) -> Exam
     )
 
 
-def _place(rng: random.Random) -> str:
+def _make_path(rng: random.Random) -> str:
     word = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 7)))
     return "/" + "/".join(rng.choices((*_ROOTS, word), k=rng.randint(1, 4)))
 
 
 # --------------------------------------------------------------------------- learning
 class _MuonAndAdamW:
-    """Muon for the matrices inside the layers, AdamW for the rest, as one optimizer."""
+    """An optimizer that uses Muon for the matrices in the layers, and AdamW for all else."""
 
     def __init__(self, model: Qwen3ForCausalLM, phase: Phase) -> None:
         matrices = [p for name, p in model.model.named_parameters() if _is_matrix(name, p)]
@@ -260,13 +260,13 @@ class _MuonAndAdamW:
             one.step()
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Forget the gradient."""
+        """Reset all gradients."""
         for one in self._optimizers:
             one.zero_grad(set_to_none=set_to_none)
 
 
 class _PhaseTrainer(Sft):
-    """One phase; its learning rates fall from the first step on, also during the warm-up."""
+    """Trainer of a phase; its learning rates also decrease during the warm-up."""
 
     def __init__(self, model: Qwen3ForCausalLM, phase: Phase) -> None:
         super().__init__(model, SftConfig(tree_packing=False))
@@ -275,14 +275,14 @@ class _PhaseTrainer(Sft):
 
     @property
     def learning_rate_share(self) -> float:
-        """Share of the highest learning rates that the next step has."""
+        """Factor of the learning rates for the next step."""
         return min(1.0, (self.updates + 1) / WARMUP) * (
             1 - (1 - FINAL_LR) * self.updates / self._steps
         )
 
 
 def learn(model: Qwen3ForCausalLM, examples: Iterator[Example], phase: Phase) -> Iterator[float]:
-    """Train `model` in place; yields each step's loss in nats per id that the policy says."""
+    """Train `model` in place; yield the loss of each step, in nats per sampled id."""
     trainer = _PhaseTrainer(model, phase)
     for step in range(phase.steps):
         batch = islice(examples, phase.batch)

@@ -1,4 +1,4 @@
-// Where two traces part, and how their answers differ.
+// Where two traces diverge, and how their answers differ.
 
 import { listCalls, type CallTokens, type Trace } from "./trajectory";
 
@@ -12,30 +12,30 @@ export function firstDivergence(a: Ids, b: Ids): number {
   return k;
 }
 
-/** Whether each token is in the longest common subsequence, for both sides. */
+/** For both sides: 1 for each token of the longest common subsequence. */
 export interface Difference {
   a: Uint8Array;
   b: Uint8Array;
   common: number;
 }
 
-/** Cells of the table up to which a middle is compared token by token. */
+/** Largest table for a token-by-token comparison; a longer middle counts as different. */
 const MOST = 4_000_000;
 
 /** Compare two answers: common ends first, then the longest common subsequence of the middle. */
 export function diffTokens(a: Ids, b: Ids): Difference {
-  const found = { a: new Uint8Array(a.length), b: new Uint8Array(b.length), common: 0 };
+  const result: Difference = { a: new Uint8Array(a.length), b: new Uint8Array(b.length), common: 0 };
   const keep = (i: number, j: number) => {
-    found.a[i] = 1;
-    found.b[j] = 1;
-    found.common++;
+    result.a[i] = 1;
+    result.b[j] = 1;
+    result.common++;
   };
   const start = firstDivergence(a, b);
   for (let k = 0; k < start; k++) keep(k, k);
   let [m, n] = [a.length, b.length];
   while (m > start && n > start && a[m - 1] === b[n - 1]) keep(--m, --n);
   const [rows, columns] = [m - start, n - start];
-  if ((rows + 1) * (columns + 1) > MOST) return found;
+  if ((rows + 1) * (columns + 1) > MOST) return result;
   const width = columns + 1;
   const table = new Uint16Array((rows + 1) * width);
   for (let i = rows - 1; i >= 0; i--) {
@@ -51,10 +51,10 @@ export function diffTokens(a: Ids, b: Ids): Difference {
     else if (table[(i + 1) * width + j]! >= table[i * width + j + 1]!) i++;
     else j++;
   }
-  return found;
+  return result;
 }
 
-/** Answers in the same place of two traces. */
+/** The n-th answers of two traces. */
 export interface TurnPair {
   turn: number;
   a: CallTokens | null;

@@ -1,4 +1,4 @@
-/** Typed requests: paths, parameters and answers are those of the server's OpenAPI document. */
+/** Typed requests; paths, parameters and answers come from the server's OpenAPI document. */
 import type { components, paths } from "../openapi";
 import { auth, requireToken } from "./auth.svelte";
 
@@ -15,7 +15,7 @@ type Content<O> = O extends { responses: infer R } ? R[keyof R & (200 | 201)] : 
 type Json<O> = Content<O> extends { content: { "application/json": infer A } } ? A : undefined;
 type Query<O> = O extends { parameters: { query?: infer Q } } ? Q : never;
 
-/** An error of the server in its own words; status 0: it could not be reached. */
+/** An error answer of the server; status 0 means that it could not be reached. */
 export class ApiError extends Error {
   constructor(
     readonly status: number,
@@ -27,7 +27,7 @@ export class ApiError extends Error {
 }
 
 interface Options<Q> {
-  /** Stands for `{id}` or `{number}` in the path. */
+  /** Replaces `{id}` or `{number}` in the path. */
   id?: string;
   query?: Q;
   signal?: AbortSignal;
@@ -56,7 +56,7 @@ export async function post<P extends keyof paths>(
   options: Options<Query<Operation<P, "post">>> & { body?: unknown } = {},
 ): Promise<Json<Operation<P, "post">>> {
   const response = await request("POST", path, options);
-  const text = await response.text(); // empty, where the answer is 204
+  const text = await response.text(); // empty for status 204
   return JSON.parse(text || "null");
 }
 

@@ -1,13 +1,13 @@
 /**
- * The token, which a link brings in its fragment (`/#token=...`; no server sees that).
+ * The token, from the fragment of a link (`/#token=...`), which is not sent to any server.
  *
- * It stays in this tab's storage and leaves the address bar at once. A tab that has none asks the
- * other tabs of the same origin.
+ * It is moved from the address bar to the tab's session storage. A tab without a token requests it
+ * from the other tabs of the same origin.
  */
 const KEY = "token";
 const tabs = new BroadcastChannel("tugline");
 
-/** `role` is what the token allows, once the server has said so. */
+/** `role` is the role of the token, known after the first answer of the server. */
 export const auth = $state({ token: take(), role: "", needed: "" });
 
 function take(): string {
@@ -26,7 +26,7 @@ export function setToken(token: string): void {
   auth.needed = "";
 }
 
-/** Show the form that asks for a token, and say what it is needed for. */
+/** Show the form for a token, with the reason. */
 export function requireToken(reason: string): void {
   auth.needed = reason;
 }

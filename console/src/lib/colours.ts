@@ -1,4 +1,4 @@
-// Colours of tokens: which class a token belongs to, and how each class is drawn.
+// Colours of tokens: the class of each token, and how each class is drawn.
 
 import type { Trace } from "./trajectory";
 
@@ -9,26 +9,26 @@ export interface Swatch {
   label: string;
   fill: string;
   ink: string;
-  /** The colour in a bar of the whole trace, if it is not `fill`. */
+  /** Colour in the bar of the whole trace, if other than `fill`. */
   bar?: string;
-  /** A line below the token, so that trained and masked differ without their colours. */
+  /** A line below the token, so that trained and masked tokens differ not only in colour. */
   line?: "solid" | "dashed";
 }
 
 export interface Colouring {
-  /** Of each token the index of its swatch; 0: context. */
+  /** Swatch index of each token; 0 is context. */
   classes: Uint8Array;
-  /** The first one is for context. */
+  /** Swatches; the first is that of context. */
   swatches: Swatch[];
 }
 
-/** -logprob up to which a token is in a class; the last class is beyond them. */
+/** Upper bounds of -logprob of the classes; the last class has no bound. */
 const SURPRISE = [0.01, 0.05, 0.2, 0.5, 1, 2];
-/** Nats up to which an entropy is in a class. */
+/** Upper bounds of entropy of the classes, in nats. */
 const ENTROPY = [0.02, 0.1, 0.25, 0.5, 1, 2];
-/** Tokens on either side whose surprise tells a token's entropy. */
+/** Tokens on either side that are averaged to estimate a token's entropy. */
 const AROUND = 8;
-/** Advantages are shown in so many steps on either side of 0. */
+/** Colour steps of advantages on either side of 0. */
 const STEPS = 4;
 
 const LIGHT = {
@@ -74,7 +74,7 @@ export interface Scale {
   largest: number;
 }
 
-/** The class of each token and the swatches, for one way of colouring. */
+/** Compute the class of each token, and the swatches, for one colouring. */
 export function colourTokens(trace: Trace, by: Colour, scale: Scale): Colouring {
   const theme = scale.dark ? DARK : LIGHT;
   const context = { label: "context", fill: "", ink: theme.muted };
@@ -147,7 +147,7 @@ function average(surprise: Float32Array): Float32Array {
   });
 }
 
-/** Of so many columns over a whole trace, the class that most sampled tokens of each one have. */
+/** Divide a trace into columns; return the most common class of each column's sampled tokens. */
 export function summarize(classes: Uint8Array, kinds: number, columns: number): Uint8Array {
   const found = new Uint8Array(columns);
   const counts = new Uint32Array(kinds);

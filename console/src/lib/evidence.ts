@@ -1,4 +1,4 @@
-// What is known of one session besides its state: its tokens, its recording, its group.
+// Data of a session besides its state: tokens, recording and group.
 
 import { get, request, type Result, type Session, type Status } from "./api";
 import { mean } from "./figures";
@@ -49,7 +49,7 @@ export async function getResults(
   }
 }
 
-/** Rewards of a group: their mean is the baseline that advantages are shown against. */
+/** Rewards of a group; advantages are differences from their mean. */
 export interface Baseline {
   mean: number;
   spread: number;
@@ -57,7 +57,7 @@ export interface Baseline {
   largest: number;
 }
 
-/** The baseline of a group; null if nothing of it has a reward. */
+/** The baseline of a group; null without any reward. */
 export function baselineOf(results: readonly Result[]): Baseline | null {
   const rewards = results.flatMap((one) => (one.reward === null ? [] : [one.reward]));
   if (!rewards.length) return null;

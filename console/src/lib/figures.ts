@@ -3,7 +3,7 @@
 import type { Result } from "./api";
 
 const Z = 1.959964; // 95 %
-/** Rewards this close to 1 are a pass, as the server counts. */
+/** Tolerance below 1 at which a reward is a pass, as on the server. */
 const ROUNDING = 1e-6;
 
 export const isPass = (reward: number): boolean => reward >= 1 - ROUNDING;
@@ -39,7 +39,7 @@ export interface VersionFigures extends Omit<GroupFigures, "task"> {
   groups: Map<string, GroupFigures>;
 }
 
-/** Sums of results by the version of the weights that their sessions began with. */
+/** Sums of results, by the version of the weights at the begin of the session. */
 export class Sums {
   private readonly found = new Map<number, VersionFigures>();
 
@@ -69,7 +69,7 @@ export class Sums {
     }
   }
 
-  /** In the order of versions. */
+  /** All versions in ascending order. */
   list(): VersionFigures[] {
     return [...this.found.values()].sort((a, b) => a.version - b.version);
   }
@@ -82,7 +82,7 @@ export interface Step {
   notes: { name: string; text: string }[];
 }
 
-/** Read the lines of a `metrics.jsonl`. Throws for a file that is none. */
+/** Read the lines of a `metrics.jsonl`. Throws for other files. */
 export function parseMetrics(text: string): Step[] {
   const steps = new Map<number, Step>();
   for (const line of text.slice(0, text.lastIndexOf("\n") + 1).split("\n")) {

@@ -1,4 +1,4 @@
-/** Figures and times for people. */
+/** Formats of numbers, times and texts. */
 const integer = new Intl.NumberFormat("en");
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 
@@ -25,7 +25,7 @@ export const moment = (unix: number): string => new Date(1000 * unix).toLocaleSt
 /** "1 node", "2 nodes". */
 export const plural = (n: number, noun: string): string => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
 
-/** What an agent wrote, without its colours; what else could hide or reorder text is spelled out. */
+/** Text of an agent without colour codes; characters that hide or reorder text are escaped. */
 export const visible = (text: string): string =>
   text
     .replace(/\x1b\[[0-9;?]*[ -/]*[@-~]/g, "")

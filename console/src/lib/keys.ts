@@ -1,10 +1,10 @@
-/** Keys of one letter, unless somebody types text. */
+/** Single-key shortcuts, inactive while the user types text. */
 export function isTyping(event: KeyboardEvent): boolean {
   const at = event.target as HTMLElement;
   return at.isContentEditable || /^(INPUT|TEXTAREA|SELECT)$/.test(at.tagName);
 }
 
-/** Run what stands beside a key while the caller's effect lasts; false leaves the key to others. */
+/** Bind keys to functions until the returned function is called; a function returns false to ignore a key. */
 export function onKeys(keys: Record<string, (event: KeyboardEvent) => unknown>): () => void {
   const press = (event: KeyboardEvent) => {
     const modified = event.ctrlKey || event.metaKey || event.altKey;

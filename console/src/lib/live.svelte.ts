@@ -1,6 +1,6 @@
 /**
- * The server's events, while this tab is visible: browsers open six connections to a host, and
- * twenty hidden tabs must not hold them. A tab that is shown again reads its page again.
+ * The server's events, followed while this tab is visible: browsers open at most six connections
+ * to a host, which hidden tabs must not use up. A tab that becomes visible reloads its data.
  */
 import { request, type Event } from "./api";
 import { auth } from "./auth.svelte";
@@ -20,7 +20,7 @@ export function listen(listener: Listener): () => void {
   return () => listeners.delete(listener);
 }
 
-function tell(event: Event | null): void {
+function notify(event: Event | null): void {
   for (const listener of listeners) listener(event);
 }
 
@@ -30,10 +30,10 @@ async function follow(signal: AbortSignal): Promise<void> {
     try {
       const response = await request("GET", "/v1/events", { signal }, "text/event-stream");
       connection.state = "live";
-      if (!first) tell(null);
+      if (!first) notify(null);
       await read(response.body!.pipeThrough(new TextDecoderStream()).getReader());
     } catch {
-      // said by the connection's state
+      // shown as the state of the connection
     }
     if (signal.aborted) return;
     connection.state = "lost";
@@ -48,7 +48,7 @@ async function read(reader: ReadableStreamDefaultReader<string>): Promise<void> 
     rest = blocks.pop()!;
     for (const block of blocks) {
       const data = block.split("\n").find((line) => line.startsWith("data:"));
-      if (data) tell(JSON.parse(data.slice(5)));
+      if (data) notify(JSON.parse(data.slice(5)));
     }
   }
 }
@@ -56,20 +56,20 @@ async function read(reader: ReadableStreamDefaultReader<string>): Promise<void> 
 /** Follow the events while there is a token and the tab is visible; to be called in an effect. */
 export function connect(): () => void {
   let stop = new AbortController();
-  const turn = () => {
+  const restart = () => {
     stop.abort();
     if (document.hidden || !auth.token) return;
     stop = new AbortController();
     void follow(stop.signal);
   };
-  const shown = () => {
-    turn();
-    if (!document.hidden) tell(null);
+  const onVisibility = () => {
+    restart();
+    if (!document.hidden) notify(null);
   };
-  turn();
-  document.addEventListener("visibilitychange", shown);
+  restart();
+  document.addEventListener("visibilitychange", onVisibility);
   return () => {
     stop.abort();
-    document.removeEventListener("visibilitychange", shown);
+    document.removeEventListener("visibilitychange", onVisibility);
   };
 }

@@ -1,4 +1,4 @@
-/** Figures of the server's and its own node's page for Prometheus. */
+/** Prometheus metrics of the server and of the node in its process. */
 import { request } from "./api";
 
 export interface Sample {

@@ -17,7 +17,7 @@ export class Recent {
       const ignore = listen((event) => {
         if (event) this.#add([event]);
       });
-      void this.#read(() => ended).catch(() => undefined); // the page's own requests say why
+      void this.#read(() => ended).catch(() => undefined); // the page's own requests show the error
       return () => {
         ended = true;
         ignore();
@@ -49,7 +49,7 @@ export class Recent {
   }
 }
 
-/** What `amount` of the events adds up to in each minute, the oldest first. */
+/** Sum of `amount` over the events of each minute, the oldest first. */
 export function perMinute(
   events: Event[],
   now: number,

@@ -1,4 +1,4 @@
-// What the recording of a session shows: its turns in words, their times, and the text of tokens.
+// The recording of a session: turns with their texts and times, and the text of tokens.
 
 import type { Ledger, Span, Trace } from "./trajectory";
 
@@ -83,7 +83,7 @@ interface Page {
   logprobs: Slice[];
 }
 
-/** Decode what `/v1/sessions/ID/recording` sends: gzip of a length, JSON and the arrays. */
+/** Decode an answer of `/v1/sessions/ID/recording`: gzip of a length, JSON and arrays. */
 export async function decodeRecording(packed: Blob): Promise<Recording> {
   const stream = packed.stream().pipeThrough(new DecompressionStream("gzip"));
   const block = await new Response(stream).arrayBuffer();
@@ -103,7 +103,7 @@ export async function decodeRecording(packed: Blob): Promise<Recording> {
   return { turns, events, started, damage, buildError, ledger, traces, texts };
 }
 
-/** Put a trace together from its parent's beginning and the tokens of its own. */
+/** Assemble a trace from the prefix shared with its parent and its own tokens. */
 function assemble(
   view: Page["session"]["traces"][number],
   own: Int32Array,
@@ -126,7 +126,7 @@ function assemble(
   return { ids, mask, logprobs, spans, kind, parent, shared, thread, exact };
 }
 
-/** The text of token ids; an id without a known text is shown as its number. */
+/** The texts of token ids; an id with unknown text is shown as a number. */
 export class Texts {
   private readonly known = new Map<number, string | Uint8Array>();
 
@@ -141,7 +141,7 @@ export class Texts {
     return this.known.size === 0;
   }
 
-  /** The text that each token adds. A character of several tokens stands at its last one. */
+  /** The text that each token adds; a character of several tokens belongs to the last one. */
   pieces(ids: Int32Array): string[] {
     const found = new Array<string>(ids.length);
     let decoder: TextDecoder | null = null;
@@ -163,7 +163,7 @@ export const NO_TEXTS = new Texts();
 
 const HIDDEN = /[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\u00a0\u3000]/gu;
 
-/** Text on one line in which everything can be seen: line ends, tabs, marks of direction. */
+/** Text on one line, with line ends, tabs and other hidden characters made visible. */
 export function visible(text: string): string {
   return text.replace(HIDDEN, (char) => {
     if (char === "\n") return "↵";
@@ -172,7 +172,7 @@ export function visible(text: string): string {
   });
 }
 
-/** The same over many lines: their ends and tabs stay what they are. */
+/** The same for several lines: line ends and tabs are kept. */
 export function readable(text: string): string {
   return text.split(/([\n\t])/).map((part, i) => (i % 2 ? part : visible(part))).join("");
 }

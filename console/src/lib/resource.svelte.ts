@@ -1,4 +1,4 @@
-/** What a page shows of the server: read again when its address, the token or an event says so. */
+/** Data of the server, reloaded when the address, the token or an event requires it. */
 import { untrack } from "svelte";
 import { ApiError, type Event } from "./api";
 import { auth } from "./auth.svelte";
@@ -10,13 +10,13 @@ const REST_MS = 500;
 export class Resource<T> {
   value = $state.raw<T>();
   error = $state.raw<ApiError>();
-  /** Nothing has come for a while, so a skeleton is shown. */
+  /** Whether loading takes long, so that a skeleton is shown. */
   slow = $state(false);
   #asked = $state(0);
 
   /**
-   * Create in a component. State that `read` uses before it first waits makes it run again; so
-   * does an event for which `concerns` is true, at most twice a second.
+   * Create in a component. `read` runs again when state changes that it uses before its first
+   * await, and on events for which `concerns` is true, at most twice a second.
    */
   constructor(
     read: (signal: AbortSignal) => Promise<T>,

@@ -1,4 +1,4 @@
-/** The address is the whole state of the console: pages read it here and change it by `go`. */
+/** The address holds all state of the console; pages read it here and change it with `go`. */
 export const place = $state(read());
 
 function read(): { path: string; query: Record<string, string> } {
@@ -24,7 +24,7 @@ export function address(path: string, query: Record<string, string> = {}): strin
   return given.length ? `${path}?${new URLSearchParams(given)}` : path;
 }
 
-/** Follow links of the console without loading it again; all others are the browser's. */
+/** Follow links within the console without a reload; the browser follows all others. */
 function follow(event: MouseEvent): void {
   const link = (event.target as Element).closest?.("a");
   const plain = event.button === 0 && !(event.ctrlKey || event.metaKey || event.shiftKey);

@@ -1,4 +1,4 @@
-/** Stages of a session in their order, light to dark in one hue; the ends have colours of their own. */
+/** Stages of a session in order, in one hue from light to dark; final states have other colours. */
 export const STAGES = ["init", "ready", "run", "build", "eval"] as const;
 export const STATUSES = ["queued", ...STAGES, "completed", "failed", "timed_out", "cancelled"] as const;
 

@@ -1,4 +1,4 @@
-/** Light or dark: as the system says, until somebody chooses. */
+/** Light or dark theme: that of the system, until the user chooses one. */
 const system = matchMedia("(prefers-color-scheme: dark)");
 
 function isDark(): boolean {

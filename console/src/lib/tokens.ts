@@ -1,4 +1,4 @@
-// A trace as a stream of tokens on a canvas: rows of one height, of which those in sight are drawn.
+// The tokens of a trace on a canvas, in rows of equal height; only visible rows are drawn.
 
 import type { Colouring } from "./colours";
 import { visible } from "./recording";
@@ -6,9 +6,9 @@ import { spanOf, type Trace } from "./trajectory";
 
 export const ROW = 18;
 const FONT = '12px ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace';
-/** Space at the left for the numbers of calls. */
+/** Width of the left margin with the numbers of calls. */
 const GUTTER = 72;
-/** A longer context is folded to its two ends of `KEPT` tokens. */
+/** Contexts longer than this are folded to `KEPT` tokens at either end. */
 const FOLD = 160;
 const KEPT = 48;
 const PLAIN = /^[\x20-\x7e]*$/;
@@ -29,7 +29,7 @@ interface Theme {
   raised: string;
 }
 
-/** Words by the text of a token that is not plain, shared by all traces. */
+/** Words by token text, for texts that are not plain; shared by all traces. */
 const words = new Map<string, Word>();
 
 function wordOf(piece: string): Word {
@@ -45,7 +45,7 @@ function wordOf(piece: string): Word {
   return word;
 }
 
-/** The theme's colours, as a canvas wants them. */
+/** The theme's colours, for a canvas. */
 export function readTheme(element: Element): Theme {
   const style = getComputedStyle(element);
   const of = (name: string) => style.getPropertyValue(`--${name}`).trim();
@@ -54,7 +54,7 @@ export function readTheme(element: Element): Theme {
   };
 }
 
-/** A pen for a canvas of the size that it is shown in, in CSS pixels. */
+/** Clear a canvas, adapt it to its displayed size, and return a context in CSS pixels. */
 export function openCanvas(canvas: HTMLCanvasElement): CanvasRenderingContext2D {
   const ratio = devicePixelRatio || 1;
   const [width, height] = [canvas.clientWidth * ratio, canvas.clientHeight * ratio];
@@ -67,7 +67,7 @@ export function openCanvas(canvas: HTMLCanvasElement): CanvasRenderingContext2D 
 }
 
 export class TokenRows {
-  /** First token of each row, and the one after its last. */
+  /** First token of each row, and the token after its last one. */
   private from: number[] = [];
   private to: number[] = [];
   private readonly folds = new Set<number>();
@@ -177,7 +177,7 @@ export class TokenRows {
     this.fill(this.columns);
   }
 
-  /** The token at a place of the canvas, or null; a fold is unfolded. */
+  /** The token at a position of the canvas, or null; unfolds a fold. */
   tokenAt(x: number, y: number): number | null {
     const row = Math.floor(y / ROW);
     if (row < 0 || row >= this.from.length) return null;
@@ -193,7 +193,7 @@ export class TokenRows {
     return null;
   }
 
-  /** Draw the rows that are in sight from `top` on, in pixels. */
+  /** Draw the visible rows from `top` on, in pixels. */
   draw(canvas: HTMLCanvasElement, top: number, colouring: Colouring, selected: number): void {
     const pen = openCanvas(canvas);
     const theme = readTheme(canvas);
@@ -258,9 +258,9 @@ export class TokenRows {
 }
 
 /**
- * Draw a whole trace as one bar: columns of the class that most of their sampled tokens have.
+ * Draw a trace as a bar of columns, each in the colour of its class.
  *
- * `share` of the canvas is the trace's; `marks` are places on all of it, from 0 to 1.
+ * The bar takes `share` of the canvas; `marks` are positions on the canvas, from 0 to 1.
  */
 export function drawBar(
   canvas: HTMLCanvasElement,

@@ -1,4 +1,4 @@
-// What is trained of a session, as typed arrays: one `Trace` for each sequence of tokens.
+// The trained tokens of a session as typed arrays, with a `Trace` for each sequence.
 
 export interface Span {
   call: number;
@@ -37,7 +37,7 @@ export interface Trace {
   kind: string;
   /** Index of the trace that this one forked from. */
   parent: number | null;
-  /** Leading ids that are the parent's. */
+  /** Number of leading ids shared with the parent. */
   shared: number;
   thread: string | null;
   exact: boolean;
@@ -58,7 +58,7 @@ export interface Trajectory {
   harness: string;
 }
 
-/** Decode a trajectory as `application/x-msgpack` has it. */
+/** Decode a trajectory in the format `application/x-msgpack`. */
 export function decodeTrajectory(data: ArrayBuffer): Trajectory {
   const trajectory = new Unpacker(data).read() as Trajectory;
   for (const trace of trajectory.traces) {
@@ -69,7 +69,7 @@ export function decodeTrajectory(data: ArrayBuffer): Trajectory {
   return trajectory;
 }
 
-/** The items of an array: a letter for their type, then their bytes. */
+/** The items of an encoded array: a letter for the type, then the bytes. */
 function items(value: unknown, type: string): ArrayBuffer {
   const bytes = value as Uint8Array<ArrayBuffer>;
   if (!(bytes instanceof Uint8Array) || String.fromCharCode(bytes[0] ?? 0) !== type) {
@@ -170,16 +170,16 @@ class Unpacker {
   }
 }
 
-// ------------------------------------------------------------------ what follows from it
+// ------------------------------------------------------------------ derived data
 
-/** Of each token the index of its span; -1 for context. */
+/** Span index of each token; -1 is context. */
 export function spanOf(trace: Trace): Int32Array {
   const found = new Int32Array(trace.ids.length).fill(-1);
   trace.spans.forEach((span, i) => found.fill(i, span.start, span.end));
   return found;
 }
 
-/** One model call, as far as the traces tell of it. */
+/** The tokens of a model call in the traces. */
 export interface CallTokens {
   call: number;
   trace: number;

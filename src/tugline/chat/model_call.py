@@ -1,7 +1,7 @@
-"""A model call in neutral terms: what dialects parse and encode, and engine formats send.
+"""Dialect-neutral requests and responses, parsed and encoded by dialects, sent by engine formats.
 
 `serialize_message` and `serialize_tool` make the JSON objects of the OpenAI API, which engines,
-chat templates and exported datasets read.
+chat templates and exported datasets use.
 """
 
 import io
@@ -17,7 +17,7 @@ _SYSTEM = frozenset({Role.SYSTEM, Role.DEVELOPER})
 
 
 class ChoiceMode(StrEnum):
-    """Whether the model must call a tool."""
+    """Constraint on the model's tool calls."""
 
     AUTO = "auto"
     NONE = "none"
@@ -26,7 +26,7 @@ class ChoiceMode(StrEnum):
 
 
 class ToolChoice(msgspec.Struct, frozen=True, gc=False):
-    """The client's tool choice; `names` holds the tool that must, or those that may, be called."""
+    """The client's tool choice; `names` are the tools that must (one) or may be called."""
 
     mode: ChoiceMode = ChoiceMode.AUTO
     names: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Constraint(msgspec.Struct, frozen=True, gc=False):
 
 
 class ThreadInfo(msgspec.Struct, frozen=True, gc=False):
-    """The conversation that a call belongs to, as far as the harness says so in headers."""
+    """Conversation of a call, as far as the harness declares it in headers."""
 
     id: str | None = None
     parent: str | None = None
@@ -56,7 +56,7 @@ class ThreadInfo(msgspec.Struct, frozen=True, gc=False):
 
 
 UNNAMED = ThreadInfo()
-"""Of a harness that says nothing."""
+"""Thread of a call whose harness declares none."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -65,64 +65,64 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     model: str
     messages: tuple[Message, ...] = ()
     prompt: str | tuple[int, ...] | None = None
-    """Text or ids to continue as they are, without a template; None: `messages` are rendered."""
+    """Text or ids to continue without a template; None: `messages` are rendered."""
     logprobs: bool = False
     """Whether the client wants the log probability of each sampled token."""
     tools: tuple[Tool, ...] = ()
     sampling: Sampling = Sampling()
-    """As the client requests it."""
+    """Sampling parameters that the client requests."""
     stream: bool = False
     usage_in_stream: bool = False
-    """Whether the client wants token counts in its stream, where the dialect lets it choose."""
+    """Whether to stream token counts, in dialects where that is optional."""
     n: int = 1
     """Number of responses."""
     tool_choice: ToolChoice = ToolChoice()
     parallel: bool = True
-    """Whether one response may hold several tool calls."""
+    """Whether a response may hold several tool calls."""
     constraint: Constraint | None = None
     reasoning: bool = True
     """Whether the client wants the model's reasoning in its response."""
     thread: ThreadInfo = UNNAMED
     echo: bytes = b""
-    """For the dialect alone: fields that its response repeats, or a variant of the route."""
+    """Private to the dialect: fields that its response repeats, or the route's variant."""
     kept_from: int | None = None
-    """First of the messages that a later request may refer to by the response's id; else None."""
+    """Index of the first message stored under the response's id, for later requests; else None."""
     dialect: str = ""
 
 
 # --------------------------------------------------------------------------- responses
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """More text."""
+    """Continuation of the text."""
 
     text: str
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
-    """More reasoning."""
+    """Continuation of the reasoning."""
 
     text: str
 
 
 Piece = TextDelta | ReasoningDelta | ToolCall
-"""One element of a streamed response; a tool call is never split."""
+"""Element of a streamed response; a tool call is never split."""
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """True token counts of one call."""
+    """Exact token counts of one call."""
 
     prompt: int
     sampled: int
     reused: int = 0
-    """Prompt tokens that continue the parent call exactly."""
+    """Leading prompt tokens that are identical to those of a recorded call."""
     reasoning: int = 0
-    """Sampled tokens inside reasoning."""
+    """Sampled tokens that are reasoning."""
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A finished response, ready to be encoded by any dialect."""
+    """A finished response, which any dialect can encode."""
 
     id: str
-    """Unique and without prefix, such as ``s1-4``; a dialect adds its own."""
+    """Unique id without prefix, such as ``s1-4``; each dialect adds its own prefix."""
     model: str
     created: int
     """Unix time in seconds."""
@@ -130,13 +130,13 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish: Finish
     usage: Usage
     stop: str | None = None
-    """The stop string that ended it; not part of the text."""
+    """The stop string that ended the response; not part of the text."""
     tokens: tuple[tuple[str, float], ...] = ()
     """Text and log probability of each sampled token, if `Request.logprobs` asks for them."""
 
 
 def split_message(message: Message, *, reasoning: bool = True) -> list[Piece]:
-    """The pieces that add up to a response: `reasoning` if that is wanted, text, calls."""
+    """Split a message into pieces: reasoning (if `reasoning` is true), text, calls."""
     thought = message.reasoning if reasoning else None
     pieces: list[Piece] = [ReasoningDelta(thought)] if thought else []
     pieces += [TextDelta(message.content)] if message.content else []
@@ -144,7 +144,7 @@ def split_message(message: Message, *, reasoning: bool = True) -> list[Piece]:
 
 
 def join_pieces(pieces: Sequence[Piece]) -> Message | None:
-    """The message that `pieces` add up to; None if they are empty."""
+    """Join `pieces` to a message; None if there is no content."""
     text = "".join([piece.text for piece in pieces if isinstance(piece, TextDelta)])
     reasoning = "".join([piece.text for piece in pieces if isinstance(piece, ReasoningDelta)])
     calls = tuple(piece for piece in pieces if isinstance(piece, ToolCall))
@@ -154,21 +154,21 @@ def join_pieces(pieces: Sequence[Piece]) -> Message | None:
 
 
 def sum_usage(responses: Sequence[Response]) -> Usage:
-    """The token counts of all responses to one prompt."""
+    """Add up the token counts of all responses to one prompt."""
     sampled = sum(response.usage.sampled for response in responses)
     reasoning = sum(response.usage.reasoning for response in responses)
     return msgspec.structs.replace(responses[0].usage, sampled=sampled, reasoning=reasoning)
 
 
 def add_turn(messages: list[Message], turn: Message) -> None:
-    """Append an assistant's message; successive ones are one turn."""
+    """Append an assistant message, joined with a directly preceding one."""
     if messages and messages[-1].role is Role.ASSISTANT:
         turn = join_messages(messages.pop(), turn)
     messages.append(turn)
 
 
 def join_messages(first: Message, second: Message) -> Message:
-    """Join successive assistant messages to one turn."""
+    """Join successive assistant messages into one."""
     text, calls = first.content + second.content, first.tool_calls + second.tool_calls
     reasoning = (first.reasoning or "") + (second.reasoning or "") or None
     return Message(Role.ASSISTANT, text, calls, reasoning=reasoning, images=first.images)
@@ -176,10 +176,10 @@ def join_messages(first: Message, second: Message) -> Message:
 
 # --------------------------------------------------------------------------- content
 class ContentBuilder:
-    """Text parts joined, and the images between them.
+    """Builder of message content: joined text parts, and the images between them.
 
-    A new line separates two texts without white space between them: clients that send one text in
-    several parts mean several things.
+    A new line is inserted between two parts that no white space separates, because clients use
+    parts for separate texts.
     """
 
     def __init__(self) -> None:
@@ -189,11 +189,11 @@ class ContentBuilder:
 
     @property
     def text(self) -> str:
-        """All text so far."""
+        """Text added so far."""
         return self._text.getvalue()
 
     def add_text(self, text: str) -> None:
-        """Append one text part."""
+        """Append a text part."""
         if text and self._last and not (self._last.isspace() or text[0].isspace()):
             self._text.write("\n")
         self._text.write(text)
@@ -201,12 +201,12 @@ class ContentBuilder:
         self.empty = False
 
     def add_image(self, url: str, detail: str | None = None) -> None:
-        """Put an image behind the text so far."""
+        """Append an image after the text so far."""
         self.images.append(Image(url, self._text.tell(), detail))
         self.empty = False
 
     def build(self, role: Role, call_id: str | None = None, *, failed: bool = False) -> Message:
-        """Build a message of this content; `call_id` is of the call that it answers."""
+        """Build a message with this content; `call_id` is the tool call that it answers."""
         images = tuple(self.images)
         return Message(role, self.text, tool_call_id=call_id, images=images, failed=failed)
 
@@ -216,7 +216,7 @@ JsonObject = dict[str, Any]
 
 
 def decode_arguments(arguments: str) -> Any:
-    """Decode arguments; text that is no JSON stays as it is."""
+    """Decode JSON arguments; return other text unchanged."""
     try:
         return msgspec.json.decode(arguments or "{}")
     except msgspec.DecodeError:
@@ -224,9 +224,9 @@ def decode_arguments(arguments: str) -> Any:
 
 
 def place_system(messages: Sequence[Message], *, leading: bool = True) -> list[Message]:
-    """Join the leading system messages, and turn later ones into a user's.
+    """Join leading system messages, and turn later ones into user messages.
 
-    For templates that allow one system message, at the beginning; without `leading` all are late.
+    For templates that allow one system message, at the start. Without `leading`, all are later.
     """
     front = 0
     while leading and front < len(messages) and messages[front].role in _SYSTEM:
@@ -245,10 +245,10 @@ def serialize_message(
     reasoning_field: str | None = "reasoning_content",
     arguments: Callable[[str], object] = str,
 ) -> JsonObject:
-    """Serialize one message; a developer's is a system message.
+    """Serialize a message; the developer role becomes the system role.
 
-    Reasoning goes into `reasoning_field`, or is left out for None. `arguments` converts the JSON
-    text of each tool call's arguments.
+    Reasoning goes into `reasoning_field`; None omits it. `arguments` converts the JSON text of
+    each tool call's arguments.
     """
     role = Role.SYSTEM if message.role is Role.DEVELOPER else message.role
     fields: JsonObject = {"role": role.value, "content": _serialize_content(message)}
@@ -269,13 +269,13 @@ def serialize_message(
 
 
 def serialize_tool(tool: Tool) -> JsonObject:
-    """Serialize the declaration of one tool."""
+    """Serialize a tool declaration."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
 
 def _serialize_content(message: Message) -> str | list[JsonObject]:
-    """Text, or parts of text and images in their order."""
+    """Serialize content: text, or an ordered list of text and image parts."""
     if not message.images:
         return message.content
     parts: list[JsonObject] = []

@@ -1,14 +1,15 @@
-"""Incremental parser of answers: token ids to text, reasoning and tool calls while they arrive.
+"""Incremental parser of answers: token ids to text, reasoning and tool calls as they arrive.
 
 Text and reasoning are emitted as soon as they are certain. A tool call is emitted whole when it
-closes; one that is malformed, or never closes, is text as it was written. No sampled text is lost:
-text behind a call is text too, on a line of its own.
+closes; a malformed or unclosed one is emitted as the text it was written as. No sampled text is
+lost: text after a call is emitted on a new line.
 
-The message of `StreamParser.finish` is what the pieces add up to, and equals what the renderer's
-own parser makes of the whole answer. Where marks cannot be followed, the rest is held to its end.
+The message of `StreamParser.finish` is the concatenation of all pieces, and equals the renderer's
+own parse of the whole answer. If an answer cannot be parsed by marks, the rest is parsed at its
+end.
 
-The parser is a state machine: `StreamParser` splits ids at the template's marks, a `_State` gives
-them their meaning and returns the state that follows, and `_Output` collects the pieces.
+The parser is a state machine: `StreamParser` splits ids at the template's marks, a `_State`
+interprets them and returns the next state, and `_Output` collects the pieces.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _RECIPIENT = re.compile(r"to=functions\.[^\s<]")
 
 
 class _Output:
-    """The answer so far, and its pieces that were not taken yet."""
+    """The answer so far, and its pieces not yet returned."""
 
     def __init__(self, rendering: Rendering, call_prefix: str, stops: tuple[str, ...]) -> None:
         token_bytes: Mapping[int, bytes] = rendering.tokenizer.token_bytes or {}
@@ -49,12 +50,12 @@ class _Output:
         self._pieces: list[Piece] = []
 
     def take_pieces(self) -> list[Piece]:
-        """The pieces since the last time; adjacent text among them is one delta."""
+        """Return the pieces since the last call; adjacent text is one delta."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def add(self, kind: Delta, ids: list[int]) -> None:
-        """Add ids of text or reasoning; those behind a stop string are ignored."""
+        """Add ids of text or reasoning; ids after a stop string are ignored."""
         if kind is ReasoningDelta:
             self.reasoning_tokens += len(ids)
         self._emit(kind, self.parts[kind].feed(ids))
@@ -64,7 +65,7 @@ class _Output:
         self._emit(kind, self.parts[kind].write(text))
 
     def add_calls(self, calls: Sequence[tuple[str, str]]) -> None:
-        """Add tool calls, by name and JSON arguments."""
+        """Add tool calls, each a name and JSON arguments."""
         for name, arguments in calls:
             call = ToolCall(f"call_{self._call_prefix}_{len(self._calls)}", name, arguments)
             self._calls.append(call)
@@ -76,7 +77,7 @@ class _Output:
             self._emit(kind, part.finish_text())
 
     def build_message(self) -> Message:
-        """The whole answer."""
+        """Return the whole answer."""
         text, reasoning = "".join(self.text.emitted), "".join(self.reasoning.emitted)
         return Message(Role.ASSISTANT, text, tuple(self._calls), reasoning=reasoning or None)
 
@@ -91,11 +92,11 @@ class _Output:
 
 
 class StreamParser:
-    """Parses one answer; `call_prefix` makes its tool call ids unique within the session.
+    """Parser of one answer; `call_prefix` makes its tool call ids unique within the session.
 
-    `end` is the end of its prompt, `forced` the ids behind it with which the answer begins. After
-    a prompt without a template, `end` is None, and the answer is text as it is, without marks.
-    `tools` tell templates without JSON which arguments are text. Text ends before a stop string.
+    `end` holds the last ids of the prompt, `forced` the forced first ids of the answer. After a
+    prompt without a template, `end` is None, and the answer is plain text without marks. `tools`
+    declare which arguments are text, for templates without JSON. Text ends before a stop string.
     """
 
     def __init__(
@@ -113,14 +114,14 @@ class StreamParser:
         self.output = _Output(rendering, call_prefix, watched)
         self.output.text.verbatim = end is None
         self.in_section = rendering.markers.block == rendering.markers.call
-        """Whether a call may open here: templates may want a section around calls."""
+        """Whether a call may open here: some templates require a section around calls."""
         self._stop_ids = frozenset(rendering.stop_ids)
         self._marks = self._stop_ids if end is None else rendering.marks
         self._guard = rendering.markers.guarded
         self._single = bool(watched)
         self._fed = 0
         self._position = 0
-        """Number of sampled ids that were parsed."""
+        """Number of sampled ids parsed."""
         self._ended = False
         self._state = _Text(self) if end is None else self._begin(end)
         if forced is not None:
@@ -135,36 +136,36 @@ class StreamParser:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Sampled tokens inside reasoning."""
+        """Sampled tokens that are reasoning."""
         return self.output.reasoning_tokens
 
     @property
     def length(self) -> int:
-        """How many sampled ids belong to the answer: all, or those up to the stop string's end."""
+        """Number of sampled ids in the answer: all, or those up to the stop string's end."""
         return self._fed if self.matched_stop is None else self._position
 
     def feed(self, ids: list[int]) -> list[Piece]:
-        """Add sampled ids; returns the pieces that they complete."""
+        """Add sampled ids; return the pieces that they complete."""
         start, self._fed = self._fed, self._fed + len(ids)
         self._walk(ids, start)
         return self.output.take_pieces()
 
     def finish(self) -> tuple[list[Piece], Message]:
-        """End the answer; returns the remaining pieces, and the whole as a message."""
+        """End the answer; return the remaining pieces, and the whole answer as a message."""
         if not self._ended:
             self._state.finish()
-        del self._state  # it refers to the parser, which then only garbage collection would free
+        del self._state  # break the reference cycle with the parser
         self.output.finish_text()
         return self.output.take_pieces(), self.output.build_message()
 
     def replay(self, ids: list[int]) -> _State:
-        """Parse ids again that were kept back and turned out to be text, with all that follows."""
+        """Parse held-back ids, which turned out to be text, and return the resulting state."""
         self._state = _Text(self)
         self._walk(ids, self._position - len(ids))
         return self._state
 
     def cut_back(self, count: int) -> None:
-        """Let the answer end `count` ids earlier."""
+        """End the answer `count` ids earlier."""
         self._position -= count
 
     def _begin(self, end: Ids) -> _State:
@@ -179,7 +180,7 @@ class StreamParser:
         return state if opened else _ChannelHeader(self, [])
 
     def _walk(self, ids: list[int], start: int) -> None:
-        """Parse ids, the first of which is the sampled id number `start`."""
+        """Parse ids; the first is the sampled id number `start`."""
         for first, last in self._split(ids):
             if self._ended:
                 return
@@ -202,7 +203,7 @@ class StreamParser:
             self._state = self._state.hold(token) if hold else self._mark(token)
 
     def _mark(self, token: int) -> _State:
-        """Take a mark; in the body of a channel's message only its end means anything."""
+        """Handle a mark; in the body of a channel's message only start and end are marks."""
         channels = self.rendering.markers.channels
         if channels is None or isinstance(self._state, _ChannelHeader):
             return self._state.mark(token)
@@ -213,27 +214,27 @@ class StreamParser:
         return _ChannelHeader(self, [token] if token == channels.start else [])
 
     def _split(self, ids: list[int]) -> Iterator[tuple[int, int]]:
-        """Ranges of ids to parse at once: marks by themselves, and the ids between them.
+        """Yield ranges of ids to parse at once: single marks, and the ids between them.
 
-        Where stop strings are watched every id is by itself, so that `length` is exact.
+        With stop strings every id is a range of its own, so that `length` is exact.
         """
         if self._single or len(ids) == 1:
             yield from pairwise(range(len(ids) + 1))
             return
         end = 0
         for mark in filter(self._marks.__contains__, ids):
-            place = ids.index(mark, end)
-            if place > end:
-                yield end, place
-            end = place + 1
-            yield place, end
+            at = ids.index(mark, end)
+            if at > end:
+                yield end, at
+            end = at + 1
+            yield at, end
         if end < len(ids):
             yield end, len(ids)
 
 
 # --------------------------------------------------------------------------- states
 class _State(ABC):
-    """The meaning of the next ids. Methods return the state that follows."""
+    """Interpretation of the next ids. Methods return the next state."""
 
     def __init__(self, parser: StreamParser) -> None:
         self.parser = parser
@@ -243,36 +244,36 @@ class _State(ABC):
 
     @abstractmethod
     def add(self, ids: list[int]) -> _State:
-        """Take ids that are no marks."""
+        """Handle ids that are not marks."""
 
     @abstractmethod
     def mark(self, token: int) -> _State:
-        """Take a mark that is no stop id."""
+        """Handle a mark that is not a stop id."""
 
     def decide(self) -> _State:
-        """Decide what ids that were kept back mean, because a mark follows them."""
+        """Interpret held-back ids, because a mark follows."""
         return self
 
     def hold(self, token: int) -> _State:
-        """Take the mark from which on only the whole answer can be parsed."""
+        """Handle the mark after which the rest can only be parsed as a whole."""
         return self.mark(token)
 
     def end(self, token: int) -> bool:
-        """Take a stop id; returns whether the answer ends with it."""
+        """Handle a stop id; return whether the answer ends with it."""
         self.finish()
         return True
 
-    def finish(self) -> None:  # noqa: B027 - most states keep nothing back
-        """Emit what was kept back: the answer is over."""
+    def finish(self) -> None:  # noqa: B027 - most states hold nothing back
+        """Emit held-back ids at the end of the answer."""
 
     def open_call(self, token: int) -> _State:
-        """Take the mark that opens a tool call."""
+        """Handle the mark that opens a tool call."""
         self.output.finish_text()
         return _Call(self.parser, [token])
 
 
 class _Collecting(_State):
-    """Keeps ids back until it is known what they are."""
+    """Base of states that hold ids back until their meaning is known."""
 
     def __init__(self, parser: StreamParser, ids: list[int]) -> None:
         super().__init__(parser)
@@ -287,7 +288,7 @@ class _Collecting(_State):
 
 
 class _Emitting(_State):
-    """Passes ids on as they come."""
+    """Base of states that emit ids as they come."""
 
     kind: Delta
 
@@ -302,7 +303,7 @@ class _Emitting(_State):
         return _Held(self.parser, ids, self.reopen())
 
     def reopen(self) -> Ids | None:
-        """The end of a prompt whose answer begins here; None where no reasoning is open."""
+        """Return the prompt end to assume for the rest; None if no reasoning is open."""
         return None
 
 
@@ -327,14 +328,14 @@ class _Text(_Emitting):
         return self.add_mark(token)
 
     def add_mark(self, token: int) -> _State:
-        """Take a mark that has no meaning here: it is text."""
+        """Handle a mark without meaning here as text."""
         if token != self.marks.think_end or not self.template.reopens_reasoning:
             self.add([token])
         return self
 
 
 class _Start(_Text):
-    """Nothing but white space so far: reasoning may still open."""
+    """Start of an answer, only white space so far; reasoning may still open."""
 
     at_start = True
 
@@ -359,7 +360,7 @@ class _Start(_Text):
             state.finish()
 
     def _decide(self, *, last: bool) -> _State:
-        """See whether text has begun, or an answer that can only be parsed as a whole."""
+        """Check whether text has begun, or an answer that can only be parsed as a whole."""
         if not self._pending:
             return self
         text = self.parser.rendering.tokenizer.decode(self._pending).lstrip()
@@ -374,7 +375,7 @@ class _Start(_Text):
 
 
 class _Reasoning(_Emitting):
-    """Reasoning, which a mark closes."""
+    """Reasoning, up to a closing mark."""
 
     kind: Delta = ReasoningDelta
 
@@ -396,12 +397,12 @@ class _Reasoning(_Emitting):
 
 
 class _DraftCall(_Collecting):
-    """A call inside reasoning: a draft if the reasoning closes later, made if it never does."""
+    """A call inside reasoning: a draft if the reasoning closes later, else a real call."""
 
     def mark(self, token: int) -> _State:
         if token != self.marks.think_end:
             return self.add([token])
-        self.output.add(ReasoningDelta, [one for one in self._ids if one != self.marks.think])
+        self.output.add(ReasoningDelta, [t for t in self._ids if t != self.marks.think])
         self.output.finish_text()
         return _Text(self.parser)
 
@@ -411,7 +412,7 @@ class _DraftCall(_Collecting):
 
 
 class _Call(_Collecting):
-    """Inside a tool call."""
+    """Interior of a tool call."""
 
     def mark(self, token: int) -> _State:
         if token == self.marks.section_end:
@@ -435,12 +436,12 @@ class _Call(_Collecting):
         return True
 
     def finish(self) -> None:
-        """A call that is none is text as it was written."""
+        """Emit a malformed or unclosed call as the text it was written as."""
         self.output.write(TextDelta, self.parser.rendering.tokenizer.decode(self._ids))
 
 
 class _Held(_Collecting):
-    """The rest is parsed when the answer is over: by the library, or as DSML without an `end`."""
+    """Rest of an answer, parsed at its end: by the library, or as DSML if `end` is None."""
 
     def __init__(self, parser: StreamParser, ids: list[int], end: Ids | None) -> None:
         super().__init__(parser, ids)
@@ -492,7 +493,7 @@ class _Held(_Collecting):
 
 
 class _ChannelHeader(_Collecting):
-    """Before the body of a message, which the header calls reasoning, text or a call (harmony)."""
+    """Header of a message, which declares its body as reasoning, text or a call (harmony)."""
 
     def mark(self, token: int) -> _State:
         channels = self.marks.channels

@@ -1,11 +1,11 @@
-"""Tokenizer over a ``tokenizer.json``, without importing transformers; detokenizer of streams.
+"""Tokenizer of a ``tokenizer.json``, without transformers, and streaming detokenizer.
 
-`Tokenizer` satisfies the tokenizer protocol of the `renderers` library. Encoding never adds special
-tokens and decoding never hides them.
+`Tokenizer` satisfies the tokenizer protocol of the `renderers` library. By default, encoding adds
+no special tokens and decoding keeps them.
 
-`Detokenizer` emits text as soon as it is certain and never takes it back. Held back are an
-incomplete character, white space that may turn out to be trailing, and text that may be the
-beginning of a stop string. Each segment begins on a new line, without white space at its ends.
+`Detokenizer` emits text as soon as it is certain and never retracts it. It holds back an incomplete
+character, white space that may be trailing, and text that may start a stop string. Each segment
+begins on a new line, without white space at its ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CACHED = 2000
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each id, looked up on first use; the text of several ids is their join."""
+    """Bytes by id, looked up on first use; joined, they are the bytes of a text."""
 
     def __init__(self, backend: _Backend) -> None:
         self._backend = backend
@@ -47,25 +47,25 @@ class TokenBytes(dict[int, bytes]):
         return data
 
     def is_exact(self) -> bool:
-        """Whether joined bytes equal the decoded text, which is not so for every tokenizer."""
+        """Whether joined bytes equal the decoded text, which does not hold for every tokenizer."""
         ids = self._backend.encode(_PROBE, add_special_tokens=False).ids
-        joined = b"".join([self[one] for one in ids]).decode(errors="replace")
+        joined = b"".join([self[token_id] for token_id in ids]).decode(errors="replace")
         return joined == self._backend.decode(ids, skip_special_tokens=False)
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level vocabularies write printable bytes as themselves, the others from U+0100 on."""
+    """Map characters of byte-level vocabularies to bytes; unprintable ones start at U+0100."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     alphabet = {chr(byte): byte for byte in plain}
-    return alphabet | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 _BYTES = _byte_alphabet()
 
 
 class Tokenizer:
-    """Ids to text and back, from a ``tokenizer.json``."""
+    """Encoder and decoder of token ids, from a ``tokenizer.json``."""
 
     def __init__(self, backend: _Backend, name: str, *, eos: str = "<|im_end|>") -> None:
         self._backend = backend
@@ -73,10 +73,10 @@ class Tokenizer:
         self.unk_token_id: int | None = None
         self.eos_token_id: int | None = backend.token_to_id(eos)
         self._encode_short = lru_cache(_CACHED)(self._encode)
-        """Of short texts: templates encode the same few again and again."""
+        """Cached encoder of short texts, because templates encode the same few repeatedly."""
         token_bytes = TokenBytes(backend)
         self.token_bytes: TokenBytes | None = token_bytes if token_bytes.is_exact() else None
-        """Bytes by id, to decode ids as they come; None where they depend on their neighbours."""
+        """Bytes by id, for streaming; None if an id's text depends on adjacent ids."""
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -92,7 +92,7 @@ class Tokenizer:
         self._backend.save(str(folder / "tokenizer.json"))
 
     def to_json(self) -> str:
-        """The content of its ``tokenizer.json``."""
+        """Return the content of the ``tokenizer.json``."""
         return self._backend.to_str()
 
     @property
@@ -102,13 +102,13 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> list[str]:
-        """The texts that are one id each, wherever they stand, such as special tokens."""
+        """Texts that are always encoded as one id, such as special tokens."""
         return [token.content for token in self._backend.get_added_tokens_decoder().values()]
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Ids of `text`; special tokens written out in it become their ids."""
+        """Encode `text`; special tokens written in it become their ids."""
         if len(text) > _SHORT or add_special_tokens:
-            # One text as a batch: without the offsets that `encode` makes, in two thirds the time.
+            # A batch of one skips the offsets that `encode` computes, in two thirds of the time.
             batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             ids: list[int] = batch[0].ids
             return ids
@@ -118,52 +118,52 @@ class Tokenizer:
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of `token_ids`; an incomplete character at the end decodes to U+FFFD."""
+        """Decode `token_ids`; an incomplete character at the end decodes to U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def decode_bytes(self, token_ids: Sequence[int]) -> str:
-        """The same as `decode`, faster where `token_bytes` is known."""
+        """Decode like `decode`, faster if `token_bytes` is known."""
         token_bytes = self.token_bytes
         if token_bytes is None:
             return self.decode(token_ids)
         return b"".join(map(token_bytes.__getitem__, token_ids)).decode("utf-8", "replace")
 
     def convert_tokens_to_ids(self, tokens: str) -> int | None:
-        """The id of one token, None if the vocabulary lacks it."""
+        """Return the id of one token; None if the vocabulary lacks it."""
         return self._backend.token_to_id(tokens)
 
 
 # --------------------------------------------------------------------------- incremental
 class Detokenizer(msgspec.Struct, gc=False):
-    """The text, or the reasoning, of one answer. Methods return the text that is now certain."""
+    """Decoder of an answer's text or reasoning. Methods return the text that became certain."""
 
     token_bytes: Mapping[int, bytes]
     stops: tuple[str, ...] = ()
     guard: str = ""
-    """Text that belongs to a special token if that follows."""
+    """Text that belongs to a special token if that token follows."""
     verbatim: bool = False
-    """Whether white space is text, also at the ends."""
+    """Whether white space at the ends of segments is kept."""
     emitted: list[str] = []
     matched_stop: str | None = None
     _bytes: bytes = b""
-    """An incomplete character."""
+    """Bytes of an incomplete character."""
     _undecided: str = ""
-    """May belong to a stop string, the guard or the preface."""
+    """Text that may belong to a stop string, the guard or the preface."""
     _space: str = ""
-    """May be trailing."""
+    """White space that may be trailing."""
     _preface: str = ""
     _at_start: bool = True
     _watched: tuple[str, ...] = ()
-    """What may turn out to be no text: the stop strings, and the guard."""
+    """Stop strings and the guard, whose beginnings are held back."""
     _longest: int = 0
-    """Characters of the longest of these, less one."""
+    """Length of the longest watched string, less one."""
 
     def __post_init__(self) -> None:
         self._watched = (*self.stops, self.guard + "\0") if self.guard else self.stops
         self._longest = max(map(len, self._watched), default=1) - 1
 
     def feed(self, ids: list[int]) -> str:
-        """Add ids to the segment."""
+        """Decode `ids` as the continuation of the segment."""
         if self.matched_stop is not None:
             return ""
         known = self.token_bytes
@@ -179,13 +179,13 @@ class Detokenizer(msgspec.Struct, gc=False):
         return self._emit(text) if text else ""
 
     def write(self, text: str) -> str:
-        """Add a whole segment that is certain."""
+        """Add a whole, certain segment."""
         ready = self._emit(text)
         self._at_start = True
         return ready
 
     def finish_text(self) -> str:
-        """End the segment: its end is certain, its trailing white space is dropped."""
+        """End the segment; its trailing white space is dropped."""
         text, _ = utf_8_decode(self._bytes, "replace", True)
         text = self._undecided + text
         self._preface = ""
@@ -194,7 +194,7 @@ class Detokenizer(msgspec.Struct, gc=False):
         return ready
 
     def cut_at_stop(self, text: str) -> str:
-        """The part of a whole text that precedes the first stop string."""
+        """Return the part of a whole text before the first stop string."""
         text = self._hold_back(text) + self._undecided
         self._undecided = ""
         return text
@@ -204,7 +204,7 @@ class Detokenizer(msgspec.Struct, gc=False):
         self._preface = preface
 
     def take_guarded(self) -> str:
-        """Take the guarded text at the end, which turned out to be no text."""
+        """Remove and return the held-back guard, which belongs to a special token."""
         text, self._undecided = self._undecided, ""
         return text
 
@@ -236,17 +236,17 @@ class Detokenizer(msgspec.Struct, gc=False):
         return text
 
     def _hold_back(self, text: str) -> str:
-        """The part of the text that cannot belong to a stop string, or to the guard."""
+        """Return the text that cannot belong to a stop string or the guard; keep the rest."""
         text = self._undecided + text
         match = min(((text.find(stop), stop) for stop in self.stops if stop in text), default=None)
         if match is not None:
             at, self.matched_stop = match
             self._undecided = ""
             return text[:at]
-        held = 0
+        pending = 0
         for length in range(min(len(text), self._longest), 0, -1):
             if any(word.startswith(text[-length:]) for word in self._watched):
-                held = length
+                pending = length
                 break
-        self._undecided = text[len(text) - held :]
-        return text[: len(text) - held]
+        self._undecided = text[len(text) - pending :]
+        return text[: len(text) - pending]

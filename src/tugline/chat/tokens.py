@@ -1,8 +1,8 @@
-"""What the turns of a session share: token ids, as the JSON that engines are sent.
+"""Token id sequences with their JSON text, shared by the turns of a session.
 
-A `TokenSequence` is a length in a buffer that it shares with what extends it, so forty turns over
-the same sixteen thousand ids hold them once (I7), as JSON digits; adding to them costs what is
-added.
+A `TokenSequence` is a length and a buffer of JSON digits, which it shares with the sequences that
+extend it. Forty turns over the same sixteen thousand ids store them once (I7), and the cost of an
+extension is proportional to the added ids.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _DECODER = msgspec.json.Decoder(list[TokenId])
 _NO_IDS = np.empty(0, np.int32)
 END = 64
-"""Ids at a prompt's end that decide how it can be continued."""
+"""Number of ids at a prompt's end that determine how it can be continued."""
 
 
 def decode_ids(digits: bytes) -> Ids:
-    """The ids of ``1,2,3``, the inside of an engine's JSON array. Raises `EngineError`."""
+    """Decode ids such as ``1,2,3``, the inside of a JSON array. Raises `EngineError`."""
     try:
         return np.array(_DECODER.decode(b"[" + digits + b"]"), np.int32)
     except msgspec.DecodeError as error:
@@ -35,15 +35,15 @@ def decode_ids(digits: bytes) -> Ids:
 
 
 class _Buffer:
-    """Digits of ids, to which is only appended; large requests extend it in threads."""
+    """Append-only buffer of the digits of ids; large requests extend it in threads."""
 
     __slots__ = ("added", "last", "length", "lock", "parts")
 
     def __init__(self, parts: list[bytes], length: int) -> None:
-        """`parts` have a comma before each id."""
+        """`parts` contain a comma before each id."""
         self.parts, self.length = parts, length
         self.added, self.last = 0, _NO_IDS
-        """How many ids were added last, and those with what was added before, as numbers."""
+        """Number of ids added last, and an array of the buffer's last ids, those included."""
         self.lock = threading.Lock()
 
     def append(self, ids: Ids) -> None:
@@ -54,7 +54,7 @@ class _Buffer:
 
 
 class TokenSequence:
-    """An immutable sequence of ids, kept as the digits that engines are sent."""
+    """An immutable sequence of ids, stored as the JSON digits sent to engines."""
 
     __slots__ = ("_buffer", "_length", "_parts")
 
@@ -69,7 +69,7 @@ class TokenSequence:
         return self._length
 
     def extend(self, ids: Ids) -> TokenSequence:
-        """These ids followed by `ids`: in place, or beside others that follow them already."""
+        """Append `ids`: in the same buffer if this sequence ends there, else in a new one."""
         if not len(ids):
             return self
         buffer = self._buffer
@@ -79,47 +79,47 @@ class TokenSequence:
             return TokenSequence(ids, buffer)
 
     def to_array(self, count: int | None = None) -> Ids:
-        """All ids, or the last `count` if there are more: shape ``(n,)``, int32."""
+        """Return the ids, at most the last `count`: shape ``(n,)``, int32."""
         last, parts = self._buffer.last, self._list_parts()
         count = self._length if count is None else min(count, self._length)
         if self._buffer.length != self._length or len(last) < count:
-            found, at = 0, len(parts)
-            while found < count:
+            available, at = 0, len(parts)
+            while available < count:
                 at -= 1
-                found += parts[at].count(b",")
+                available += parts[at].count(b",")
             last = decode_ids(b"".join(parts[at:])[1:])
         return last[len(last) - count :]
 
     def to_json(self, before: bytes = b"", after: bytes = b"") -> list[bytes | memoryview]:
-        """All ids as JSON digits without the brackets, between two texts; parts, none a copy."""
+        """Return JSON digits without brackets, between two texts, as parts without a copy."""
         first, *others = self._list_parts() or [b","]
         return [before, memoryview(first)[1:], *others, after]
 
     def truncate(self, length: int) -> TokenSequence:
-        """The first `length` ids."""
-        kept, left = list[bytes](), length
+        """Return the first `length` ids."""
+        parts, left = list[bytes](), length
         for part in self._list_parts():
             if left <= 0:
                 break
             count = part.count(b",")
             whole = count <= left
-            kept.append(part if whole else b",".join(part.split(b",", left + 1)[: left + 1]))
+            parts.append(part if whole else b",".join(part.split(b",", left + 1)[: left + 1]))
             left -= count
-        return TokenSequence(_NO_IDS, _Buffer(kept, length))
+        return TokenSequence(_NO_IDS, _Buffer(parts, length))
 
     def shared_prefix(self, other: TokenSequence) -> int:
-        """How many leading ids the two have in common."""
+        """Return the number of leading ids shared with `other`."""
         if self._buffer is other._buffer:
             return min(len(self), len(other))
         mine, theirs = self._list_parts(), other._list_parts()
         same = count_shared(mine, theirs)
-        one, two = b"".join(mine[same:]), b"".join(theirs[same:])
-        size = min(len(one), len(two))
-        differ = np.frombuffer(one, np.uint8, size) != np.frombuffer(two, np.uint8, size)
+        left, right = b"".join(mine[same:]), b"".join(theirs[same:])
+        size = min(len(left), len(right))
+        differ = np.frombuffer(left, np.uint8, size) != np.frombuffer(right, np.uint8, size)
         end = int(differ.argmax()) if differ.any() else size
-        complete = one[end : end + 1] in b"," and two[end : end + 1] in b","
-        begun = sum(part.count(b",") for part in mine[:same]) + one.count(b",", 0, end)
-        return begun if complete else begun - 1
+        complete = left[end : end + 1] in b"," and right[end : end + 1] in b","
+        started = sum(part.count(b",") for part in mine[:same]) + left.count(b",", 0, end)
+        return started if complete else started - 1
 
     def _list_parts(self) -> list[bytes]:
         return self._buffer.parts[: self._parts]
@@ -129,9 +129,9 @@ class TokenSequence:
 def count_shared(
     first: Sequence[Any], second: Sequence[Any], same: Callable[[Any, Any], bool] = operator.eq
 ) -> int:
-    """How many leading items two sequences have in common; `same` compares those of two objects.
+    """Return the number of leading items shared by two sequences; `same` compares two items.
 
-    All of `first` is tried at once, which compares no content where the objects are the same.
+    The whole of `first` is compared at once beforehand, which is fast for identical objects.
     """
     if first == second[: len(first)]:
         return len(first)
@@ -144,11 +144,11 @@ _ESCAPE = re.compile(
     rb"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
     re.DOTALL,
 )
-"""One escape in JSON: a surrogate pair, half of one, which is captured, or any other."""
+"""An escape in JSON: a surrogate pair, a lone surrogate (captured), or any other."""
 
 
 def mend_surrogates(body: bytes, start: int) -> bytes:
-    """Replace halves of characters, as of an emoji that was cut, by U+FFFD from `start` on."""
+    """Replace lone surrogates, such as of an emoji cut in half, by U+FFFD from `start` on."""
     if body.find(b"\\ud", start) < 0 and body.find(b"\\uD", start) < 0:
         return body
     mended = body[:start] + _ESCAPE.sub(lambda m: b"\\ufffd" if m[1] else m[0], body[start:])

@@ -1,11 +1,10 @@
-"""``tugline``: dispatch to the commands; every known error becomes an exit code and a line.
+"""``tugline``: dispatch to the commands; known errors become an exit code and a line each.
 
-Of a file with several mistakes each one has a line.
+A file with several mistakes has a line for each.
 
-0: done. 2: the caller can correct it (`UsageError`, a file, or a request that the server refuses).
-1: any other failure. 130: interrupted.
-The file of a command is imported when the command is called, so that ``--help`` is quick and a
-server that was killed is back before its clients notice.
+Exit codes are 0: success; 2: an error that the caller can correct (`UsageError`, a file, or a
+request that the server rejects); 1: any other failure; 130: interrupted. The module of a command is
+imported when the command is called, so that ``--help`` is fast and a killed server restarts fast.
 """
 
 import io
@@ -22,17 +21,17 @@ from tugline.errors import ServerError, TuglineError, UsageError
 
 _TABLE = Path(__file__).with_name("commands.toml").read_text(encoding="utf-8")
 GROUPS: dict[str, dict[str, str]] = tomllib.loads(_TABLE)
-"""The commands by what they are for, and what each does."""
+"""Summary of each command, by group."""
 COMMANDS = {name: text for commands in GROUPS.values() for name, text in commands.items()}
 MODULES = {"cancel": "status", "logs": "status", "node": "up", "plan": "bench", "server": "up"}
 MODULES |= {"demo": "train", "eval": "run", "generate": "run", "rebuild": "export", "sft": "train"}
 MODULES |= {"results": "status", "view": "verify"}
-"""Where it is not in a module of its own name."""
+"""Module of each command whose module has another name."""
 SHELLS = ("bash", "zsh", "fish", "powershell")
 
 
 def make_app(*called: str) -> App:
-    """Make the command line with the called commands alone."""
+    """Create the command line with only the called commands."""
     app = App(
         name="tugline",
         default_parameter=Parameter(negative=()),
@@ -51,15 +50,15 @@ def make_app(*called: str) -> App:
 def main() -> None:
     """Run a command; the entry point of the ``tugline`` program."""
     called = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if sys.stdout is None:  # closed by whoever started it
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - to its end
-    elif isinstance(sys.stdout, io.TextIOWrapper):  # it may not know every character
+    if sys.stdout is None:  # closed by the parent process
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until exit
+    elif isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if called in COMMANDS:
-            from tugline import log  # noqa: PLC0415 - start-up: --help logs nothing
+            from tugline import log  # noqa: PLC0415 - start-up: --help does not log
 
-            log.configure()  # warnings to stderr: stdout has only what a command prints
+            log.configure()  # warnings to stderr: stdout has only the output of commands
             make_app(called)(sys.argv[1:])
         else:
             _answer(called, *sys.argv[2:])
@@ -70,7 +69,7 @@ def main() -> None:
         refused = isinstance(error, ServerError) and 400 <= (error.status or 0) < 500
         correctable = refused or isinstance(error, UsageError)
         _exit(*map(str, error.problems), code=2 if correctable else 1)
-    except BrokenPipeError:  # nobody reads stdout any more, as behind `head`
+    except BrokenPipeError:  # the reader of stdout has exited, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
@@ -81,7 +80,7 @@ def main() -> None:
 
 
 def _answer(option: str, shell: str = "", *_more: str) -> None:
-    """Answer without any command, so that the help is quick."""
+    """Handle an option without importing a command, so that the help is fast."""
     if option == "--version":
         print(f"tugline {version('tugline')}")
     elif option == "--completion" and shell in SHELLS:
@@ -102,7 +101,7 @@ def _answer(option: str, shell: str = "", *_more: str) -> None:
             f"\nprints the completion script of a shell: {', '.join(SHELLS)}."
         )
     else:
-        _exit(f"there is no command {option!r}; tugline --help lists them", code=2)
+        _exit(f"there is no command {option!r}; see tugline --help", code=2)
 
 
 def _exit(*messages: str, code: int) -> None:

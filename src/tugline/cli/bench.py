@@ -1,10 +1,10 @@
-"""``tugline bench`` and ``tugline plan``: what parts cost, and what machines a run needs of them.
+"""``tugline bench`` and ``tugline plan``: cost of components, and machines that a run needs.
 
-Benchmarks are separate programs beside the package, with stub engines and load generators that no
-installation needs.
+Benchmarks are programs outside of the package, with stub engines and load generators that an
+installation does not need.
 
-A plan is made as docs/deploy.md says, with constants of the benchmarks, which are of one kind of
-processor: it says what to look at first.
+A plan follows docs/deploy.md, with constants of the benchmarks, which were measured on one kind of
+processor: it is an estimate that shows the bottlenecks.
 """
 
 import math
@@ -25,18 +25,18 @@ from tugline.schema import decode, read_values
 
 
 def bench(part: str, *options: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
-    """Measure what a part costs, next to the least that it could.
+    """Measure the cost of a part, beside its lower bound.
 
     Args:
-        part: What to measure: gateway, trajectories, builders, server, cluster (up to a thousand
+        part: Part to measure: gateway, trajectories, builders, server, cluster (up to a thousand
             nodes), console, utilisation, runtimes, hostile (one agent against the
-            others) or learn (what several agents learn, in hours).
+            others) or learn (training of several agents, takes hours).
         options: Options of the benchmark, such as --quick and --json.
     """
     programs = Path(__file__).parents[3] / "benchmarks"
     program = programs / part / "run.py"
     if not programs.is_dir():
-        raise UsageError(f"{program} is missing with this package: run this in a checkout")
+        raise UsageError(f"{program} is not part of the package: run this in a checkout")
     if not program.is_file():
         known = ", ".join(sorted(each.parent.name for each in programs.glob("*/run.py")))
         raise UsageError(f"there is no benchmark of {part!r}; it must be one of {known}")
@@ -47,59 +47,59 @@ def bench(part: str, *options: Annotated[str, Parameter(allow_leading_hyphen=Tru
 
 # --------------------------------------------------------------------------- plans
 class Agent(NamedTuple):
-    """What a program costs on the machine it runs on."""
+    """Cost of an agent program on its machine."""
 
     start_s: float
-    """CPU time."""
+    """CPU time of a start."""
     turn_s: float
     """CPU time of a model call and its tool."""
     memory_mb: int
-    """Of its largest process."""
+    """Memory of its largest process."""
 
 
 AGENTS = decode(read_values(Path(__file__).with_name("plan_agents.toml")), dict[str, Agent])
 """Measured with a scripted model, 2 and 22 calls of the shell (versions of docs/harnesses.md)."""
 
 CALL_S, TURN_S, TOKEN_S = 0.0016, 0.0000068, 0.000043
-"""CPU time of a gateway: of a call, more for each earlier turn, and of a streamed token."""
+"""CPU time of a gateway: per call, added per earlier turn, and per streamed token."""
 SESSION_S = 0.05
-"""CPU time of a node for what is left of a session, a sandbox of bubblewrap included."""
+"""CPU time of a node for the rest of a session, including a bubblewrap sandbox."""
 SERVER_S, DATABASE_S = 0.0025, 0.0011
 """CPU time of a session on the server and in PostgreSQL."""
 CALL_MEMORY = 12_000
-"""Bytes that a call keeps in memory while its session is open."""
+"""Bytes of memory per call of an open session."""
 ID_BYTES, SAMPLED_BYTES = 1.5, 7.0
-"""Of a recording: for each id, and more for each sampled one."""
+"""Bytes of a recording per id, and added per sampled id."""
 BUSY = 0.7
-"""Share of a core or of memory that is planned with."""
+"""Target utilisation of cores and memory."""
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run needs."""
+    """Requirements of a run."""
 
     sessions_per_hour: float
-    """That keep the engines busy."""
+    """Sessions that keep the engines busy."""
     session_s: float
     open_sessions: int
-    """At once: slots of all nodes."""
+    """Concurrent sessions: slots of all nodes."""
     busy: float
     """Share of the engines that the sessions of a step keep busy."""
     kv_tokens: int
-    """That the engines hold if every open session keeps its context there."""
+    """Cached tokens of the engines if the contexts of all open sessions stay in the cache."""
     nodes: int
     slots: int
-    """Of each node."""
+    """Slots per node."""
     nodes_for: dict[str, int]
-    """Nodes that each of their limits asks for; the largest decides."""
+    """Nodes needed by each resource; the largest number decides."""
     agent_cores: float
     gateway_cores: float
     memory_gb: float
-    """Of agents and gateways."""
+    """Memory of agents and gateways."""
     servers: int
     server_cores: float
-    """Of servers and database."""
+    """Cores of servers and database."""
     disk_gb_per_day: float
-    """Recordings."""
+    """Size of recordings."""
 
 
 Above = Annotated[float, Parameter(validator=Number(gt=0))]
@@ -113,34 +113,34 @@ class Workload:
     gpus: Count
     """GPUs of the engines."""
     model_tps: Above
-    """Tokens a second that each of them samples with a full batch."""
+    """Tokens per second that each GPU samples with a full batch."""
     harness: str = "claude_code"
-    """A preset; it decides what an agent costs."""
+    """Harness preset, which determines the cost of an agent."""
     sessions: Count = 512
-    """Sessions of a step, with those of later steps that run meanwhile."""
+    """Sessions of a step, and of later steps that run at the same time."""
     turns: Count = 30
-    """Model calls of a session."""
+    """Model calls per session."""
     turn_tokens: Count = 300
-    """Tokens sampled in one."""
+    """Tokens sampled per model call."""
     result_tokens: Count = 500
-    """Tokens that a tool's result adds."""
+    """Tokens of a tool's result."""
     prompt: Count = 15_000
     """Tokens of the first prompt."""
     token_ms: Above = 20.0
-    """Time for one token of one answer."""
+    """Time per sampled token of a session."""
     tool_s: NotNegative = 2.0
-    """Time in tools for each turn."""
+    """Time in tools per turn."""
     tool_cpu_s: NotNegative = 0.5
-    """Processor time of them."""
+    """CPU time in tools per turn."""
     eval_s: NotNegative = 30.0
-    """Time of an evaluation, and processor time."""
+    """Time, and CPU time, of an evaluation."""
     cores: Count = 64
     """Processors of a node's machine."""
     memory_gb: Count = 256
-    """Memory of it."""
+    """Memory of a node's machine."""
 
     def compute(self) -> Needs:
-        """What it needs. Raises `UsageError` for a harness that was not measured."""
+        """Estimate the requirements. Raises `UsageError` for a harness without measurements."""
         if self.harness not in AGENTS:
             raise UsageError(f"--harness is {self.harness!r}, must be one of {', '.join(AGENTS)}")
         agent, turns, sampled = AGENTS[self.harness], self.turns, self.turns * self.turn_tokens
@@ -175,19 +175,19 @@ class Workload:
         )
 
 
-def plan(load: Workload, *, as_json: Json = False) -> None:
-    """Say how many machines a run needs, and what will be the narrowest."""
-    needs = load.compute()
-    print_report(needs, lambda: _show(needs, load), as_json=as_json)
+def plan(workload: Workload, *, as_json: Json = False) -> None:
+    """Estimate the machines that a run needs, and its bottlenecks."""
+    needs = workload.compute()
+    print_report(needs, lambda: _show(needs, workload), as_json=as_json)
 
 
-def _show(needs: Needs, load: Workload) -> None:
+def _show(needs: Needs, workload: Workload) -> None:
     binds = max(needs.nodes_for, key=lambda name: needs.nodes_for[name])
     lines = {
         "sessions": f"{needs.sessions_per_hour:,.0f} an hour keep the engines busy:"
         f" {needs.open_sessions:,} at once, {needs.session_s:,.0f} s each",
         "engines": f"{needs.kv_tokens:,} tokens of context, if all of it is to stay in their cache",
-        "nodes": f"{needs.nodes} of {load.cores} processors and {load.memory_gb} GB,"
+        "nodes": f"{needs.nodes} of {workload.cores} processors and {workload.memory_gb} GB,"
         f" --slots {needs.slots}; {binds} decide: {format_counts(needs.nodes_for)}",
         "processors": f"{needs.agent_cores:.1f} for agents, tools and evaluations,"
         f" {needs.gateway_cores:.1f} for gateways (`gateway.workers`)",
@@ -197,7 +197,7 @@ def _show(needs: Needs, load: Workload) -> None:
     }
     if needs.busy < 1:
         lines["too few"] = (
-            f"{load.sessions} sessions a step keep {needs.busy:.0%} of the engines busy"
+            f"{workload.sessions} sessions a step keep {needs.busy:.0%} of the engines busy"
         )
     for name, text in lines.items():
         print_text(f"{name:<12}{text}")

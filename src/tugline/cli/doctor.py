@@ -1,8 +1,8 @@
 """``tugline doctor``: check an engine, this machine's runtimes or a server.
 
-With ``--engine`` it finds the modes that the engine supports and the flags to change, with
-``--runtimes`` the usable runtimes and their weaknesses; without either it checks the server, its
-nodes and their engines. Exit code 0 if all is healthy (with ``--engine``: the wanted mode), else 1.
+``--engine`` reports the modes that the engine supports and the flags to change, ``--runtimes`` the
+usable runtimes and their weaknesses; without them the server, its nodes and engines are checked.
+The exit code is 0 if all checks pass (with ``--engine``: if the wanted mode is usable), else 1.
 """
 
 from urllib.parse import urlsplit
@@ -21,7 +21,7 @@ from tugline.types import Mode
 from tugline.web.serve import raise_file_limit
 
 _FILES = 16
-"""Files that a node has open for an agent: connections, a recording, pipes of its sandbox."""
+"""Open files of a node per agent: connections, a recording, pipes of the sandbox."""
 
 
 async def doctor(
@@ -38,7 +38,7 @@ async def doctor(
     Args:
         engine: Address, such as http://127.0.0.1:8000.
         model: Served name (default: the first).
-        mode: Wanted mode (default: the best for training).
+        mode: Required mode (default: the best for training).
         runtimes: List the runtimes of this machine and their weaknesses.
     """
     if runtimes:
@@ -53,18 +53,18 @@ async def doctor(
         report.wire(mode)
     except UsageError as error:
         refusal = str(error)
-    found = report.to_dict() | {"refused": refusal}
-    print_report(found, lambda: _show(report, refusal), as_json=as_json, failed=bool(refusal))
+    values = report.to_dict() | {"refused": refusal}
+    print_report(values, lambda: _show(report, refusal), as_json=as_json, failed=bool(refusal))
 
 
 def _check_address(url: str) -> str:
     """Check that ``--engine`` is a URL. Raises `UsageError`."""
     try:
         parts = urlsplit(url)
-        sound = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
-    except ValueError:  # an odd port, or half an IPv6 address
-        sound = False
-    if not sound:
+        valid = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
+    except ValueError:  # an invalid port or IPv6 address
+        valid = False
+    if not valid:
         raise UsageError(f"--engine is {url!r}, must be http://HOST:PORT")
     return url
 

@@ -1,6 +1,6 @@
-"""``tugline export`` and ``rebuild``: recorded sessions as files that trainers read.
+"""``tugline export`` and ``rebuild``: write recorded sessions to files for trainers.
 
-`rebuild` builds trajectories, byte for byte the same; exit code 1 if one could not be built.
+`rebuild` builds byte-identical trajectories; the exit code is 1 if one could not be built.
 """
 
 from collections.abc import Iterable
@@ -29,24 +29,24 @@ _Texts = list[str] | None
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Filters:
-    """Which sessions and traces are exported."""
+    """Filters of sessions and traces."""
 
     status: list[Status] | None = None
-    """Only sessions that ended so; repeatable."""
+    """Only sessions with this final status; repeatable."""
     tag: _Texts = None
     """Only tasks with this tag, key=value; repeatable."""
     min_reward: float | None = None
-    """Only sessions that earned at least this."""
+    """Only sessions with at least this reward."""
     best_of: Count | None = None
-    """Only this many of the best sessions of each task."""
+    """Only this number of sessions of each task, those with the highest reward."""
     dedupe: bool = False
-    """Of sessions of a task that say the same, the first."""
+    """Only the first of a task's sessions with equal conversations."""
     kind: list[TraceKind] | None = None
     """Only traces of this kind; repeatable."""
     exact_only: bool = False
-    """Only traces in the exact context of sampling."""
+    """Only traces with the exact context of sampling."""
     max_length: Count | None = None
-    """Only traces of at most so many tokens."""
+    """Only traces of at most this number of tokens."""
 
     def select_sessions(self) -> Selection:
         """Parse the conditions of sessions. Raises `UsageError`."""
@@ -55,7 +55,7 @@ class Filters:
 
 
 ALL = Filters()
-"""Nothing is left out."""
+"""Filters that accept all sessions and traces."""
 
 
 def export(
@@ -66,7 +66,7 @@ def export(
     given: Annotated[_Texts, Parameter("--with")] = None,
     builder: str | None = None,
     option: _Texts = None,
-    which: Filters = ALL,
+    filters: Filters = ALL,
     split: str | None = None,
     seed: int = 0,
     force: bool = False,
@@ -76,28 +76,28 @@ def export(
     """Write recorded sessions to a file that other tools and trainers read.
 
     Args:
-        form: Format: parquet, sft, atif, trl, verl, slime or yours.
+        form: Format: parquet, sft, atif, trl, verl, slime or a plug-in.
         sessions: Recording files, folders of them, or ids of sessions.
         out: File to write; with --split, a folder.
-        given: key=value for the format; repeatable.
-        builder: Builder to use (default: the one of each task).
-        option: key=value for the builder; repeatable.
-        split: Deal tasks to files, such as train=0.9,test=0.1.
-        seed: Of --split.
-        force: Overwrite what is there.
+        given: key=value option of the format; repeatable.
+        builder: Builder to use (default: the builder of each task).
+        option: key=value option of the builder; repeatable.
+        split: Distribute tasks over files, such as train=0.9,test=0.1.
+        seed: Seed of --split.
+        force: Overwrite existing files.
     """
     plan = Export(
         exporter=make_exporter(PluginSpec(form, _parse_options(given, "--with"))),
         out=out,
-        selection=which.select_sessions(),
-        filter=TraceFilter(frozenset(which.kind or ()), which.exact_only, which.max_length),
+        selection=filters.select_sessions(),
+        filter=TraceFilter(frozenset(filters.kind or ()), filters.exact_only, filters.max_length),
         builder=_parse_builder(builder, option),
         split=_parse_split(split, seed),
         force=force,
     )
     with ExitStack() as stack:
-        found = [stack.enter_context(remote.find_recordings(name)) for name in sessions]
-        summary = _run(plan, list(dict.fromkeys(path for paths in found for path in paths)))
+        lists = [stack.enter_context(remote.find_recordings(name)) for name in sessions]
+        summary = _run(plan, list(dict.fromkeys(path for paths in lists for path in paths)))
     print_report(summary, lambda: _show(summary), as_json=as_json)
 
 
@@ -132,9 +132,9 @@ def rebuild(
     Args:
         session: A recording file, a folder of them, or the id of a session.
         out: New folder for <session>.traj and index.json.
-        builder: Builder to use (default: the one of each task).
-        option: key=value for the builder; may be given again.
-        salvage: Build what comes before the damage of a broken file.
+        builder: Builder to use (default: the builder of each task).
+        option: key=value option of the builder; repeatable.
+        salvage: Build from the part of a damaged file before the damage.
     """
     root, spec = Path(session), _parse_builder(builder, option)
     with remote.find_recordings(session) as paths, _make_progress() as progress:
@@ -160,9 +160,9 @@ def _parse_split(text: str | None, seed: int) -> Split | None:
     except ValueError as error:
         msg = f"--split {text!r} must be names and shares, such as train=0.9,test=0.1"
         raise UsageError(msg) from error
-    fine = all(share > 0 for share in shares.values()) and abs(sum(shares.values()) - 1) < 1e-6
-    if not fine or len(shares) <= text.count(","):
-        msg = f"--split {text!r}: shares must be above 0 and add up to 1, each name be there once"
+    valid = all(share > 0 for share in shares.values()) and abs(sum(shares.values()) - 1) < 1e-6
+    if not valid or len(shares) <= text.count(","):
+        msg = f"--split {text!r}: shares must be above 0 and add up to 1, names must be unique"
         raise UsageError(msg)
     if any(not name.replace("-", "_").isidentifier() for name in shares):
         msg = f"--split {text!r}: a name is part of a file name; use letters, digits, _ and -"
@@ -180,7 +180,7 @@ def _parse_builder(name: str | None, options: Iterable[str] | None) -> PluginSpe
 
 
 def _parse_options(texts: Iterable[str] | None, flag: str) -> dict[str, Any]:
-    """Parse ``key=value`` options of a plug-in; values are JSON where they parse, else text."""
+    """Parse ``key=value`` options of a plug-in; a value is JSON if valid, else text."""
     return {key: _parse_value(text) for key, text in _parse_pairs(texts, flag).items()}
 
 

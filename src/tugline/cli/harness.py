@@ -22,35 +22,35 @@ from tugline.harnesses.preset import Preset
 from tugline.plugins import find, list_names
 from tugline.types import PluginSpec
 
-harness = App(help="The agent programs that can be run.")
+harness = App(help="Agent programs that can be run.")
 
 Version = Annotated[str | None, Parameter(help="An exact version, instead of the pinned one.")]
 
 
 class InventoryItem(msgspec.Struct, frozen=True, kw_only=True):
-    """A harness in one version, or a folder that harnesses share (`pinned` is None then)."""
+    """Version of a harness, or a folder shared by harnesses (with `pinned` None)."""
 
     name: str
     version: str | None
-    """None where the program is the user's own."""
+    """Version; None for a program of the user."""
     pinned: bool | None
-    """Whether it is the default version."""
+    """Whether this is the default version."""
     installed: bool
     bytes: int = 0
     sound: bool | None = None
-    """Whether every file is as it was installed; None if it is not installed."""
+    """Whether all files match the manifest; None if the harness is not installed."""
 
 
 @harness.command(name="list")
 def list_(*, as_json: Json = False) -> None:
     """List harnesses with their versions, and verify the checksums of installed ones."""
     with Console(stderr=True).status("reading installed harnesses"):
-        found = asyncio.run(_list_items())
-    changed = any(item.sound is False for item in found)
+        items = asyncio.run(_list_items())
+    changed = any(item.sound is False for item in items)
     if changed:
         advice = "remove its folder and install it again"
-        print_text(f"a harness differs from what was installed: {advice}", stderr=True)
-    print_report({"harnesses": found}, lambda: _list(found), as_json=as_json, failed=changed)
+        print_text(f"a harness has changed since it was installed: {advice}", stderr=True)
+    print_report({"harnesses": items}, lambda: _list(items), as_json=as_json, failed=changed)
 
 
 def _list(items: Sequence[InventoryItem]) -> None:
@@ -60,7 +60,7 @@ def _list(items: Sequence[InventoryItem]) -> None:
             item.version or "-",
             f"{item.bytes / 1e6:.0f} MB" if item.installed else "-",
             {None: "-", True: "ok", False: Text("changed", "red")}[item.sound],
-            ", ".join(one.dialect for one in CASES if item.pinned and one.harness == item.name),
+            ", ".join(c.dialect for c in CASES if item.pinned and c.harness == item.name),
         )
         for item in items
     )
@@ -69,9 +69,9 @@ def _list(items: Sequence[InventoryItem]) -> None:
 
 
 async def _list_items() -> list[InventoryItem]:
-    """Every known harness, then everything else that is installed.
+    """List all known harnesses, then all other installed versions and folders.
 
-    Reads all files, about half a gigabyte a second.
+    Reads all files, at about half a gigabyte per second.
     """
     names = list_names("harness")
     items = [await _inspect(name, find("harness", name).version, pinned=True) for name in names]
@@ -109,7 +109,7 @@ def install(
     every: Annotated[bool, Parameter("--all")] = False,
     version: Version = None,
 ) -> None:
-    """Install harnesses ahead of time, and start each of them once.
+    """Install harnesses in advance, and start each of them once.
 
     Args:
         names: Harnesses to install.
@@ -131,18 +131,18 @@ def upgrade(name: str, /, *, version: Version = None) -> None:
     pinned = _find_preset(name)
     wanted = version or asyncio.run(pinned.package.find_newest())
     if wanted == pinned.version:
-        print(f"{name} {wanted} is the pinned version already")
+        print(f"{name} {wanted} is already the pinned version")
         return
     _install(_find_preset(name, wanted))
     print(
-        f"{name} {wanted} is installed and starts. Tasks get {pinned.version} unless they say\n"
+        f"{name} {wanted} is installed and starts. Tasks use {pinned.version} unless they set\n"
         f"  harness: {{name: {name}, options: {{version: {wanted}}}}}\n"
-        f"See first whether it works: tugline harness check {name} --version {wanted}"
+        f"To check it first: tugline harness check {name} --version {wanted}"
     )
 
 
 def _install(program: Preset) -> None:
-    """Install a preset. Raises `HarnessError`, also if it is installed and has changed."""
+    """Install a preset. Raises `HarnessError`, also if installed files have changed."""
     folder = program.package.folder
     with Console(stderr=True).status(f"installing {program.name} {program.version}"):
         if asyncio.run(_is_sound(folder)) is False:
@@ -152,10 +152,10 @@ def _install(program: Preset) -> None:
 
 
 def _find_preset(name: str, version: str | None = None) -> Preset:
-    """The preset called `name`. Raises `UsageError` for a harness that has nothing to install."""
+    """Return the preset `name`. Raises `UsageError` for a harness without files to install."""
     kind = find("harness", name)
     if not (isinstance(kind, type) and issubclass(kind, Preset)):
-        msg = f"harness {name!r} is told by its options what to run; there is nothing to install"
+        msg = f"harness {name!r} runs the command in its options; there is nothing to install"
         raise UsageError(msg)
     return kind(**({"version": version} if version else {}))
 

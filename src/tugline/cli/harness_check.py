@@ -1,8 +1,8 @@
-"""Run a real harness through one scripted session and check what it did.
+"""Check of a real harness: run a scripted session and verify its result.
 
-The session is a whole rollout: sandbox, gateway, builder and evaluator are those of production;
+The session is a complete rollout with the sandbox, gateway, builder and evaluator of production;
 only the model is scripted. The conformance suite of the repository (`make test-harnesses`) checks
-more: streaming, faults of the engine, budgets, and hosts that a program tries to reach.
+more: streaming, faults of the engine, budgets, and network access of programs.
 """
 
 import tempfile
@@ -38,20 +38,20 @@ LAST_WORDS = "All done, both words are in."
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One harness in one dialect, and how its shell tool is called."""
+    """Harness in a dialect, with the arguments of its shell tool."""
 
     harness: str
     dialect: str
     tool: str
     """Name of the tool that runs a command."""
     argument: str = "command"
-    """Its argument that holds the command."""
+    """Argument of the tool for the command."""
     arguments: dict[str, Any] = {}
-    """Its other required arguments."""
+    """Other required arguments of the tool."""
     options: dict[str, Any] = {}
     """Options of the harness."""
     ends_by_command: bool = False
-    """Whether it ends at a certain command and not at an answer without tool calls."""
+    """Whether the session ends at a certain command, not at a response without tool calls."""
     streams: bool = True
 
     def call(self, command: str) -> tuple[str, dict[str, Any]]:
@@ -59,9 +59,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return self.tool, {self.argument: command, **self.arguments}
 
     def script(self) -> tuple[ScriptedTurn, ...]:
-        """Return four turns that do `INSTRUCTION`.
+        """Return four turns that solve `INSTRUCTION`.
 
-        The first has reasoning, text and two parallel tool calls, which is what breaks histories.
+        The first has reasoning, text and two parallel tool calls, which harnesses often change in
+        the history.
         """
         end = (self.call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),)
         return (
@@ -80,27 +81,27 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 CASES = decode(read_values(Path(__file__).with_name("harness_cases.yaml")), tuple[Case, ...])
-"""Every preset in every dialect that it speaks."""
+"""All presets with all their dialects."""
 
 
 def cases_of(name: str | None) -> tuple[Case, ...]:
     """Return the cases of one harness, all for None. Raises `UsageError` if there is none."""
-    found = tuple(case for case in CASES if name in (None, case.harness))
-    if not found:
+    cases = tuple(case for case in CASES if name in (None, case.harness))
+    if not cases:
         names = ", ".join(dict.fromkeys(case.harness for case in CASES))
         raise UsageError(f"harness {name!r} cannot be checked; these can: {names}")
-    return found
+    return cases
 
 
 class CheckResult(msgspec.Struct, frozen=True):
-    """The results of one case: ``pass`` or ``fail: reason`` by name of the check."""
+    """Result of a case: ``pass`` or ``fail: reason`` by name of the check."""
 
     harness: str
     version: str | None
     dialect: str
     turns: int
     exact_turns: int
-    """Turns that continue the one before without a fork."""
+    """Turns that extend the previous turn without a fork."""
     checks: dict[str, str]
 
     @property
@@ -110,20 +111,20 @@ class CheckResult(msgspec.Struct, frozen=True):
 
 
 def main_calls(calls: Sequence[Call]) -> list[Call]:
-    """Return the calls of the conversation, without side calls and abandoned answers."""
+    """Return the calls of the conversation, without side calls and abandoned responses."""
     return [c for c in calls if c.kind is not TraceKind.SIDE and c.outcome is CallOutcome.COMPLETE]
 
 
 def find_forks(calls: Sequence[Call]) -> str | None:
-    """Name the turns that do not continue the one before; None if all do."""
+    """List the turns that do not extend the previous turn; None if there are none."""
     forks = [f"turn {c.number}: {c.branch}" for c in main_calls(calls) if c.branch is not None]
     return ", ".join(forks) or None
 
 
 async def check(case: Case, runtime: PluginSpec, keep: Path | None = None) -> CheckResult:
-    """Install the harness, run its session and check it; a failure is a result, no exception.
+    """Install the harness, run a session and check it; a failure is a result, not an exception.
 
-    The session's files stay in the folder `keep`.
+    The session's files are stored in the folder `keep`.
     """
     harness: Harness = find("harness", case.harness)(**case.options)
     calls: Sequence[Call] = ()
@@ -142,14 +143,14 @@ async def check(case: Case, runtime: PluginSpec, keep: Path | None = None) -> Ch
         dialect=case.dialect,
         turns=len(turns),
         exact_turns=sum(call.branch is None for call in turns),
-        checks={name: f"fail: {why}" if why else "pass" for name, why in faults.items()},
+        checks={name: f"fail: {fault}" if fault else "pass" for name, fault in faults.items()},
     )
 
 
 async def _run_session(
     case: Case, runtime: PluginSpec, folder: Path
 ) -> tuple[Trajectory, Sequence[Call]]:
-    """Roll out one task against the scripted model. `folder` must be new and stays."""
+    """Roll out a task with the scripted model in the new folder `folder`."""
     task = Task(
         id="check",
         instruction=INSTRUCTION,
@@ -178,13 +179,13 @@ def _read_log(folder: Path) -> str:
 def _find_faults(
     case: Case, trajectory: Trajectory, calls: Sequence[Call], log: str
 ) -> dict[str, str | None]:
-    """What is wrong by name of the check; None if all is well."""
+    """Return the fault of each check by name; None for a check that passes."""
     turns, expected = main_calls(calls), len(case.script())
     end = trajectory.report.get("exit")
     incomplete = f"exit code {end}" if end else None
     if trajectory.failure or len(turns) != expected:
-        said = trajectory.failure.message if trajectory.failure else " ".join(log.split())[-300:]
-        incomplete = f"{len(turns)} turns instead of {expected}; {said}"
+        reason = trajectory.failure.message if trajectory.failure else " ".join(log.split())[-300:]
+        incomplete = f"{len(turns)} turns instead of {expected}; {reason}"
     results = [" ".join(m.content for m in call.messages) for call in (*turns[1:2], *turns[-1:])]
     known = {call.number: call for call in calls}
     broken = [

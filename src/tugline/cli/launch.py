@@ -1,7 +1,7 @@
-"""``tugline launch slurm``: a run as a job of SLURM, by the script of this package.
+"""``tugline launch slurm``: run as a SLURM job, with the script of this package.
 
-What becomes of the job is up to the script (docs/deploy.md). This command finds mistakes before it
-waits in a queue, and keeps a run to one job at a time.
+The script controls the job (docs/deploy.md). This command checks the settings before the job waits
+in a queue, and allows one job of a run at a time.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from tugline.launch.settings import load_settings
 
 SCRIPT = Path(__file__).parents[1] / "launch" / "tugline.sbatch"
 JOB = "slurm-job"
-"""File in the folder of a run: the id of its last job."""
+"""File with the id of the last job, in the folder of a run."""
 VARIABLES = re.findall(r'^: "\$\{(\w+):=', SCRIPT.read_text(), re.MULTILINE)
-"""What the script reads; an empty one has its default."""
+"""Environment variables of the script; an empty variable has its default."""
 
-launch = App(help="Start a run on a cluster, and see what became of it.")
+launch = App(help="Start a run on a cluster, and show its state.")
 
 
 @launch.command
@@ -57,18 +57,18 @@ async def slurm(
 
     Args:
         config: YAML or TOML file of `tugline train`.
-        dry_run: Check the files, and print what --submit would run.
-        submit: Submit the job, unless one of this run is queued or running.
-        status: Show the last job of the run, and what its server does.
-        run: Folder of the run, which all machines see (default: runs/ and the name of CONFIG).
-        tasks: In place of CONFIG: tasks to run, as for `tugline submit`; repeat for more.
-        settings: Server, nodes and gateways, as for `tugline up --config`.
-        nodes: Machines.
-        engines: So many of the first machines run an engine.
-        engine_command: It listens on $HOST:$PORT.
-        time: Walltime, in the words of sbatch.
+        dry_run: Check the files, and print the command of --submit.
+        submit: Submit the job, unless a job of this run is queued or running.
+        status: Show the last job of the run, and the state of its server.
+        run: Folder of the run, on a shared disk (default: runs/ and the name of CONFIG).
+        tasks: Instead of CONFIG: tasks to run, as for `tugline submit`; repeatable.
+        settings: File for server, nodes and gateways, as for `tugline up --config`.
+        nodes: Number of machines.
+        engines: Number of machines that run an engine, from the first one.
+        engine_command: Command of an engine that listens on $HOST:$PORT.
+        time: Walltime, in the format of sbatch.
         sbatch: Further options of sbatch, such as "--partition=main --gpus-per-node=8".
-        variables: Another variable of the script (docs/deploy.md), such as SLOTS=32; repeatable.
+        variables: Variable of the script (docs/deploy.md), such as SLOTS=32; repeatable.
     """
     if dry_run + submit + status != 1:
         raise UsageError("give one of --dry-run, --submit and --status")
@@ -93,7 +93,7 @@ async def slurm(
 
 
 def _check(env: dict[str, str], nodes: int, engines: int) -> None:
-    """Find mistakes that need no engine to be found. Raises `UsageError`, `Invalid`."""
+    """Check everything that needs no engine. Raises `UsageError`, `Invalid`."""
     if unknown := env.keys() - VARIABLES:
         raise UsageError(f"--set {min(unknown)} must set one of {', '.join(VARIABLES)}")
     if not 0 <= engines <= nodes or bool(engines) != bool(env["ENGINE"]):
@@ -112,7 +112,7 @@ def _check(env: dict[str, str], nodes: int, engines: int) -> None:
 
 
 def _submit(argv: list[str], env: dict[str, str], run: Path) -> str:
-    """Submit the job of a run that has no other one; return its id."""
+    """Submit a job for a run without another job; return its id."""
     with folder_lock(run, instead="choose another --run"):
         if (run / JOB).exists() and "left" in (last := _read_job(run)):
             raise UsageError(f"job {last['job']} of {run} is {last['state']}; scancel ends it")
@@ -122,7 +122,7 @@ def _submit(argv: list[str], env: dict[str, str], run: Path) -> str:
 
 
 def _read_job(run: Path) -> dict[str, str]:
-    """Return the last job of a run; only one that is queued or running has time ``left``."""
+    """Return the last job of a run; only a queued or running job has ``left``, its time."""
     if not (run / JOB).exists():
         raise UsageError(f"no job of {run} was submitted with --submit")
     job, names = (run / JOB).read_text().strip(), ("job", "state", "reason", "machines", "left")
@@ -135,7 +135,7 @@ async def _show_status(run: Path, *, as_json: bool) -> None:
     report, address, seen = _read_job(run), run / "up" / "address", None
     if report["state"] == "RUNNING" and address.exists():
         report["server"] = address.read_text().strip()
-        with contextlib.suppress(ServerError, UsageError):  # it has just ended, or is silent
+        with contextlib.suppress(ServerError, UsageError):  # the server has ended, or hangs
             async with Remote(folder=run / "server").connect(LOOK_S) as client:
                 seen = await Monitor(client).read()
     line = ", ".join(f"{name} {value}" for name, value in report.items() if value)
@@ -144,11 +144,11 @@ async def _show_status(run: Path, *, as_json: bool) -> None:
 
 
 def _call(*argv: str, env: dict[str, str] | None = None, known: str | None = None) -> str:
-    """Run a program of SLURM; a failure that says what is `known` is as good as no output."""
+    """Run a SLURM program; return no output for a failure whose message contains `known`."""
     try:
         done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        raise UsageError(f"{argv[0]} is not on the PATH: here is no SLURM") from error
+        raise UsageError(f"{argv[0]} is not on the PATH: SLURM is missing") from error
     if done.returncode and (known is None or known not in done.stderr):
         raise TuglineError(f"{argv[0]}: {done.stderr.strip()}")
     return done.stdout.strip()

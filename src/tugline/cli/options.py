@@ -1,4 +1,4 @@
-"""Options that several commands share, and the client that they configure."""
+"""Options shared by commands, and the client that they configure."""
 
 import contextlib
 import tempfile
@@ -19,17 +19,17 @@ INTERRUPTED = 130
 """Exit code of a command that was interrupted."""
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
-"""A number from 1."""
+"""Positive integer."""
 NotNegative = Annotated[float, Parameter(validator=Number(gte=0))]
 Required = Annotated[str, Parameter(required=True)]
-"""A positional argument of which at least one must be given."""
+"""Positional argument that must be given at least once."""
 Json = Annotated[bool, Parameter("--json", help="Print JSON.")]
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "warm_start_model"
-"""The tiny model that is served or trained where none is named."""
+"""Tiny model that is served or trained by default."""
 _DEADLINE_S = 10.0
-"""A server that does not answer is reported soon; streams and waits survive its restarts."""
+"""Deadline of requests; streams and waits continue after a restart of the server."""
 LOOK_S = 3.0
-"""The same for commands that look whether it answers."""
+"""Deadline of commands that check whether the server answers."""
 
 
 @Parameter(name="*")
@@ -40,20 +40,20 @@ class Remote:
     server: str | None = None
     """URL of the server (default: TUGLINE_SERVER, else --dir)."""
     token: str | None = None
-    """Its token (default: TUGLINE_TOKEN, else --dir)."""
+    """Token of the server (default: TUGLINE_TOKEN, else --dir)."""
     folder: Annotated[Path | None, Parameter("--dir")] = None
     """Folder of `tugline up` (default: tugline-data)."""
 
     def connect(self, deadline_s: float = _DEADLINE_S) -> Client:
-        """Create the client of a command, to be used as an async context manager."""
+        """Create the client of a command, an async context manager."""
         return Client(self.server, self.token, folder=self.folder, deadline_s=deadline_s)
 
     @contextlib.contextmanager
     def find_recordings(self, name: str) -> Iterator[list[Path]]:
-        """Yield the recordings of a file, of a folder or of the session with this id.
+        """Yield the recordings of a file, of a folder, or of a session by id.
 
-        An id is looked up below ``runs``, then on the server; what the server sends is removed at
-        the end of the block.
+        An id is looked up in ``runs``, then on the server; files from the server are removed at the
+        end of the block.
         """
         with tempfile.TemporaryDirectory(prefix="tugline-recording-") as folder:
             try:
@@ -84,12 +84,14 @@ class Remote:
 
 
 DEFAULT_SERVER = Remote()
-"""The server that environment and working folder name."""
+"""Server by the environment and the working folder."""
 
 
 def make_new_folder(keep: Path) -> None:
-    """Create the folder of ``--keep``. Raises `UsageError` if it is there or cannot be made."""
+    """Create the folder of ``--keep``. Raises `UsageError` if it exists or cannot be created."""
     try:
         keep.mkdir(parents=True)
     except OSError as error:
-        raise UsageError(f"cannot make {keep}: {error.strerror}; choose another --keep") from error
+        raise UsageError(
+            f"cannot create {keep}: {error.strerror}; choose another --keep"
+        ) from error

@@ -1,4 +1,4 @@
-"""What commands print: JSON for programs, text and tables for people, a bar on a terminal."""
+"""Output of commands: JSON for programs, text and tables for people, a bar on a terminal."""
 
 import contextlib
 import io
@@ -21,35 +21,35 @@ from rich.text import Text
 from tugline.types import is_pass
 
 COLOURS = {"pass": "green", "fail": "red", "unknown": "yellow", "unchecked": "yellow"}
-"""Of the results of checks."""
+"""Colours of the results of checks."""
 _NO_EDGE = 1 << 16
-"""Columns of what is no terminal."""
+"""Width of output that is not a terminal, in columns."""
 _REPORT_EVERY_S = 10.0
-"""Between two lines of progress, without a terminal."""
+"""Seconds between two lines of progress, without a terminal."""
 
 
 class _BackgroundFile(io.TextIOBase):
-    """Writes to a file in a thread of its own; of what nobody reads, most is dropped."""
+    """File whose writes run in a thread; text is dropped while the queue is full."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self.texts: queue.Queue[str] = queue.Queue(1000)  # pieces
+        self.texts: queue.Queue[str] = queue.Queue(1000)  # writes
         threading.Thread(target=self._write_all, daemon=True).start()
 
     def write(self, text: str) -> int:
-        """Write soon."""
+        """Queue the text to be written."""
         with contextlib.suppress(queue.Full):
             self.texts.put_nowait(text)
         return len(text)
 
     def isatty(self) -> bool:
-        """Whether people read it."""
+        """Whether the file is a terminal."""
         return self._file.isatty()
 
     def _write_all(self) -> None:
         while True:
             text = self.texts.get()
-            with contextlib.suppress(OSError, ValueError):  # whoever read it is gone
+            with contextlib.suppress(OSError, ValueError):  # the reader is gone
                 self._file.write(text)
                 self._file.flush()
             self.texts.task_done()
@@ -57,9 +57,9 @@ class _BackgroundFile(io.TextIOBase):
 
 @contextlib.contextmanager
 def background_stderr(within_s: float = 1.0) -> Iterator[None]:
-    """Write stderr in a thread: a terminal that is stopped must not stop a server.
+    """Write stderr in a thread, so that a blocked terminal does not block a server.
 
-    The end of the block waits a while for what is still to be written.
+    At the end of the block, wait up to `within_s` for queued text.
     """
     with contextlib.redirect_stderr(_BackgroundFile(sys.stderr)) as file:
         try:
@@ -78,7 +78,7 @@ def print_json(value: object) -> None:
 def print_report(
     report: object, show: Callable[[], object], *, as_json: bool, failed: bool = False
 ) -> None:
-    """Print a report as JSON or, for people, by `show`; exit with 1 if something `failed`."""
+    """Print a report as JSON or, for people, with `show`; exit with 1 if `failed`."""
     if as_json:
         print_json(report)
     else:
@@ -88,7 +88,7 @@ def print_report(
 
 
 def print_text(*parts: RenderableType, style: str = "", stderr: bool = False) -> None:
-    """Print tables, and lines of literal text that are not wrapped; no file has an edge."""
+    """Print tables, and lines of literal text without wrapping; tables in files are not cut."""
     console = Console(highlight=False, markup=False, stderr=stderr)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _NO_EDGE
@@ -97,7 +97,7 @@ def print_text(*parts: RenderableType, style: str = "", stderr: bool = False) ->
 
 
 def make_table(columns: Sequence[Column | str], rows: Iterable[Sequence[object]]) -> Table:
-    """Make a table without lines; cells are literal text, or `Text` with a style."""
+    """Create a table without lines; cells are literal text, or `Text` with a style."""
     table = Table(*columns, box=None)
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
@@ -110,7 +110,7 @@ def format_counts(counts: Mapping[Any, int]) -> str:
 
 
 def make_bar(console: Console) -> Progress:
-    """Make a bar with its count, a summary and the time; only a terminal shows it."""
+    """Create a progress bar with count, summary and time; it is shown only on a terminal."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -123,7 +123,7 @@ def make_bar(console: Console) -> Progress:
 
 
 class SessionProgress:
-    """Results of sessions as they come: on a bar or, without a terminal, in lines."""
+    """Progress of sessions, as a bar or, without a terminal, as lines."""
 
     def __init__(self, console: Console, total: int) -> None:
         self.first_failure = ""
@@ -146,7 +146,7 @@ class SessionProgress:
             self.bar.console.print(f"{done} of {total:.0f} sessions, {summary}")
 
     def summarize(self) -> str:
-        """Mean reward, and how many sessions passed and failed, in one phrase."""
+        """Return the mean reward and the numbers of passed and failed sessions as text."""
         rewards = [reward for reward in self._rewards.values() if reward is not None]
         passed = f"{sum(map(is_pass, rewards))} of {len(rewards)} passed"
         text = f"mean reward {fmean(rewards):.3g}, {passed}" if rewards else "no reward"
@@ -154,7 +154,7 @@ class SessionProgress:
 
 
 def save_report(path: Path, report: object, *, as_json: bool) -> None:
-    """Write a report to a file as JSON, and print it if asked to."""
+    """Write a report to a file as JSON; also print it with `as_json`."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     if as_json:
         print_json(report)

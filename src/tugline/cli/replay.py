@@ -1,6 +1,6 @@
-"""``tugline replay``: run the harness of a recorded session again, and continue live from any call.
+"""``tugline replay``: rerun the harness of a recorded session; optionally fork live from a call.
 
-Exit code 0 if every request was as recorded, 1 if one was not or a fork could not be run.
+The exit code is 0 if every request was as recorded, 1 if one was not or a fork could not run.
 """
 
 import asyncio
@@ -41,19 +41,19 @@ def replay(
     remote: Remote = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Run the harness of a recorded session again on the recorded answers.
+    """Rerun the harness of a recorded session on the recorded responses.
 
     Args:
         session: A recording file, or the id of a session.
-        fork_at: Go live from this call on; 'last' is after the last one.
-        engine: Engine that answers then, such as http://127.0.0.1:8000.
-        samples: Sessions that go live from there.
-        slots: How many of them run at a time.
-        go_on: Answer a request that differs, too.
-        mask: Regular expression of what may differ; repeatable.
-        harness_version: Run this version of the harness instead.
-        tokenizer: tokenizer.json, if there is none beside the recording.
-        keep: Keep the run in this new folder; a fork is always kept, below runs/.
+        fork_at: Number of the call from which to go live; 'last': after the last call.
+        engine: Engine for live calls, such as http://127.0.0.1:8000.
+        samples: Number of live sessions.
+        slots: Number of concurrent live sessions.
+        go_on: Continue after a request that differs.
+        mask: Regular expression of text that may differ; repeatable.
+        harness_version: Version of the harness to run instead.
+        tokenizer: Path of tokenizer.json, if there is none beside the recording.
+        keep: Keep the run in this new folder (default for a fork: a folder in runs/).
     """
     log.configure(level="error")
     with remote.find_recording(session) as path:
@@ -83,13 +83,13 @@ def replay(
 def _make_live(
     recorded: RecordedSession, at: str | None, engine: str | None, samples: int, slots: int
 ) -> Live:
-    """Make the fork that the options name. Raises `UsageError`."""
+    """Create the fork from the options. Raises `UsageError`."""
     if at is None or engine is None:
         raise UsageError("--fork-at and --engine go together, and --samples with them")
     if at != _LAST and not at.isdecimal():
         raise UsageError(f"--fork-at is {at!r}, must be the number of a call or 'last'")
     number = len(recorded.calls) if at == _LAST else int(at)
-    check_fork(recorded, number)  # before a folder is made
+    check_fork(recorded, number)  # before a folder is created
     source = asyncio.run(connect([engine], mode=recorded.header.mode))
     earlier = RUNS.rglob(f"{recorded.header.session.id}-at{number}-*.rec")
     return Live(source, number, samples, slots, first=len(list(earlier)))
@@ -106,11 +106,11 @@ def _show(reports: Sequence[ReplayReport]) -> None:
         program = " ".join(filter(None, (report.harness, report.version)))
         done = f"{report.replayed} of {report.recorded} requests"
         live = f", then {report.live} live" if report.live else ""
-        how = "as recorded" if report.as_recorded else "answered"
+        state = "as recorded" if report.as_recorded else "answered"
         differ = f", {count} differ" if (count := len(report.differences)) else ""
-        print_text(f"{report.session} by {program}: {done} {how}{live}{differ}")
-        for one in report.differences:
-            _show_difference(one)
+        print_text(f"{report.session} by {program}: {done} {state}{live}{differ}")
+        for difference in report.differences:
+            _show_difference(difference)
         if report.exact is not None and report.replayed:
             print_text(f"  prompts with the recorded ids: {report.exact} of {report.replayed}")
         if report.adapted:
@@ -122,9 +122,7 @@ def _show(reports: Sequence[ReplayReport]) -> None:
             print_text(f"  masked {name}: {len(values)} differ, such as {old} -> {new}")
         if report.failure is not None and not report.differences:
             print_text(f"  {report.status}: {report.failure.boundary}: {report.failure.message}")
-        rewards = [
-            f"{one.value:g}" if one else "none" for one in (report.recorded_reward, report.reward)
-        ]
+        rewards = [f"{r.value:g}" if r else "none" for r in (report.recorded_reward, report.reward)]
         print_text(f"  reward: recorded {rewards[0]}, now {rewards[1]}")
         if report.recording:
             print_text(f"  {report.recording}")

@@ -1,8 +1,8 @@
-"""``tugline run``, ``eval`` and ``generate``: run tasks without a server, results in a folder.
+"""``tugline run``, ``eval`` and ``generate``: run tasks without a server, with a results folder.
 
-The same command resumes. Progress goes to stderr, so that stdout has only a report. `run` ends with
-exit code 1 if sessions failed because of this machine's infrastructure, or if all of them failed.
-`generate` writes its set anew from the recordings each time, so another ``--accept`` costs no call.
+The same command resumes. Progress goes to stderr, so stdout has only the report. `run` exits with 1
+if a session failed due to this machine's infrastructure, or if all sessions failed. `generate`
+rewrites its files from the recordings, so a new ``--accept`` needs no model calls.
 """
 
 import asyncio
@@ -44,14 +44,14 @@ FILES = {
     "conversations.jsonl": PluginSpec("sft", {"arguments": "object"}),
     "traces.parquet": PluginSpec("parquet"),
 }
-"""What `tugline sft` reads; traces only where there are token ids and pyarrow."""
+"""Files for `tugline sft`; traces need token ids and pyarrow."""
 _INFRASTRUCTURE = frozenset({Boundary.INFRASTRUCTURE, Boundary.RUNTIME})
 
 
 def run_with_progress(
     tasks: Sequence[Task], local: up.NodeOptions, out: Path, console: Console
 ) -> list[ResultView]:
-    """Run what is missing in `out` and report it on the console; `SystemExit` if stopped."""
+    """Run sessions without a result in `out`, with progress. Raises `SystemExit` if stopped."""
     settings = up.add_default_engine(local.load())
     progress = SessionProgress(console, sum(task.samples for task in tasks))
     views: list[ResultView] = []
@@ -100,7 +100,7 @@ def run(
 
 
 def _print_failures(console: Console, views: Sequence[ResultView]) -> Counter[Boundary]:
-    """Print the number of failures at each boundary, and the first one."""
+    """Print the number of failures at each boundary, with the first failure."""
     failures = [(view.session, view.failure) for view in views if view.failure]
     counts = Counter(failure.boundary for _, failure in failures)
     for boundary, count in counts.most_common():
@@ -117,7 +117,7 @@ def eval(  # noqa: A001 - the name of the command
     local: up.NodeOptions = up.DEFAULT_NODE,
     as_json: Json = False,
 ) -> None:
-    """Measure a model on tasks: pass@1, pass@k, intervals, and what changed.
+    """Measure a model on tasks: pass@1, pass@k, intervals, and changes.
 
     Args:
         out: Folder of the run; an existing run resumes.
@@ -128,12 +128,12 @@ def eval(  # noqa: A001 - the name of the command
     before = read_results(earlier) if earlier else None
     console = Console(stderr=True, highlight=False)
     views = run_with_progress(tasks, local, out, console)
-    found = evaluation.evaluate(views, k=k, tags=_read_tags(tasks))
+    scores = evaluation.evaluate(views, k=k, tags=_read_tags(tasks))
     change = evaluation.compare(views, before) if before is not None else None
-    save_report(out / "evaluation.json", {"evaluation": found, "change": change}, as_json=as_json)
+    save_report(out / "evaluation.json", {"evaluation": scores, "change": change}, as_json=as_json)
     if as_json:
         return
-    rows = [*evaluation.summarize(found)]
+    rows = [*evaluation.summarize(scores)]
     if change is not None:
         rows.append(("change of pass@1", evaluation.format_estimate(change.difference)))
         rows.append(("", f"{change.better} tasks better, {change.worse} worse"))
@@ -143,7 +143,7 @@ def eval(  # noqa: A001 - the name of the command
 
 
 def _read_tags(tasks: list[Task]) -> Mapping[str, Mapping[str, str]]:
-    """Return the tags of each task, but for those that name it."""
+    """Return the tags of each task, except those that identify it."""
     own = {INSTANCE, SPLIT, TASKSET}
     return {
         task.id: {name: value for name, value in task.tags.items() if name not in own}
@@ -153,7 +153,7 @@ def _read_tags(tasks: list[Task]) -> Mapping[str, Mapping[str, str]]:
 
 # --------------------------------------------------------------------------- sets for `tugline sft`
 class Figures(msgspec.Struct, kw_only=True):
-    """Totals of some sessions; those that failed and repeated attempts cost tokens, too."""
+    """Totals of sessions; the tokens include failed sessions and repeated attempts."""
 
     sessions: int = 0
     accepted: int = 0
@@ -162,7 +162,7 @@ class Figures(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     cost: float = 0.0
-    """At the prices given."""
+    """Cost at the prices of the options."""
 
 
 def generate(
@@ -175,12 +175,12 @@ def generate(
     local: up.NodeOptions = up.DEFAULT_NODE,
     as_json: Json = False,
 ) -> None:
-    """Run tasks with a strong model; keep what was accepted for `tugline sft`.
+    """Run tasks with a strong model; keep accepted sessions for `tugline sft`.
 
     Args:
         out: Folder of the run; an existing run resumes.
-        samples: Sessions per task (default: those of the task).
-        accept: Least reward, or least part of it: 'passed>=2'.
+        samples: Sessions per task (default: samples of the task).
+        accept: Minimum of the reward, or of a part of it: 'passed>=2'.
         price_in: Price of a million prompt tokens.
         price_out: Price of a million sampled tokens.
     """
@@ -189,19 +189,19 @@ def generate(
     console = Console(stderr=True, highlight=False)
     views = run_with_progress(tasks, local, out, console)
     totals, accepted = _read_run(out, views, _read_tags(tasks), condition)
-    for one in totals.values():
-        one.cost = (one.prompt_tokens * price_in + one.sampled_tokens * price_out) / 1e6
+    for total in totals.values():
+        total.cost = (total.prompt_tokens * price_in + total.sampled_tokens * price_out) / 1e6
     rows = _write_set(out, accepted)
     save_report(out / "generation.json", {"tags": totals, "files": rows}, as_json=as_json)
     if not as_json:
         _print_figures(totals, rows)
     if not accepted:
-        console.print(f"nothing was accepted; see why with: tugline view {out}")
+        console.print(f"no session was accepted; see the reasons with: tugline view {out}")
         sys.exit(1)
 
 
 def _parse_condition(text: str) -> tuple[str, float]:
-    """Return a part of the reward and its least value. Raises `UsageError`."""
+    """Return the name of a part of the reward, and its minimum. Raises `UsageError`."""
     match = re.fullmatch(r"\s*([\w.\-]+)\s*>=\s*(-?\d+\.?\d*)\s*", text)
     if match is None:
         raise UsageError(f"--accept {text!r} must be a name, >= and a number, such as 'reward>=1'")
@@ -214,15 +214,15 @@ def _read_run(
     tags: Mapping[str, Mapping[str, str]],
     condition: tuple[str, float],
 ) -> tuple[dict[str, Figures], list[Path]]:
-    """Count by tag what the sessions of `views` used; return also the accepted recordings."""
+    """Return totals of `views` by tag, and the accepted recordings."""
     totals, accepted, (part, least) = {"all": Figures()}, [], condition
     figures: dict[str, list[Figures]] = {}
     for view in views:
         names = ["all", *(f"{name}={value}" for name, value in tags[view.task].items())]
         figures[view.session] = [totals.setdefault(name, Figures()) for name in names]
-        for one in figures[view.session]:
-            one.sessions += 1
-            one.failed += view.reward is None
+        for total in figures[view.session]:
+            total.sessions += 1
+            total.failed += view.reward is None
     for path in list_recordings(out):
         recording = read(path)
         own = figures.get(recording.header.session.id, []) if recording.header else []
@@ -230,20 +230,20 @@ def _read_run(
         values = {**reward.parts, "reward": reward.value} if reward else {}
         taken = values.get(part, -math.inf) >= least
         accepted += [path] * taken
-        for one in own:
-            one.accepted += taken
+        for total in own:
+            total.accepted += taken
             for call in recording.calls:
-                one.prompt_tokens += len(call.prompt_ids) + call.unreported_prompt_tokens
-                one.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens
+                total.prompt_tokens += len(call.prompt_ids) + call.unreported_prompt_tokens
+                total.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens
     return totals, accepted
 
 
 def _write_set(out: Path, accepted: Sequence[Path]) -> dict[str, int]:
-    """Write each file of the set that has rows, in place of earlier ones; return their numbers."""
+    """Write the files that have rows, replacing earlier files; return the numbers of rows."""
     rows = {}
     for name, form in FILES.items():
         (out / name).unlink(missing_ok=True)
-        with contextlib.suppress(UsageError):  # there is no row for it, or no pyarrow
+        with contextlib.suppress(UsageError):  # the file has no rows, or pyarrow is missing
             plan = Export(exporter=make_exporter(form), out=out / name)
             summary = export(plan, accepted, lambda *_: None)
             rows[name] = sum(file.rows for file in summary.files.values())
@@ -254,12 +254,12 @@ def _print_figures(totals: Mapping[str, Figures], rows: Mapping[str, int]) -> No
     lines = (
         (
             name,
-            one.sessions,
-            f"{one.accepted} ({one.accepted / max(1, one.sessions):.0%})",
-            *(f"{n:,}" for n in (one.failed, one.prompt_tokens, one.sampled_tokens)),
-            f"{one.cost:.4g}",
+            total.sessions,
+            f"{total.accepted} ({total.accepted / max(1, total.sessions):.0%})",
+            *(f"{n:,}" for n in (total.failed, total.prompt_tokens, total.sampled_tokens)),
+            f"{total.cost:.4g}",
         )
-        for name, one in totals.items()
+        for name, total in totals.items()
     )
     print_text(
         make_table(("tag", *Figures.__struct_fields__), lines),

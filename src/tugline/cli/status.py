@@ -1,7 +1,7 @@
-"""``tugline status``, ``logs``, ``results`` and ``cancel``: see what a server runs, and end it.
+"""``tugline status``, ``logs``, ``results`` and ``cancel``: inspect and cancel work of a server.
 
-With ``results --consumer`` the server stores the position, and results are acknowledged only once
-they are on disk (I3); with ``--out`` alone the folder has it.
+With ``results --consumer`` the server stores the position, and results are acknowledged once they
+are on disk (I3); with ``--out`` alone the position is that of the latest result in the folder.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ async def status(
     """Show what is queued, running and done.
 
     Args:
-        name: Only this one.
+        name: Id of a task or session to show alone.
         watch: On a terminal: refresh until interrupted.
         every: Seconds between refreshes.
     """
@@ -73,7 +73,7 @@ async def status(
 async def _watch(
     read: Callable[[], Awaitable[tuple[object, RenderableType]]], every: float, console: Console
 ) -> None:
-    """Show the state until interrupted; a server that does not answer is retried."""
+    """Show the state until interrupted; retry if the server does not answer."""
     _, screen = await read()
     with Live(screen, console=console, screen=True, auto_refresh=False) as view:
         while True:
@@ -88,22 +88,22 @@ async def _watch(
 
 
 async def _read_named(client: Client, name: str) -> tuple[object, RenderableType]:
-    """Read a task with its sessions, or a session with its result: a report and a screen."""
-    found = await _find(client, name)
-    if isinstance(found, TaskView):
-        sessions = [view async for view in client.sessions(task=name)]
-        tables = Group(make_tasks_table([found]), "", _make_sessions_table(sessions))
-        return {"task": found, "sessions": sessions}, tables
+    """Return the report and screen of a task with its sessions, or of a session with its result."""
+    view = await _find(client, name)
+    if isinstance(view, TaskView):
+        sessions = [session async for session in client.sessions(task=name)]
+        tables = Group(make_tasks_table([view]), "", _make_sessions_table(sessions))
+        return {"task": view, "sessions": sessions}, tables
     try:
         result = await client.result(name)
     except Missing:
-        return {"session": found, "result": None}, _make_sessions_table([found])
-    screen = Group(_make_sessions_table([found]), "", Text(_describe_result(result)))
-    return {"session": found, "result": result}, screen
+        return {"session": view, "result": None}, _make_sessions_table([view])
+    screen = Group(_make_sessions_table([view]), "", Text(_describe_result(result)))
+    return {"session": view, "result": result}, screen
 
 
 async def _find(client: Client, name: str) -> TaskView | SessionView:
-    """Read the task or the session of this name. Raises `Missing` if there is neither."""
+    """Read the task or session with this id. Raises `Missing` if there is neither."""
     with contextlib.suppress(Missing):
         return await client.task(name)
     try:
@@ -114,7 +114,7 @@ async def _find(client: Client, name: str) -> TaskView | SessionView:
 
 # --------------------------------------------------------------------------- on the terminal
 def render(seen: Overview) -> RenderableType:
-    """The state of a server as tables."""
+    """Render the state of a server as tables."""
     tables = [_make_summary(seen), _make_nodes_table(seen)]
     if seen.open:
         tables.append(make_tasks_table(seen.open))
@@ -227,10 +227,10 @@ async def results(
     """Read results in order of commit, and save them with their trajectories.
 
     Args:
-        consumer: Read from this consumer's position, and acknowledge.
-        task: Only of this task; can be repeated.
+        consumer: Read from the position of this consumer, and acknowledge results.
+        task: Only results of this task; repeatable.
         out: Save to this folder: results.jsonl and trajectories/.
-        recordings: Save recordings/, too, for export, verify and view.
+        recordings: Also save recordings/, for export, verify and view.
         follow: Wait for further results.
     """
     if recordings and out is None:
@@ -240,19 +240,19 @@ async def results(
     seen = 0
     try:
         async with remote.connect() as client:
-            found = client.results(
+            stream = client.results(
                 consumer,
                 after=after if consumer is None else None,
                 tasks=task or (),
                 follow=follow,
                 auto_ack=consumer is not None,
             )
-            async with aclosing(found) as items:
+            async with aclosing(stream) as items:
                 async for item in items:
                     if out and recordings and item.packed:
                         try:
                             await client.recording(item.view.session, out / "recordings")
-                        except Missing as error:  # on a node elsewhere; the result is saved
+                        except Missing as error:  # on another machine; the result is saved
                             print_text(str(error), stderr=True)
                     if saved:
                         await asyncio.to_thread(saved.add, item.view, item.packed)
@@ -272,8 +272,8 @@ async def results(
 def _format_result(view: ResultView) -> str:
     reward = "no reward" if view.reward is None else f"reward {view.reward:g}"
     tokens = f"{view.trained} of {view.sampled} tokens trained"
-    why = f": {view.failure.boundary}, {view.failure.message}" if view.failure else ""
-    return f"{view.position} {view.session} {view.status}, {reward}, {tokens}{why}"
+    failure = f": {view.failure.boundary}, {view.failure.message}" if view.failure else ""
+    return f"{view.position} {view.session} {view.status}, {reward}, {tokens}{failure}"
 
 
 # --------------------------------------------------------------------------- logs and cancel
@@ -287,12 +287,12 @@ async def logs(
 ) -> None:
     """Print the log of a session.
 
-    A terminal gets it without escape sequences.
+    Escape sequences are removed on a terminal.
 
     Args:
         session: Id of the session, such as fix-add-0.
-        follow: Follow until the session ends.
-        tail: Only so many bytes from the end.
+        follow: Follow the log until the session ends.
+        tail: Only this number of bytes at the end.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     terminal = sys.stdout.isatty()
@@ -307,13 +307,13 @@ async def cancel(*names: Required, remote: Remote = DEFAULT_SERVER, as_json: Jso
     """Cancel tasks or sessions; results so far are kept.
 
     Args:
-        names: What to cancel.
+        names: Ids of tasks or sessions.
     """
     async with remote.connect() as client:
-        found = {name: await _find(client, name) for name in names}  # all, before one is cancelled
+        views = {name: await _find(client, name) for name in names}  # all, before the first cancel
         cancelled = {}
-        for name, one in found.items():
-            kind = "task" if isinstance(one, TaskView) else "session"
+        for name, view in views.items():
+            kind = "task" if isinstance(view, TaskView) else "session"
             cancelled[name] = await client.cancel(**{kind: name}, by="tugline cancel")
     lines = (f"{name}: {_describe_cancelled(counts)}" for name, counts in cancelled.items())
     print_report(cancelled, lambda: print_text(*lines), as_json=as_json)

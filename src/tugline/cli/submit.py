@@ -1,6 +1,6 @@
-"""``tugline submit``: submit tasks from files, all of them checked before any is sent.
+"""``tugline submit``: submit tasks from files; all are checked before any is sent.
 
-Submitting is idempotent, so after an interruption the same command resumes.
+Submission is idempotent, so the same command resumes after an interruption.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tugline.protocol import Accepted, EventKind, TaskState, TaskView
 from tugline.types import TERMINAL
 
 _LISTED = 40
-"""Tasks that are listed at the end."""
+"""Maximum number of tasks listed at the end."""
 
 
 async def submit(
@@ -35,9 +35,9 @@ async def submit(
     """Submit tasks.
 
     Args:
-        wait: Wait until all are released; exit 1 if any sample is missing.
-        run: Put this name and a dash before each id, to run the same tasks again.
-        validated: File of `tugline task validate --out`: tasks get their state as a tag.
+        wait: Wait until all tasks are released; exit 1 if any sample is missing.
+        run: Prefix of each id, followed by a dash, to run the same tasks again.
+        validated: File of `tugline task validate --out`, to tag tasks with their state.
     """
     tasks = read_checked(paths, prefix=f"{run}-" if run else "", validated=validated)
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)

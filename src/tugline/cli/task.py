@@ -1,7 +1,7 @@
-"""``tugline task``: task files and task sets, without a server.
+"""``tugline task``: commands for task files and task sets, without a server.
 
-`validate` tries tasks without a model. A task is fine if its reference solution earns 1 and doing
-nothing earns less. Any other task would teach a model nothing, or the wrong thing.
+`validate` evaluates tasks without a model. A task is fine if its reference solution has reward 1
+and the empty solution has less. Any other task gives no learning signal, or a wrong one.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from tugline.types import Cause, PluginSpec, Task, is_pass
 
 task = App(help="Task files and task sets.")
 VALIDATION = "validation"
-"""Tag with what validation found."""
+"""Tag for the state of validation."""
 
 Paths = Annotated[Required, Parameter(help="Task or task-set files, folders of them, or patterns.")]
 SetPaths = Annotated[Required, Parameter(help="Task-set files, task files, or Harbor folders.")]
@@ -41,14 +41,14 @@ SetPaths = Annotated[Required, Parameter(help="Task-set files, task files, or Ha
 
 @task.command
 def init(path: Path = Path("task.yaml"), /, *, force: bool = False) -> None:
-    """Write a task file with every field and what it means.
+    """Write a task file with every field and its description.
 
     Args:
         path: File to write.
         force: Overwrite an existing file.
     """
     if path.suffix not in {".yaml", ".yml"}:
-        raise UsageError(f"{path} must end with .yaml, which is what will be in it")
+        raise UsageError(f"{path} must end with .yaml, since the file is YAML")
     try:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(make_template())
@@ -60,7 +60,7 @@ def init(path: Path = Path("task.yaml"), /, *, force: bool = False) -> None:
 
 @task.command
 def check(*paths: Paths) -> None:
-    """Check that tasks are valid and their plug-ins can be made here."""
+    """Check that tasks are valid and their plug-ins can be created on this machine."""
     tasks = read_checked(paths)
     _check_each(tasks, Parts().check)
     sessions = sum(each.samples for each in tasks)
@@ -72,9 +72,9 @@ def read_checked(
 ) -> list[Task]:
     """Load tasks from files and check their values. Raises `UsageError`, `Invalid`.
 
-    Each id gets the `prefix`, and each task that is in `validated` its last state there as a tag.
+    Ids get the `prefix`; tasks in the file `validated` get their last state as a tag.
     """
-    states = {one.task: one.state for one in _read_lines(validated)} if validated else {}
+    states = {line.task: line.state for line in _read_lines(validated)} if validated else {}
     tasks = [
         replace(
             each,
@@ -88,7 +88,7 @@ def read_checked(
 
 
 def _check_each(tasks: Sequence[Task], check: Callable[[Task], None]) -> None:
-    """Check all tasks. Raises one error with the problems of all."""
+    """Check all tasks. Raises one error with the problems of all tasks."""
     problems: list[TuglineError] = []
     for each in tasks:
         try:
@@ -102,15 +102,15 @@ def _check_each(tasks: Sequence[Task], check: Callable[[Task], None]) -> None:
 @task.command(name="list")
 def list_tasks(*paths: SetPaths, as_json: Json = False) -> None:
     """List tasks with their tags."""
-    found = [one for one, _ in gather(paths, folders=True)]
+    tasks = [each for each, _ in gather(paths, folders=True)]
     if as_json:
-        for one in found:
-            print_json({"id": one.id, "samples": one.samples, "tags": one.tags})
+        for each in tasks:
+            print_json({"id": each.id, "samples": each.samples, "tags": each.tags})
         return
-    rows = ((one.id, one.samples, Text(_format_tags(one), style="dim")) for one in found)
+    rows = ((each.id, each.samples, Text(_format_tags(each), style="dim")) for each in tasks)
     print_text(
         make_table(("id", "samples", "tags"), rows),
-        f"{len(found)} tasks, {sum(one.samples for one in found)} sessions",
+        f"{len(tasks)} tasks, {sum(each.samples for each in tasks)} sessions",
     )
 
 
@@ -120,13 +120,13 @@ def _format_tags(task: Task) -> str:
 
 @task.command
 async def prefetch(*paths: SetPaths, as_json: Json = False) -> None:
-    """Fetch the images and repositories of tasks ahead of time."""
+    """Fetch the images and repositories of tasks in advance."""
     parts, failed = Parts(), []
-    wanted = {_encode((one.runtime, one.workspace)): one for one, _ in gather(paths, folders=True)}
+    wanted = {_encode((t.runtime, t.workspace)): t for t, _ in gather(paths, folders=True)}
     with Console(stderr=True, highlight=False).status("prefetching") as status:
-        for number, one in enumerate(wanted.values(), 1):
-            status.update(f"{one.runtime.name}: workspace {number} of {len(wanted)}")
-            failed += await parts.runtime(one.runtime).prefetch([one.workspace])
+        for number, each in enumerate(wanted.values(), 1):
+            status.update(f"{each.runtime.name}: workspace {number} of {len(wanted)}")
+            failed += await parts.runtime(each.runtime).prefetch([each.workspace])
     summary = f"{len(wanted) - len(failed)} of {len(wanted)} workspaces are here"
     print_report(
         {"workspaces": len(wanted), "failed": failed},
@@ -142,33 +142,33 @@ def _encode(value: object) -> bytes:
 
 # --------------------------------------------------------------------------- validation
 class CheckState(StrEnum):
-    """The result of validating a task."""
+    """State of a task after validation."""
 
     FINE = "fine"
     BROKEN = "broken"
-    """Its reference solution does not earn 1."""
+    """The reference solution does not get reward 1."""
     SOLVED = "solved"
-    """Doing nothing earns 1."""
+    """The empty solution gets reward 1."""
     ERROR = "error"
-    """There was no reward."""
+    """A solution got no reward."""
     UNPROVEN = "unproven"
-    """It has no reference solution; nothing else is wrong."""
+    """The task has no reference solution; the empty solution is fine."""
 
 
 _GOOD = frozenset({CheckState.FINE, CheckState.UNPROVEN})
 
 
 class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of ``--out``."""
+    """Result of validating a task: a line of ``--out``."""
 
     task: str
     digest: str
-    """Of the task, its solution and their files; if one changes, it is validated again."""
+    """Digest of the task, its solution and their files; a task with another is validated again."""
     state: CheckState
     reference: float | None = None
     """Reward of the reference solution."""
     empty: float | None = None
-    """Reward of doing nothing."""
+    """Reward of the empty solution."""
     reason: str = ""
     cause: Cause | None = None
     seconds: float = 0.0
@@ -182,17 +182,17 @@ async def validate(
     out: Path | None = None,
     as_json: Json = False,
 ) -> None:
-    """Validate tasks by reference solutions and empty ones; exit 1 if any is not fine.
+    """Validate tasks with reference and empty solutions; exit 1 if any task is not fine.
 
     Args:
         runtime: Use this runtime instead of the tasks' own.
-        jobs: Tasks to validate at once.
-        out: Append a line for each task; tasks that are fine there are skipped.
+        jobs: Number of tasks to validate concurrently.
+        out: File to append a line per task; tasks that are fine in it are skipped.
     """
-    found = gather(paths, folders=True)
+    entries = gather(paths, folders=True)
     if runtime is not None:
-        found = [(replace(one, runtime=PluginSpec(runtime)), of) for one, of in found]
-    checks = await _check_all(found, jobs, out)
+        entries = [(replace(t, runtime=PluginSpec(runtime)), source) for t, source in entries]
+    checks = await _check_all(entries, jobs, out)
     if as_json:
         for check in checks:
             print_json(check)
@@ -207,7 +207,7 @@ async def _check_all(
 ) -> list[TaskCheck]:
     """Check tasks. Raises `UsageError` for a runtime that cannot be used on this machine."""
     parts = Parts()
-    for spec in {_encode(one.runtime): one.runtime for one, _ in entries}.values():
+    for spec in {_encode(each.runtime): each.runtime for each, _ in entries}.values():
         reason = parts.runtime(spec).check_available()
         if reason is not None:
             raise UsageError(f"runtime {spec.name!r} cannot be used here: {reason}")
@@ -245,7 +245,7 @@ async def _check_task(
     folder: Path,
     parts: Parts,
 ) -> TaskCheck:
-    """Evaluate both solutions, one after the other, unless that was done `earlier`."""
+    """Evaluate the reference and the empty solution, unless the result is in `earlier`."""
     try:
         solution = await asyncio.to_thread(selected.solution, task) if selected else None
         digest = await asyncio.to_thread(fingerprint, task, solution)
@@ -253,7 +253,7 @@ async def _check_task(
             return earlier[task.id, digest]
         solved = await validate_task(task, solution, folder / "solved", parts) if solution else None
         empty = await validate_task(task, None, folder / "empty", parts)
-    except (UsageError, OSError, TypeError) as error:  # a missing file, a part that cannot be made
+    except (UsageError, OSError, TypeError) as error:  # a missing file, an unusable plug-in
         return TaskCheck(task=task.id, digest="", state=CheckState.ERROR, reason=str(error))
     return _classify(task, digest, solved, empty)
 
@@ -262,7 +262,7 @@ def _classify(
     task: Task, digest: str, solved: TaskValidation | None, empty: TaskValidation
 ) -> TaskCheck:
     state, reason = CheckState.FINE, ""
-    failed = next((one for one in (solved, empty) if one and one.failure), None)
+    failed = next((run for run in (solved, empty) if run and run.failure), None)
     if failed is not None:
         which = "reference" if failed is solved else "empty"
         state, reason = CheckState.ERROR, f"{which}: {failed.reason}"
@@ -286,20 +286,20 @@ def _classify(
 
 def _read_results(out: Path) -> dict[tuple[str, str], TaskCheck]:
     """Read earlier results that are still valid. Raises `ConfigError`."""
-    with out.open("a+b") as file:  # also to find out now whether it can be written
+    with out.open("a+b") as file:  # also checks that the file is writable
         file.seek(0)
         data = file.read()
     if (whole := data.rfind(b"\n") + 1) != len(data):  # a truncated line is validated again
         os.truncate(out, whole)
     valid: dict[tuple[str, str], TaskCheck] = {}
-    for one in _read_lines(out):
-        if one.state in _GOOD and one.digest:  # without a digest it is unknown what was validated
-            valid[one.task, one.digest] = one
+    for check in _read_lines(out):
+        if check.state in _GOOD and check.digest:  # without a digest, the inputs are unknown
+            valid[check.task, check.digest] = check
     return valid
 
 
 def _read_lines(path: Path) -> Iterator[TaskCheck]:
-    """Read what `validate` has written. Raises `ConfigError`."""
+    """Read the lines of `validate --out`. Raises `ConfigError`."""
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             yield msgspec.json.decode(line, type=TaskCheck)
@@ -318,7 +318,7 @@ def _show(checks: Sequence[TaskCheck]) -> None:
         (
             check.task,
             check.state,
-            *("-" if one is None else f"{one:g}" for one in (check.reference, check.empty)),
+            *("-" if n is None else f"{n:g}" for n in (check.reference, check.empty)),
             f"{check.cause}: {check.reason}"[:300] if check.cause else check.reason[:300],
         )
         for check in checks

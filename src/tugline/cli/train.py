@@ -1,6 +1,6 @@
-"""``tugline train``, ``sft`` and ``demo``: the same command with ``--resume`` continues a run.
+"""``tugline train``, ``sft`` and ``demo``: train models; ``--resume`` continues a run.
 
-Progress goes to stderr, so that stdout has only the output of ``--json``.
+Progress goes to stderr, so stdout has only the output of ``--json``.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ SUMMARY = "summary.json"
 TrainingFolder = Annotated[
     Path | None, Parameter("--out", help="Folder of the run (default: runs/<name>-<time>).")
 ]
-Resume = Annotated[bool, Parameter(help="Continue the run in --out, or the last one.")]
+Resume = Annotated[bool, Parameter(help="Continue the run in --out, or the last run.")]
 
 
 def train(
@@ -48,9 +48,9 @@ def train(
 
     Args:
         config: YAML or TOML file of the run.
-        server: URL of the server whose nodes run the sessions, in place of the file's.
-        engine: Address of the engine, in place of the file's; repeat for replicas.
-        dry_run: Check everything and print what would happen.
+        server: URL of the server whose nodes run the sessions, instead of the file's.
+        engine: URL of the engine, instead of the file's; repeat for replicas.
+        dry_run: Check everything and print the plan of the run.
     """
     console = Console(stderr=True, highlight=False)
     with _name_missing_extra("train"):
@@ -129,8 +129,8 @@ def demo(
         builder: prefix_merging or per_request.
         seed: Seed of tasks, updates and sampling.
         steps: GRPO steps.
-        heldout: Held-out tasks, before and after.
-        minutes: Longest time for training.
+        heldout: Held-out tasks, evaluated before and after training.
+        minutes: Maximum time of training.
         slots: Concurrent sessions.
         window: Context window in tokens.
         port: Port of the gateway; 0 for any.
@@ -155,7 +155,7 @@ def demo(
 
 
 def _is_follower() -> bool:
-    """Whether this is a rank of torchrun that only trains: rank 0 does all else."""
+    """Whether this is a rank of torchrun that only trains; rank 0 does everything else."""
     return int(os.environ.get("RANK", "0")) > 0
 
 
@@ -170,7 +170,7 @@ def _name_missing_extra(extra: str) -> Iterator[None]:
 
 
 def _choose_folder(out: Path | None, name: str, marker: str, *, resume: bool) -> Path:
-    """Return the folder of the run. Raises `UsageError` if a run is there, or none to resume."""
+    """Return the folder of the run. Raises `UsageError` for an existing run or a missing one."""
     if resume:
         runs = sorted(file.parent for file in RUNS.glob(f"{name}-*/{marker}"))
         folder = out or (runs[-1] if runs else None)
@@ -179,14 +179,14 @@ def _choose_folder(out: Path | None, name: str, marker: str, *, resume: bool) ->
             raise UsageError(msg)
         return folder
     if out is not None and (out / marker).exists():
-        msg = f"{out} holds a run already; add --resume to continue it, or choose another --out"
+        msg = f"{out} already holds a run; add --resume to continue it, or choose another --out"
         raise UsageError(msg)
     return out or RUNS / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
 
 
 @contextlib.contextmanager
 def _keep_resumable(folder: Path, command: str, console: Console) -> Iterator[None]:
-    """Make the folder of a run and log to it; if the run is stopped, print how to resume it."""
+    """Create and log to the folder of a run; if the run is stopped, print the resume command."""
     folder.mkdir(parents=True, exist_ok=True)
     log.configure(level="info", path=folder / "log.jsonl")
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))

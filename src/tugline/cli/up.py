@@ -1,7 +1,7 @@
-"""``tugline up``: the rollout server, a node and its engine in one process; ``node``, ``server``.
+"""``tugline up``, ``node`` and ``server``: rollout server, node and engine; a server's data.
 
-Flags override the configuration file, which can set everything else. A node for a server elsewhere
-needs the join token of that server (``tokens.json`` in its folder), which permits nothing else.
+Flags override the configuration file, which has all settings. A node of a server on another machine
+needs that server's join token (``tokens.json`` in its folder), which only permits joining.
 """
 
 import asyncio
@@ -45,24 +45,24 @@ class NodeOptions:
     config: Path | None = None
     """YAML or TOML file with any setting."""
     engine: list[str] | None = None
-    """Address of the engine; repeat for replicas."""
+    """URL of the engine; repeat for replicas."""
     model: str | None = None
-    """Name of the model at the engine (default: the first); without --engine: its folder."""
+    """Name of the model at the engine (default: the first); without --engine: model folder."""
     tokenizer: Path | None = None
-    """With --engine: its tokenizer.json, for exact mode."""
+    """With --engine: path of the model's tokenizer.json, for exact mode."""
     renderer: str | None = None
     """Chat template for exact mode, such as qwen3."""
     api_key_env: str | None = None
-    """With --engine: environment variable with its API key."""
+    """With --engine: environment variable with the engine's API key."""
     messages_only: bool = False
-    """For an API that reports no token ids."""
+    """Use an API that reports no token ids."""
     slots: int | None = None
-    """Agents that run concurrently."""
+    """Number of concurrent agents."""
     log_file: Annotated[Path | None, Parameter("--log")] = None
-    """Write a log of JSON lines here."""
+    """File for a log of JSON lines."""
 
     def load(self, *, server: Flags | None = None, name: str | None = None) -> Settings:
-        """Settings from their file and these flags. Raises `UsageError`."""
+        """Load the settings from their file and these flags. Raises `UsageError`."""
         engine = {
             "urls": self.engine or None,
             "tokenizer": self.tokenizer,
@@ -80,7 +80,7 @@ class NodeOptions:
 
 
 DEFAULT_NODE = NodeOptions()
-"""What the configuration file, or the defaults, say."""
+"""Options that override nothing."""
 
 
 def up(
@@ -94,15 +94,15 @@ def up(
     cluster: Literal["ray"] | None = None,
     local: NodeOptions = DEFAULT_NODE,
 ) -> None:
-    """Start server, node and engine, and run what is submitted until it is stopped.
+    """Start server, node and engine, and run submitted tasks until stopped.
 
     Args:
-        host: Address of the API.
-        port: Port of the API; 0 for any.
+        host: Address that the API listens on.
+        port: Port of the API; 0 for a free port.
         store: postgresql://..., if not a file in --dir.
         name: Name of the node (default: the machine's).
-        no_node: Only the server, for nodes on other machines.
-        cluster: A node on each machine of this cluster, and none here.
+        no_node: Start only the server, for nodes on other machines.
+        cluster: Run a node on each machine of this cluster, and none in this process.
     """
     settings = local.load(server={"host": host, "port": port, "store": store}, name=name)
     if not is_local(settings.server.host) and settings.server.tls is None:
@@ -131,13 +131,13 @@ def node(
     cluster: Literal["ray"] | None = None,
     local: NodeOptions = DEFAULT_NODE,
 ) -> None:
-    """Run sessions for a server, as many as there are slots, until it is stopped.
+    """Run sessions for a server, one per slot, until stopped.
 
     Args:
-        server: Address, such as http://10.0.0.1:7700.
-        token: The server's join token.
+        server: URL of the server, such as http://10.0.0.1:7700.
+        token: Join token of the server.
         name: Name of the node (default: the machine's).
-        cluster: A node on each machine of this cluster, and none here.
+        cluster: Run a node on each machine of this cluster, and none in this process.
     """
     settings = add_default_engine(local.load(name=name))
     if cluster:
@@ -162,7 +162,7 @@ def add_default_engine(settings: Settings) -> Settings:
         msg = "engine.model is for an engine in this process; beside engine.urls give served_name"
         raise UsageError(msg)
     if engine.tokenizer and not elsewhere:
-        msg = "--tokenizer is for an engine at an address; a model folder brings its own"
+        msg = "--tokenizer is for an engine at a URL; a model folder has its own tokenizer"
         raise UsageError(msg)
     if elsewhere or engine.model:
         return settings
@@ -185,8 +185,8 @@ def keep_running(main: Callable[[], Coroutine[Any, Any, None]], log_file: Path |
         sys.exit(INTERRUPTED)
 
 
-# --------------------------------------------------------------------------- the data of a server
-server = App(help="The data of a server.")
+# --------------------------------------------------------------------------- data of a server
+server = App(help="Data of a server.")
 
 
 @server.command
@@ -198,12 +198,12 @@ async def check(
     recordings: list[Path] | None = None,
     as_json: Json = False,
 ) -> None:
-    """Check that a server's store and results are whole; it may be running or stopped.
+    """Check that a server's store and results are intact; it may be running or stopped.
 
     Args:
         config: YAML or TOML file of `tugline up`, for its stores.
         store: postgresql://..., if not a file in --dir.
-        recordings: Also check the recordings in this folder, such as a node's; repeat for more.
+        recordings: Also check the recordings in this folder, such as a node's; repeatable.
     """
     settings = load_settings(config, server={"store": store}, node={}, engine={}).server
     database, blobs = locate_data(settings, folder)
@@ -215,8 +215,8 @@ async def check(
         except (Missing, StoreError) as error:
             damaged[session] = str(error)
     if damaged:
-        left = database.check(list_digests)  # a running server may delete what is old
-        damaged = {session: what for session, what in damaged.items() if session in left}
+        left = database.check(list_digests)  # a running server may delete old results
+        damaged = {session: fault for session, fault in damaged.items() if session in left}
     paths = [path for where in recordings or () for path in list_recordings(where)]
     for path in paths:
         try:
@@ -225,16 +225,16 @@ async def check(
             damaged[path.name] = str(error)
     counts = f"{len(sessions)} results and {len(paths)} recordings were read"
     report = {"results": len(sessions), "recordings": len(paths), "damaged": damaged}
-    lines = [f"{name}: {what}" for name, what in damaged.items()]
+    lines = [f"{name}: {fault}" for name, fault in damaged.items()]
     lines.append(f"{counts}, {len(damaged)} are damaged or lost")
     print_report(report, lambda: print_text(*lines), as_json=as_json, failed=bool(damaged))
 
 
 @server.command
 def backup(copy: Path, /, *, folder: Folder = DATA) -> None:
-    """Copy what a server with SQLite keeps to a new folder; it may be running or stopped.
+    """Copy the data of a server with SQLite to a new folder; it may be running or stopped.
 
-    `tugline up --dir COPY` goes on from there. Data of nodes are not copied.
+    `tugline up --dir COPY` continues from the copy. Data of nodes are not copied.
 
     Args:
         copy: The new folder.
@@ -250,11 +250,11 @@ def backup(copy: Path, /, *, folder: Folder = DATA) -> None:
     with contextlib.closing(source), contextlib.closing(target):
         (copy / STORE).chmod(0o600)
         source.backup(target)
-    # What is copied later may hold more than the store knows of, never less.
+    # Files are copied after the store, so that no file of a stored result is missing.
     others = shutil.ignore_patterns(f"{STORE}*", ".lock", "server.json", "nodes")
     shutil.copytree(folder, copy, ignore=others, copy_function=_copy, dirs_exist_ok=True)
 
 
 def _copy(source: str, target: str) -> None:
-    with contextlib.suppress(FileNotFoundError):  # the running server has just deleted it
+    with contextlib.suppress(FileNotFoundError):  # deleted by the running server
         shutil.copy2(source, target)

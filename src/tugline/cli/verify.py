@@ -1,7 +1,7 @@
-"""``tugline verify`` and ``view``: check recorded sessions turn by turn, and show one of them.
+"""``tugline verify`` and ``view``: check recorded sessions, and show a session.
 
-`verify` ends with 0 if every check that could be made passed, with 1 if one failed or a recording
-cannot be read. `view` writes to the terminal, as JSON or as one HTML file.
+`verify` exits with 0 if all checks that could be made passed, with 1 if a check failed or a
+recording is unreadable. `view` writes to the terminal, as JSON or as HTML.
 """
 
 import sys
@@ -32,7 +32,7 @@ from tugline.recording.view.session_view import TokenText, ViewedSession, encode
 from tugline.recording.view.terminal import CONTINUATION_STYLES, Terminal
 
 _WIDTH = 120
-"""Cells of a line of a session if the output is not a terminal."""
+"""Width of a session's lines if the output is not a terminal."""
 
 
 async def verify(
@@ -50,10 +50,10 @@ async def verify(
 
     Args:
         session: A recording file, a folder of them, or the id of a session.
-        engine: Recompute logprobs on this one, as http://127.0.0.1:8000.
-        tolerance: Mean logprob difference of a turn that passes, in nats.
-        tokenizer: tokenizer.json, where none is kept beside the recording.
-        salvage: Judge what comes before the damage of a broken file.
+        engine: Engine to recompute logprobs on, such as http://127.0.0.1:8000.
+        tolerance: Maximum mean logprob difference of a turn, in nats.
+        tokenizer: Path of tokenizer.json, if there is none beside the recording.
+        salvage: Check the part of a damaged file before the damage.
     """
     texts, reports = TextVerifier(tokenizer), []
     async with AsyncExitStack() as stack:
@@ -100,7 +100,7 @@ def _show(report: SessionReport) -> None:
 
 
 def _make_table(report: SessionReport) -> Table:
-    """Make a table with a line per call."""
+    """Create a table with a line per call."""
     names = ["prompt", "shared", "sampled"]
     if any(turn.scored for turn in report.turns):
         names += ["max", "mean", "KL"]
@@ -128,7 +128,7 @@ def _show_summary(summary: VerifySummary) -> None:
     )
 
 
-# --------------------------------------------------------------------------- one session
+# --------------------------------------------------------------------------- view
 def view(
     session: str,
     /,
@@ -145,12 +145,12 @@ def view(
 
     Args:
         session: A recording file, or the id of a session; with --html also a folder of recordings.
-        builder: Show the traces of this builder (default: the task's own).
+        builder: Show the traces of this builder (default: the task's builder).
         turn: Show only this call, with its messages.
-        tokenizer: tokenizer.json, where none is kept beside the recording.
-        html: Write one HTML page to this file; of a folder, a page of each session and a table of
-            them into this new folder.
-        salvage: Show what comes before the damage of a broken file.
+        tokenizer: Path of tokenizer.json, if there is none beside the recording.
+        html: Write an HTML page to this file; for a folder of recordings, write a page per session
+            and an index into this new folder.
+        salvage: Show the part of a damaged file before the damage.
     """
 
     def load(path: Path) -> tuple[ViewedSession, TokenText]:
@@ -164,7 +164,7 @@ def view(
         return
     with remote.find_recording(session) as path:
         session_view, texts = load(path)
-    numbers = [one.call for one in session_view.view.turns]
+    numbers = [each.call for each in session_view.view.turns]
     if turn is not None and turn not in numbers:
         known = f"its calls are {numbers[0]} to {numbers[-1]}" if numbers else "it has no calls"
         raise UsageError(f"--turn {turn}: there is no such call in {path}; {known}")

@@ -1,1 +1,1 @@
-"""How programs talk to a rollout server: trainers and people (`api`, `sync`), nodes (`nodes`)."""
+"""Clients of a rollout server: for programs and people (`api`, `sync`), for nodes (`nodes`)."""

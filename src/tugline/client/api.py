@@ -1,7 +1,7 @@
 """Asynchronous client of a rollout server; `sync` is the blocking one.
 
 Every call has a deadline (`deadline_s`), until which transient failures are retried, and every
-stream resumes after a restart of the server. Submitting is idempotent, since the caller chooses the
+stream resumes after a restart of the server. `submit` is idempotent, since the caller chooses the
 ids of tasks. A result is delivered until its consumer has acknowledged it (I3).
 """
 
@@ -26,7 +26,7 @@ from tugline.types import Status, Task, Trajectory
 
 DEADLINE_S = 60.0
 BATCH, BATCH_BYTES = 1000, 32 << 20
-"""Most tasks, and bytes, of one request."""
+"""Maximum number of tasks, and of bytes, in a request."""
 ACK_EVERY_S = 1.0
 """Interval of acknowledgements while results are read without waiting."""
 
@@ -35,9 +35,9 @@ R = TypeVar("R", streams.Result, streams.GroupResults)
 
 
 class Client:
-    """Client of one rollout server; an async context manager.
+    """Client of a rollout server; an async context manager.
 
-    Without `server` it is ``TUGLINE_SERVER``, else the server that ``tugline up`` runs in `folder`.
+    `server` defaults to ``TUGLINE_SERVER``, else to the server of ``tugline up`` in `folder`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Client:
 
     # ---------------------------------------------------------------------- tasks and sessions
     async def submit(self, tasks: Task | Iterable[Task]) -> list[protocol.Accepted]:
-        """Submit tasks durably, in batches that are each accepted wholly or not at all.
+        """Submit tasks durably, in batches; a batch is accepted completely or not at all.
 
         Raises `Invalid`, `Conflict` or `QuotaExceeded`, whose `field` starts with the task's index.
         """
@@ -114,7 +114,7 @@ class Client:
     async def cancel(
         self, *, task: str | None = None, session: str | None = None, by: str = "a client"
     ) -> protocol.Cancelled:
-        """Cancel a task or a session: at once if queued, else when its node receives the request.
+        """Cancel a task or a session: at once if queued, else when the node receives the request.
 
         Raises `Missing`.
         """
@@ -130,7 +130,7 @@ class Client:
         await self._http.ask("PUT", path, type(None), body=body)
 
     async def released(self, tasks: Iterable[str]) -> AsyncGenerator[protocol.TaskView, None]:
-        """Yield each of these tasks when all its sessions are final, in that order."""
+        """Yield each of these tasks once all its sessions are final, in order of release."""
         names = dict.fromkeys(tasks)
         after = (await self.status()).position
         for name in list(names):
@@ -200,7 +200,7 @@ class Client:
         return await self._http.get("/v1/consumers", list[protocol.Consumer])
 
     async def delete_consumer(self, consumer: str) -> None:
-        """Forget a consumer; retention no longer waits for it. Raises `Missing`."""
+        """Delete a consumer; retention no longer waits for it. Raises `Missing`."""
         await self._http.ask("DELETE", f"/v1/consumers/{quote_id(consumer)}", type(None))
 
     async def result(self, session: str) -> protocol.ResultView:
@@ -214,7 +214,7 @@ class Client:
     async def recording(self, session: str, folder: Path) -> None:
         """Save the recording of a session, with its tokenizer, in `folder`.
 
-        Raises `Missing`, also if its node keeps it outside of the server's folder.
+        Raises `Missing`, also if the recording is outside of the server's folder.
         """
         path = f"/v1/sessions/{quote_id(session)}/recording"
         data = await self._http.get(path, bytes, query={"files": True})
@@ -227,13 +227,13 @@ class Client:
     def events(
         self, *, after: int | None = None, task: str | None = None
     ) -> AsyncGenerator[protocol.Event, None]:
-        """Follow events from a position, or from now on."""
+        """Yield events after a position (default: new events) as they occur."""
         return streams.stream_events(self._http, after, task)
 
     def log(
         self, session: str, *, tail: int | None = None, follow: bool = False
     ) -> AsyncGenerator[bytes, None]:
-        """Read the output of a session's agent, or its last `tail` bytes."""
+        """Yield the output of a session's agent, or its last `tail` bytes."""
         return streams.stream_log(self._http, session, tail=tail, follow=follow)
 
     async def status(self) -> protocol.Counts:
@@ -280,7 +280,7 @@ class Client:
     ) -> None:
         """Report finite figures and notes of a step of a trainer, which the console shows.
 
-        What was reported of it under other names stays; of a `rewound` run, later steps go.
+        Earlier reports of the step under other names stay. With `rewound`, later steps are deleted.
         """
         body = protocol.RunStep(
             step=step, figures=dict(figures), notes=dict(notes), rewound=rewound
@@ -288,11 +288,11 @@ class Client:
         await self._http.ask("POST", f"/v1/runs/{quote_id(run)}/steps", type(None), body=body)
 
     async def runs(self) -> list[protocol.RunView]:
-        """List the runs of trainers, the one that reported last first."""
+        """List the runs of trainers by their latest report, newest first."""
         return await self._http.get("/v1/runs", list[protocol.RunView])
 
     async def run_steps(self, run: str, *, after: int = -1) -> list[protocol.RunStep]:
-        """List up to 1,000 steps after one."""
+        """List up to 1,000 steps after the step `after`."""
         path = f"/v1/runs/{quote_id(run)}/steps"
         return await self._http.get(path, list[protocol.RunStep], query={"after": after})
 
@@ -351,7 +351,7 @@ class Client:
     async def _read(
         self, pages: AsyncGenerator[Sequence[R], None], consumer: str | None, *, auto_ack: bool
     ) -> AsyncGenerator[R, None]:
-        """Items of the pages; with `auto_ack` one is done when the next is requested."""
+        """Yield the items of pages. With `auto_ack`, requesting an item acknowledges the last."""
         if auto_ack and consumer is None:
             raise UsageError("auto_ack needs the name of a consumer")
         clock = asyncio.get_running_loop().time
@@ -373,7 +373,7 @@ class Client:
                             await acknowledge()
                     await acknowledge()
         finally:
-            with contextlib.suppress(ServerError, UsageError):  # then they are delivered again
+            with contextlib.suppress(ServerError, UsageError):  # the results are delivered again
                 await acknowledge()
 
 

@@ -1,7 +1,7 @@
-"""State of a running server at a glance: queue, nodes, rates, failures, health.
+"""Overview of a running server: queue, nodes, rates, failures, health.
 
-Everything comes through the API, so a read token is enough. Rates are those of the last minute's
-events.
+All data come from the API, so a read token is enough. Rates are computed from the events of the
+last minute.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from tugline.protocol import Counts, Event, EventKind, NodeState, NodeView, Task
 
 _RATE_WINDOW_S = 60.0
 _HISTORY = 1000
-"""Events read at the start, and in one page."""
+"""Number of events read at the start, and per page."""
 _LISTED = 20
-"""Tasks and failures that are listed."""
+"""Maximum number of listed tasks, and of failures."""
 _SHOW_GONE_S = 600.0
 _QUEUE = re.compile(r'^tugline_queue\{tenant="(.*)"\} (\S+)$', re.MULTILINE)
 _UNREAD = re.compile(r'^tugline_results_unread\{consumer="(.*)"\} (\S+)$', re.MULTILINE)
@@ -49,7 +49,7 @@ class NodeLoad(msgspec.Struct, frozen=True):
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
-    """A server at a glance."""
+    """Overview of a server."""
 
     at: float
     """Unix seconds."""
@@ -62,16 +62,16 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     sessions_per_minute: float
     tokens_per_second: float
     reward: float | None
-    """Mean of the last minute's results; None if none has a reward."""
+    """Mean reward of the last minute's results; None if no result has a reward."""
     nodes: tuple[NodeLoad, ...]
     open: tuple[TaskView, ...]
-    """The oldest tasks that are not released."""
+    """Oldest unreleased tasks."""
     failures: tuple[RecentFailure, ...]
-    """The newest first."""
+    """Recent failures, newest first."""
 
 
 class Monitor:
-    """Reads overviews of a server, remembering the events of the last minute in between."""
+    """Reader of a server's overview; stores the events of the last minute between two reads."""
 
     def __init__(self, client: Client, *, clock: Callable[[], float] = time.time) -> None:
         self._client, self._clock = client, clock
@@ -79,7 +79,7 @@ class Monitor:
         self._failures: deque[RecentFailure] = deque(maxlen=_LISTED)
         self._position: int | None = None
         self._complete_since = 0.0
-        """Unix seconds from which on all events are known."""
+        """Start, in Unix seconds, of the period whose events are all known."""
 
     async def read(self) -> Overview:
         """Read the current state. Raises `ServerError`."""
@@ -144,7 +144,7 @@ class Monitor:
 
 
 def find_failure(event: Event) -> RecentFailure | None:
-    """Return what failed, or had to be queued again; None for other events."""
+    """Return the failure or requeue that an event reports; None for other events."""
     detail, session = event.detail, event.session or ""
     if event.kind is EventKind.REQUEUED:
         return RecentFailure(session, event.created, f"requeued: {detail.get('reason', '')}")
@@ -164,7 +164,7 @@ class HealthCheck(NamedTuple):
 
 
 async def examine(client: Client) -> list[HealthCheck]:
-    """Check the server, callbacks, nodes, and the engines of nodes in the server's process."""
+    """Check the server, callbacks, nodes, and engines of nodes in the server's process."""
     started = time.monotonic()
     try:
         counts, nodes = await client.status(), await client.nodes()

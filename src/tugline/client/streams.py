@@ -1,7 +1,7 @@
-"""Streams of results, groups, events and log output, which go on after every break.
+"""Streams of results, groups, events and log output, which resume after a lost connection.
 
-Results and events are read page by page, each with a long poll for what is new, and the text of a
-log from its last offset on; within one iteration nothing is lost and nothing comes twice.
+Results and events are read page by page, with a long poll for new items; a log is read from the
+last offset. An iteration yields each item exactly once.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from tugline.recording.trajectories import unpack
 from tugline.types import TERMINAL, Trajectory
 
 _WAIT_S = 30.0
-"""How long the server waits for new items before it answers without any."""
+"""Seconds that the server waits for new items before it returns an empty page."""
 _AT_ONCE = 16
-"""Results in a page, unless a group has more, and trajectories that are requested together."""
+"""Results per page, unless a group has more, and trajectories requested concurrently."""
 _log = log.get("client")
 
 
@@ -29,7 +29,7 @@ _log = log.get("client")
 async def stream_events(
     http: Transport, after: int | None, task: str | None
 ) -> AsyncGenerator[protocol.Event, None]:
-    """Events after a position, or from now on. Raises `ServerError` at the deadline."""
+    """Yield events after a position (default: new ones). Raises `ServerError` at the deadline."""
     if after is None:
         after = (await http.get("/v1/status", protocol.Counts)).position
     while True:
@@ -43,10 +43,10 @@ async def stream_events(
 async def stream_log(
     http: Transport, session: str, *, tail: int | None, follow: bool
 ) -> AsyncGenerator[bytes, None]:
-    """The log of a session, from its beginning or its last `tail` bytes; to its end if followed.
+    """Yield the log of a session, or its last `tail` bytes; with `follow` until the session ends.
 
-    A stream also ends when its server stops. So the log is complete when a request that began after
-    the end of the session brings nothing more. Raises `ServerError` at the deadline.
+    A stream also ends when the server stops. So the log is complete once a request that began after
+    the end of the session returns no data. Raises `ServerError` at the deadline.
     """
     path, budget = f"/v1/sessions/{quote_id(session)}/log", RetryBudget(http.deadline_s)
     offset: int | None = None if tail else 0
@@ -90,14 +90,14 @@ class Result:
         self.packed = packed
         """`types.encode`, zstd-compressed; empty for a session that never ran.
 
-        Also empty, beside ``view.bytes`` > 0, if the server has lost it.
+        Also empty, with ``view.bytes`` > 0, if the server has lost the trajectory.
         """
         self.cursor = view.position
-        """Position to acknowledge once this result, and all before it, are stored."""
+        """Position to acknowledge once this and all previous results are stored."""
 
     @cached_property
     def trajectory(self) -> Trajectory | None:
-        """The session's trajectory; None for one that never ran, or was lost."""
+        """Trajectory of the session; None if it never ran or the server has lost it."""
         return unpack(self.packed) if self.packed else None
 
     def __repr__(self) -> str:
@@ -105,7 +105,7 @@ class Result:
         return f"<Result {view.session} {view.status} reward={view.reward} at {view.position}>"
 
     def _repr_html_(self) -> str:
-        """A table for notebooks."""
+        """Render an HTML table for notebooks."""
         view = self.view
         tokens = f"{view.trained} of {view.sampled} sampled tokens are trained"
         failure = view.failure.message if view.failure else ""
@@ -117,18 +117,18 @@ class GroupResults(NamedTuple):
     """All results of a released task."""
 
     view: protocol.TaskView
-    """Its `missing` names the samples without a usable result."""
+    """Released task; `missing` lists the samples without a usable result."""
     results: tuple[Result, ...]
-    """By sample."""
+    """Results in order of samples."""
 
     @property
     def cursor(self) -> int:
-        """Position to acknowledge once this group, and all before it, are stored."""
+        """Position to acknowledge once this and all previous groups are stored."""
         return self.view.released or 0
 
 
 def group_results(page: protocol.Results, results: Sequence[Result]) -> list[GroupResults]:
-    """The groups of a page, with their results."""
+    """Return the groups of a page with their results."""
     members: dict[str, list[Result]] = {group.id: [] for group in page.groups}
     for result in results:
         members[result.view.task].append(result)
@@ -138,19 +138,19 @@ def group_results(page: protocol.Results, results: Sequence[Result]) -> list[Gro
 async def stream_pages(
     http: Transport, query: protocol.ResultQuery, *, follow: bool
 ) -> AsyncGenerator[tuple[protocol.Results, list[Result]], None]:
-    """Each page from `query.after` on, and its items with their trajectories.
+    """Yield each page after `query.after`, and its results with their trajectories.
 
-    One without items comes when there was nothing new for a while. Without `follow` it ends with
+    A page is empty if there was no new item within the wait. Without `follow` the stream ends at
     the newest result. Raises `ServerError` at the deadline.
     """
     query = replace(query, limit=_AT_ONCE, wait_s=_WAIT_S if follow else 0.0)
     while True:
-        asked, wait_s = asdict(query), query.wait_s
-        page = await http.get("/v1/results", protocol.Results, query=asked, wait_s=wait_s)
+        fields, wait_s = asdict(query), query.wait_s
+        page = await http.get("/v1/results", protocol.Results, query=fields, wait_s=wait_s)
         results: list[Result] = []
         for start in range(0, len(page.items), _AT_ONCE):
-            some = page.items[start : start + _AT_ONCE]
-            results += await asyncio.gather(*(_read_result(http, view) for view in some))
+            views = page.items[start : start + _AT_ONCE]
+            results += await asyncio.gather(*(_read_result(http, view) for view in views))
         yield page, results
         if not (page.items or page.groups or follow):
             return
@@ -162,6 +162,6 @@ async def _read_result(http: Transport, view: protocol.ResultView) -> Result:
     if view.bytes:
         try:
             packed = await http.get(f"/v1/sessions/{quote_id(view.session)}/trajectory", bytes)
-        except Missing as error:  # what comes after it can still be read
+        except Missing as error:  # later results can still be read
             _log.error("a trajectory is lost", session=view.session, error=str(error))
     return Result(view, packed)

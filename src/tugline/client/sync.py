@@ -1,7 +1,7 @@
 """Blocking client: `Client` on the event loop of a background thread.
 
-For scripts, notebooks and trainers without an event loop. One `SyncClient` may be used from several
-threads. Every method is derived from the one of `Client`, with its signature and docstring.
+For scripts, notebooks and trainers without an event loop. A `SyncClient` can be used from several
+threads. Every method is derived from the same method of `Client`, with its signature and docstring.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _enter(
 
 
 class SyncClient:
-    """Blocking client of one rollout server; a context manager. See `Client`."""
+    """Blocking client of a rollout server; a context manager. See `Client`."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class SyncClient:
     paused = _enter(Client.paused)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the client's loop. An interrupt here cancels the work there."""
+        """Run a coroutine on the client's loop. An interrupt of this thread cancels it."""
         if self._loop is None:
             work.close()
             raise UsageError("this client is not open: use `with SyncClient(...) as client`")
@@ -152,7 +152,7 @@ class SyncClient:
             raise
 
     def _close(self, items: AsyncIterator[Any]) -> None:
-        """Close a stream; without waiting if the garbage collector does so in the loop's thread."""
+        """Close a stream; do not wait if the garbage collector calls this in the loop's thread."""
         if self._loop is None or not isinstance(items, AsyncGenerator):
             return
         if threading.current_thread() is self._thread:

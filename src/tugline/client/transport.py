@@ -1,9 +1,9 @@
 """HTTP to one server, with a deadline for every call and retries of transient failures.
 
 A restarting server, a full store (503) and a lost connection are retried with back-off and jitter
-until the call's deadline; a refusal is an error at once, of the class that the server raised. Every
-call of the API is idempotent: tasks and sessions have ids chosen by the caller, results have a
-digest, and reads name a position (I3).
+until the call's deadline. A rejected request raises an error at once, of the class that the server
+raised. Every call of the API is idempotent: tasks and sessions have ids chosen by the caller,
+results have a digest, and reads name a position (I3).
 """
 
 import asyncio
@@ -24,24 +24,24 @@ from tugline.protocol import PROBLEM, Problem
 
 T = TypeVar("T")
 Query = Mapping[str, str | int | float | bool | Sequence[str] | None]
-"""None leaves a parameter out, a sequence gives it several times."""
+"""Query parameters; None omits a parameter, a sequence repeats it."""
 
 SERVER, TOKEN = "TUGLINE_SERVER", "TUGLINE_TOKEN"
 FOLDER = Path("tugline-data")
 CONNECT_S = 5.0
 TRY_S = 30.0
-"""Longest silence of a server in one attempt, not counting a requested wait."""
+"""Read timeout of an attempt in seconds, on top of a requested wait."""
 SLOWEST = 1 << 20
-"""Bytes per second that a connection is assumed to have at least; large bodies get more time."""
+"""Assumed minimum bandwidth in bytes per second; large bodies get more time."""
 SILENCE_S = 45.0
-"""Longest silence of a stream: three missed keep-alives."""
+"""Read timeout of a stream in seconds: three missed keep-alives."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
-"""Bounds of the pause between two attempts; the least is also what an attempt needs."""
+"""Bounds of the pause between attempts in seconds; an attempt needs at least `MIN_PAUSE_S`."""
 
 _RETRIED = frozenset({408, 425, 429, 502, 503, 504})
 _CLASSES = {kind.problem: kind for kind in ServerError.__subclasses__()}
 BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, asyncio.IncompleteReadError)
-"""Raised when a connection is lost or cannot be made."""
+"""Exceptions of a connection that is lost or cannot be made."""
 _log = log.get("client")
 
 
@@ -63,13 +63,13 @@ class RetryBudget:
         self._pause = MIN_PAUSE_S
 
     def limit(self, seconds: float) -> None:
-        """Leave at most `seconds` from now on."""
+        """Move the deadline to at most `seconds` from now."""
         self._end = min(self._end, asyncio.get_running_loop().time() + seconds)
 
     async def wait(self, error: ServerError, at_least: float = 0.0) -> None:
         """Pause before the next attempt. Raises `error` if the deadline would pass first."""
         pause = max(at_least, self._pause * random.uniform(0.5, 1.0))
-        if pause + MIN_PAUSE_S >= self.left:  # a try that has no time would hide this error
+        if pause + MIN_PAUSE_S >= self.left:  # a timeout of the next attempt would hide this error
             raise error
         _log.debug("retrying", error=str(error), pause_s=round(pause, 3))
         self._pause = min(MAX_PAUSE_S, self._pause * 2)
@@ -77,7 +77,7 @@ class RetryBudget:
 
 
 class Transport:
-    """A connection pool to one server; an async context manager."""
+    """Connection pool to a server; an async context manager."""
 
     def __init__(self, url: str, token: str, *, deadline_s: float) -> None:
         self.url = _check_url(url)
@@ -97,7 +97,7 @@ class Transport:
         if http is not None:
             await http.close()
 
-    async def ask(  # noqa: PLR0913 - a request has that many parts
+    async def ask(  # noqa: PLR0913 - the parts of a request
         self,
         method: str,
         path: str,
@@ -108,10 +108,10 @@ class Transport:
         wait_s: float = 0.0,
         token: str | None = None,
     ) -> T:
-        """Send a request; return the response decoded as `kind`, undecoded for `bytes`.
+        """Send a request; return the response decoded as `kind`, or as received for `bytes`.
 
-        `wait_s` is how long the server was asked to wait, on top of the deadline. Raises
-        `ServerError`, of the class that fits.
+        `wait_s`, the wait requested of the server, is added to the deadline. Raises the subclass of
+        `ServerError` for the problem.
         """
         content, headers = body, self._headers(token)
         headers["Accept"] = "application/zstd, */*" if kind is bytes else "application/json"
@@ -149,12 +149,12 @@ class Transport:
     async def get(
         self, path: str, kind: type[T], *, query: Query | None = None, wait_s: float = 0.0
     ) -> T:
-        """Read what is at `path`; see `ask`."""
+        """Send a GET request; see `ask`."""
         return await self.ask("GET", path, kind, query=query, wait_s=wait_s)
 
     @contextlib.asynccontextmanager
     async def stream(self, path: str, query: Query) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Open a streamed text, without retries. Raises `ServerError` or one of `BROKEN`."""
+        """Open a stream of text, without retries. Raises `ServerError` or an error in `BROKEN`."""
         sent = self._headers() | {"Accept": "text/plain"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
         async with self._open.get(
@@ -165,7 +165,7 @@ class Transport:
             yield response
 
     def make_unreachable_error(self, error: BaseException) -> ServerError:
-        """Describe a lost connection."""
+        """Create the error for a lost connection."""
         known = isinstance(error, OSError) and not isinstance(error, aiohttp.ClientSSLError)
         number = getattr(error, "errno", 0) or 0 if known else 0
         reason = os.strerror(number) if number > 0 else str(error) or type(error).__name__
@@ -193,7 +193,7 @@ class Transport:
 
 
 def quote_id(name: str) -> str:
-    """Quote an id as one segment of a path."""
+    """Quote an id as a path segment."""
     return quote(name, safe="")
 
 
@@ -203,15 +203,15 @@ def is_transient(error: ServerError) -> bool:
 
 
 def _parse_retry_after(response: aiohttp.ClientResponse) -> float:
-    """Seconds that the server asks to wait before the next attempt."""
+    """Return the seconds to wait before the next attempt, by ``Retry-After``; 0 without it."""
     value = response.headers.get("Retry-After", "")
     return float(value) if value.isdigit() else 0.0
 
 
 def _parse_problem(response: aiohttp.ClientResponse, data: bytes) -> ServerError:
-    """The error that a problem body describes; of any other body, which is quoted, a 502.
+    """Return the error that a problem body describes; for any other body a 502 that quotes it.
 
-    That comes from a proxy, whose 401 or 404 says nothing about the request.
+    Another body comes from a proxy, whose 401 or 404 does not refer to the request.
     """
     try:
         problem = msgspec.json.decode(data, type=Problem)
@@ -238,15 +238,15 @@ def _to_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# --------------------------------------------------------------------------- which server
+# --------------------------------------------------------------------------- server address
 def find_server(
     server: str | None = None, token: str | None = None, folder: Path | str | None = None
 ) -> tuple[str, str]:
-    """The URL and token to use: arguments, then environment, then files of ``tugline up``.
+    """Resolve URL and token: from arguments, else the environment, else files of ``tugline up``.
 
-    ``tugline up`` writes ``server.json`` (its URL) and ``tokens.json`` (0600) in its folder, so
-    clients on the same machine need no options. A token from that folder is only sent to the server
-    of that folder (I6). Raises `UsageError` if there is none.
+    ``tugline up`` writes ``server.json`` (its URL) and ``tokens.json`` (mode 0600) in its folder,
+    so clients on the same machine need no options. A token from that folder is only sent to the
+    server of that folder (I6). Raises `UsageError` without a URL or a token.
     """
     base = Path(folder) if folder is not None else FOLDER
     if folder is None:
@@ -275,7 +275,7 @@ def _check_url(server: str) -> str:
 
 
 def _read_field(path: Path, name: str) -> str | None:
-    """A field of a JSON file; None without the file."""
+    """Read a field of a JSON file; None without the file."""
     try:
         return msgspec.convert(
             msgspec.json.decode(path.read_bytes(), type=dict[str, Any])[name], str
@@ -287,7 +287,7 @@ def _read_field(path: Path, name: str) -> str | None:
 
 
 def shift_index(error: ServerError, before: int) -> None:
-    """Let fields begin with the index of the task among all tasks, not in its batch."""
+    """Add `before` to the task index in an error's fields, which counts within the batch."""
     for each in {error, *error.problems}:
         number, dot, rest = each.field.partition(".")
         if number.isdigit():

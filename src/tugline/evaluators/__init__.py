@@ -1,5 +1,5 @@
-"""Evaluators score the outcome of a session; a task names one.
+"""Evaluators, which score the outcome of a session; a task names one.
 
 `tests`, `swebench` and `harbor` run a script (`script`) on the filtered patch (`filters`) in a
-fresh sandbox; `function`, `judge`, `weighted` and `session_completed` use what the session left.
+fresh sandbox; `function`, `judge`, `weighted` and `session_completed` use the `SessionOutcome`.
 """

@@ -1,10 +1,9 @@
-"""The evaluator contract: from what a session left behind to a reward.
+"""Interface of evaluators, which turn the outcome of a session into a reward.
 
-The agent's changes arrive as data, together with a factory for fresh sandboxes that have no
-network; nothing runs where the agent was unless the evaluator is `in_place`. Whatever the agent
-did, an endless loop or a deleted file included, results in a `Verdict`. An evaluator raises
-`EvaluatorError` only when it cannot reach one; that is retried and never charged to the policy
-(I5).
+The agent's changes are passed as data, with a factory for fresh sandboxes without network; nothing
+runs in the agent's sandbox unless the evaluator is `in_place`. Anything that the agent did, such as
+an endless loop or a deleted file, results in a `Verdict`. An evaluator raises `EvaluatorError` only
+if it cannot reach a verdict, which is retried and never counts against the policy (I5).
 """
 
 import time
@@ -26,19 +25,19 @@ class Verdict(msgspec.Struct, frozen=True):
 
     reward: Reward
     report: dict[str, Any]
-    """Details for people; any JSON values."""
+    """Details for human readers; any JSON values."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOutcome:
-    """What a session left behind: the input of an evaluation."""
+    """Outcome of a session, the input of an evaluation."""
 
     task: Task
     patch: Patch
     """Changes to the files of the task and of its workspace."""
     open_sandbox: Callable[[Mapping[str, Content]], AbstractAsyncContextManager[Sandbox]]
     """Open a new sandbox with the task's workspace, the given files over it, and the evaluator's
-    `mounts`. `Task.files` are included only if given."""
+    `mounts`. `Task.files` must be passed to be included."""
     timeout_s: float
     """Time limit of the evaluation."""
     calls: Sequence[Call] = ()
@@ -46,54 +45,54 @@ class SessionOutcome:
     traces: Sequence[Trace] = ()
     """The traces built from `calls`."""
     exit: Exit | None = None
-    """How the agent's program ended."""
+    """Exit of the agent's program."""
     spent: SpentLimit | None = None
-    """The budget that was spent when the agent asked for more."""
+    """The budget that the agent has exhausted, if any."""
     sandbox: Sandbox | None = None
-    """The agent's own sandbox, for evaluators that are `in_place`; no agent process is alive."""
+    """The agent's sandbox, for evaluators that are `in_place`; no agent process is alive."""
     began: float = field(default_factory=time.monotonic)
-    """When the evaluation began; its time limit counts from then."""
+    """Monotonic time of the evaluation's start, from which `timeout_s` counts."""
 
 
 class Evaluator(ABC):
     """Scores sessions; one instance may score many at once."""
 
     in_place: bool = False
-    """Whether to evaluate in the agent's own sandbox, which has `mounts` from the start then."""
+    """Whether to evaluate in the agent's sandbox, which then has `mounts` from the start."""
     opens_sandbox: bool = True
     """Whether a sandbox should be prewarmed while the agent runs."""
 
     graded_by_model: bool = False
-    """Whether a model decides, whom the agent's text might persuade."""
+    """Whether a model decides, which the agent's text might influence."""
 
     @abstractmethod
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Score one session. Raises `EvaluatorError` if no verdict can be reached."""
 
     def mounts(self, task: Task) -> tuple[Mount, ...]:
-        """Folders that the evaluator's sandboxes need."""
+        """Return the mounts of the evaluator's sandboxes."""
         return ()
 
     def hidden(self, task: Task) -> tuple[str, ...]:
-        """Absolute paths of folders that the agent sees empty, such as tests in an image."""
+        """Return absolute paths of folders that are empty for the agent, such as image tests."""
         return ()
 
     def agent_mounts(self, task: Task) -> tuple[Mount, ...]:
-        """What the evaluator adds to the agent's sandbox."""
+        """Return the mounts that the evaluator adds to the agent's sandbox."""
         hidden = tuple(Mount(path) for path in self.hidden(task))
         return hidden + (self.mounts(task) if self.in_place else ())
 
 
 class SessionCompletedEvaluator(Evaluator):
-    """Rewards 1 if the agent ended by itself within its budgets, else 0; its work is not examined.
+    """Rewards 1 if the agent ended by itself within its budgets, else 0; ignores its work.
 
-    For smoke tests of a set-up, and as a part beside other evaluators (`weighted`). Has no options.
+    For smoke tests of an installation, and as a part of `weighted`. Has no options.
     """
 
     opens_sandbox = False
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """Check how the session ended."""
+        """Check whether the agent ended by itself."""
         reason = _find_reason(outcome)
         report = {
             "reason": reason or "completed",
@@ -104,7 +103,7 @@ class SessionCompletedEvaluator(Evaluator):
 
 
 def _find_reason(outcome: SessionOutcome) -> str:
-    """Return what ended the agent; empty if it ended by itself."""
+    """Return the reason why the agent was ended; empty if it ended by itself."""
     end = outcome.exit
     if not outcome.calls:
         return "no model call"

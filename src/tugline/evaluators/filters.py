@@ -1,15 +1,15 @@
-"""Decide which of an agent's changes are applied to a fresh copy of its task.
+"""Select the changes of an agent that are applied to a fresh copy of its task.
 
-The one place for every evaluator that runs the agent's work. `filter_patch` refuses what would
-change the evaluation instead of the work, and gives the reason for the report:
+All evaluators that run the agent's work use `filter_patch`. It refuses changes that would affect
+the evaluation instead of the work, with reasons for the report:
 
-- the evaluator's own files, anything that stands in their way or lies under its mounts;
-- files by pattern: tests, settings of test runners, code that interpreters load by themselves;
-- modules that the tests' interpreter would import although the fresh copy does not have them: in
-  place of the standard library's, an installed one or a test, or as a package around the tests;
+- the evaluator's own files, paths that conflict with them, and paths under its mounts;
+- files by pattern: tests, settings of test runners, code that interpreters load automatically;
+- new modules that the tests' interpreter would import instead of a module of the standard library,
+  an installed module or a test, or as a package around the tests;
 - contents of ``.git``, compiled Python, and links that lead out of the workdir.
 
-Refused paths stay as the task has them; the rest of the patch is evaluated as it is.
+Refused paths keep the task's content; the rest of the patch is evaluated unchanged.
 """
 
 import sys
@@ -26,9 +26,9 @@ from tugline.schema import read_values
 
 _PATTERNS = read_values(Path(__file__).with_name("patterns.toml"))
 AUTOLOADED: Sequence[str] = _PATTERNS["autoloaded"]
-"""Code that Python runs, or pytest loads as a plug-in, without any import; always refused."""
+"""Patterns of code that Python or pytest loads without an import; always refused."""
 PYTEST_CONFIGS: Mapping[str, str] = _PATTERNS["pytest_configs"]
-"""Files at the top of a task, and the section that makes each a configuration of pytest."""
+"""Names of files in the workdir, and the section that makes each a configuration of pytest."""
 PYTHON = ("conftest.py", *PYTEST_CONFIGS, ".coveragerc")
 """Configuration of pytest and its plug-ins."""
 FOLDERS = ("tests/", "test/")
@@ -38,7 +38,7 @@ TESTS: Mapping[str, Sequence[str]] = {"python": _PYTHON_TESTS, **_PATTERNS["test
 """Test files and settings of test runners, by language."""
 
 _SHADOWED = sys.stdlib_module_names | {"pytest", "_pytest", "pluggy", "iniconfig", "packaging"}
-"""Names of modules that a patch may not add, whatever is installed."""
+"""Names of modules that a patch may never add."""
 
 _IMPORTABLE = (".py", ".pyc", ".pyd", ".so")
 
@@ -48,70 +48,68 @@ Patterns = Sequence[Annotated[str, msgspec.Meta(pattern="[^/]")]]
 
 
 class FreshTree(NamedTuple):
-    """What a fresh copy of the task has before a patch is applied; paths are relative."""
+    """Files and modules of a fresh copy before a patch is applied; paths are relative."""
 
     files: frozenset[str] = frozenset()
     """All Python files, and those paths of the patch that exist."""
     modules: frozenset[str] = frozenset()
-    """Names of the modules that are installed for any interpreter, outside of the workdir."""
+    """Names of modules that are installed for any interpreter, outside of the workdir."""
     import_roots: frozenset[str] = frozenset()
-    """Folders of the workdir that an interpreter imports from."""
+    """Folders of the workdir that are on an interpreter's module search path."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """Which paths a patch may not change, besides those that are always refused.
+    """Paths that a patch may not change, besides those that are always refused.
 
-    A pattern without a slash fits the name of a file or of a folder at any depth (with one at the
-    end, of a folder only); with a slash elsewhere it fits from the workdir downwards. What fits a
-    folder fits all that is in it. ``*`` also fits slashes.
+    A pattern without a slash matches the name of a file or folder at any depth; with a slash only
+    at its end, the name of a folder; with another slash, a path from the workdir. A pattern that
+    matches a folder matches all paths in it. ``*`` also matches slashes.
     """
 
     trusted: Collection[str] = ()
     """Paths of the evaluator's own files."""
     protected: Sequence[str] = ()
-    """Patterns of paths."""
+    """Patterns of paths that may not be changed."""
     editable: Sequence[str] = ()
-    """Patterns of paths that may be changed although they are `protected`."""
+    """Patterns of exceptions from `protected` and from the check of new modules."""
     fresh: FreshTree = FreshTree()
-    """What the patch will be applied to."""
+    """The tree that the patch is applied to."""
     workdir: PurePath | None = None
-    """Where the patch will be applied, for links and mounts; None: no link may be absolute."""
+    """Absolute path of that tree, for links and mounts; None refuses all absolute links."""
     mounts: Sequence[Mount] = ()
-    """The evaluator's own."""
+    """The evaluator's mounts."""
 
     def find_protected(self, path: PurePosixPath) -> str | None:
-        """Return the pattern that protects a path, unless it is editable."""
+        """Return the pattern that protects a path; None if there is none or it is editable."""
         return None if find_match(path, self.editable) else find_match(path, self.protected)
 
 
 def filter_patch(patch: Patch, rules: Rules) -> tuple[Patch, dict[str, str]]:
-    """Return what may be applied, and the paths that `rules` refuse, each with the reason. Pure."""
+    """Return the permitted part of a patch, and the refused paths with reasons. Pure."""
     refused: dict[str, str] = {}
     layout = _find_layout(rules)
     for path, change in patch.files.items():
         reason = next(_find_reasons(PurePosixPath(path), change, rules, layout), None)
         if reason is not None:
             refused[path] = reason
-    # A file or link in the place of a folder would take away what must stay in there.
-    stands = _folders(refused) & {path for path, change in patch.files.items() if change}
-    refused |= dict.fromkeys(
-        sorted(stands - set(refused)), "stands in the way of what is protected"
-    )
-    kept = {path: change for path, change in patch.files.items() if path not in refused}
-    return Patch(kept, patch.notes), refused
+    # A file or link that replaces a folder would remove protected files in it.
+    replaced = _folders(refused) & {path for path, change in patch.files.items() if change}
+    refused |= dict.fromkeys(sorted(replaced - set(refused)), "conflicts with a protected path")
+    permitted = {path: change for path, change in patch.files.items() if path not in refused}
+    return Patch(permitted, patch.notes), refused
 
 
 def find_match(path: PurePosixPath, patterns: Iterable[str]) -> str | None:
     """Return the first pattern that matches a path or a folder above it; see `Rules`."""
     parts = path.parts
     for pattern in patterns:
-        bare = pattern.strip("/")
+        stripped = pattern.strip("/")
         folders = len(parts) - 1 if pattern.endswith("/") else len(parts)
         if "/" in pattern.rstrip("/"):
             heads = ("/".join(parts[: n + 1]) for n in range(folders))
-            if any(fnmatchcase(head, bare) for head in heads):
+            if any(fnmatchcase(head, stripped) for head in heads):
                 return pattern
-        elif any(fnmatchcase(part, bare) for part in parts[:folders]):
+        elif any(fnmatchcase(part, stripped) for part in parts[:folders]):
             return pattern
     return None
 
@@ -119,10 +117,10 @@ def find_match(path: PurePosixPath, patterns: Iterable[str]) -> str | None:
 def apply_patch(
     before: Mapping[str, str], patch: Patch, trusted: Mapping[str, Content]
 ) -> dict[str, Content]:
-    """Merge the task's files, a filtered patch and, over both, `trusted`.
+    """Merge the task's files, a filtered patch and, with precedence over both, `trusted`.
 
-    None removes a file of the workspace. A file of the task that conflicts with a trusted or a
-    changed one is left out.
+    None removes a file of the workspace. A file of the task is left out if its path conflicts with
+    that of a trusted or changed file.
     """
     result: dict[str, Content] = {**trusted}
     folders = _folders(trusted)
@@ -139,16 +137,16 @@ def apply_patch(
 
 
 class _Layout(NamedTuple):
-    """Where a fresh copy has modules, those of the tests above all."""
+    """Folders and modules of a fresh copy that matter for imports."""
 
     folders: frozenset[PurePosixPath]
-    """All folders with Python files."""
+    """All folders with Python files at any depth."""
     test_modules: frozenset[PurePosixPath]
     """Paths of the tests, without suffix."""
     test_folders: frozenset[PurePosixPath]
-    """The folders around the tests, but for the workdir."""
+    """All parent folders of the tests, except the workdir."""
     test_packages: frozenset[PurePosixPath]
-    """The workdir, and folders that become packages of the tests with an ``__init__``."""
+    """The workdir, and folders that would become packages of the tests by an ``__init__``."""
 
 
 def _find_layout(rules: Rules) -> _Layout:
@@ -175,17 +173,17 @@ def _find_reasons(
         yield "belongs to the tests"
     folders = _folders(rules.trusted)
     if str(path) in folders or any(path.is_relative_to(own) for own in rules.trusted):
-        yield "stands in the way of the tests"
+        yield "conflicts with a path of the tests"
     if ".git" in path.parts:
         yield "belongs to git"
-    if unasked := find_match(path, AUTOLOADED):
-        yield f"would be loaded automatically ({unasked})"
+    if pattern := find_match(path, AUTOLOADED):
+        yield f"would be loaded automatically ({pattern})"
     if pattern := rules.find_protected(path):
         yield f"is protected ({pattern})"
     if shadowed := _find_shadowed(path, change, rules, layout):
         yield f"would be imported in place of {shadowed}"
-    if any(path.is_relative_to(place) for place in _mounts_inside(rules)):
-        yield "lies where the evaluator puts its own files"
+    if any(path.is_relative_to(mount) for mount in _mounts_inside(rules)):
+        yield "is in a folder of the evaluator's own files"
     if change is not None and change.link and not _stays_inside(path, change.data, rules.workdir):
         yield "is a link that leads out of the workdir"
 
@@ -202,7 +200,7 @@ def _find_shadowed(
     if not importable or str(path) in rules.fresh.files or find_match(path, rules.editable):
         return None
     stem = path.name.partition(".")[0]
-    # A folder without __init__ hides nothing: a module anywhere else on the path comes before it.
+    # A folder without __init__ hides nothing: any module on the search path takes precedence.
     package = stem == "__init__"
     module = path.parent if package else path.with_name(stem)
     if module in layout.test_modules or (module in layout.test_folders and not package):
@@ -213,13 +211,13 @@ def _find_shadowed(
         return None
     tests = {test.name for test in layout.test_modules}
     hidden = module.name in _SHADOWED | rules.fresh.modules | tests
-    # A package anywhere on the path comes before a folder of tests without __init__.
+    # A package anywhere on the search path takes precedence over a test folder without __init__.
     beside = module not in layout.test_folders and PurePosixPath(module.name) in layout.test_folders
     return module.name if hidden or beside else None
 
 
 def _is_import_root(folder: PurePosixPath, fresh: FreshTree, layout: _Layout) -> bool:
-    """Return whether modules may be imported from a folder by their bare names."""
+    """Return whether the modules in a folder may be top-level modules."""
     if not folder.parts or str(folder) in fresh.import_roots:
         return True
     if folder in layout.folders:
@@ -242,6 +240,6 @@ def _stays_inside(path: PurePosixPath, target: bytes, workdir: PurePath | None) 
         if workdir is None or not to.is_relative_to(workdir):
             return False
         return ".." not in to.relative_to(workdir).parts
-    # ".." after a name may come after another link, and then leads who knows where.
+    # ".." after a name may follow another link, whose target is unknown.
     ups = next((n for n, part in enumerate(to.parts) if part != ".."), len(to.parts))
     return ups <= len(path.parts) - 1 and ".." not in to.parts[ups:]

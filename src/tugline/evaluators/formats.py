@@ -1,8 +1,8 @@
-"""Formats of test results: how each is read, and whose tests they are.
+"""Formats of test results: readers, and the languages of the tests.
 
-A reader is pure: bytes in, `TestReport` out, in time linear in the bytes; garbage is no test, never
-an exception. `read_report` has large outputs read in a process with limits. What can be forged is
-in docs/evaluators.md.
+A reader is a pure function from bytes to a `TestReport`, in linear time. Invalid input yields no
+results, never an exception. `read_report` parses large outputs in a process with limits.
+docs/evaluators.md lists what can be forged.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ def normalize_junit(name: str) -> str:
 
 
 def read_junit(data: bytes) -> TestReport:
-    """Read an XML report, as pytest, Maven, Gradle, gotestsum and many others write it.
+    """Read a JUnit XML report, as written by pytest, Maven, Gradle, gotestsum and others.
 
     Names are ``classname::name``, such as ``tests.test_bill.TestZero::test_zero``. A skipped test
-    has not passed. A truncated report is no report.
+    has not passed. A truncated report has no results.
     """
     report = TestReport()
     report.complete = _add_junit(report, data)
@@ -40,9 +40,9 @@ def read_junit(data: bytes) -> TestReport:
 
 
 def _read_pytest(data: bytes) -> TestReport:
-    """Read the reports of all runs of a command, one after the other; all must be whole."""
+    """Read the concatenated reports of all pytest runs of a command; all must be complete."""
     report = TestReport()
-    # pytest escapes what tests print, so this cannot stand inside of a report.
+    # pytest escapes the output of tests, so an XML declaration cannot be inside of a report.
     runs = re.split(rb"(?=<\?xml )", data)
     whole = [_add_junit(report, run) for run in runs if run.strip()]
     report.complete = bool(whole) and all(whole)
@@ -50,7 +50,7 @@ def _read_pytest(data: bytes) -> TestReport:
 
 
 def _add_junit(report: TestReport, data: bytes) -> bool:
-    """Add the results of one report; return whether it is whole."""
+    """Add the results of one report; return whether it is complete."""
     try:
         root = ET.fromstring(data)  # noqa: S314 - expat limits entity expansion
     except (ET.ParseError, ValueError, LookupError):
@@ -127,7 +127,7 @@ class _GoPackage:
         self.ends: list[tuple[str, TestOutcome]] = []
 
     def close(self, report: TestReport, package: str) -> None:
-        """Report the package's tests."""
+        """Add the results of the package's tests to the report."""
         ended = {test for test, _ in self.ends}
         self.ends += [(test, TestOutcome.FAIL) for test in self.ran - ended]
         for test, outcome in self.ends:
@@ -149,7 +149,7 @@ def read_go(data: bytes) -> TestReport:
     report = TestReport()
     packages: dict[str, _GoPackage] = {}
     for line in read_lines(data):
-        if not line.startswith("{"):  # what compilers wrote
+        if not line.startswith("{"):  # output of compilers
             continue
         with contextlib.suppress(msgspec.DecodeError, RecursionError):
             event = _GO_DECODER.decode(line)
@@ -160,7 +160,7 @@ def read_go(data: bytes) -> TestReport:
 
 def _read_go_event(report: TestReport, package: _GoPackage, event: _GoEvent) -> None:
     if event.action == "output":
-        # Older Go takes the end of a test that wrote without a newline for output.
+        # Older Go reports the end of a test as output if the test printed no final newline.
         end = _GO_END.search(event.output.rstrip("\n"))
         if end and end[2] in package.ran:
             package.ends.append((end[2], _GO_OUTCOMES[end[1].lower()]))
@@ -177,7 +177,7 @@ _CARGO_RUNNING = re.compile(r"running (\d+) tests?$")
 _CARGO_RESULT = re.compile(r"test result: (ok|FAILED)\. (\d{1,9}) passed; (\d+) failed;")
 _CARGO_NOTE = re.compile(r" - (should panic|compile fail|compile)$")
 _TRYBUILD = re.compile(r"\.rs( \[should [a-z ]+\])?$")
-"""Lines of trybuild, which libtest does not count; other test programs have such names."""
+"""File results of trybuild, which libtest does not count; other programs' tests match as well."""
 _CARGO_OUTCOMES = {"ok": TestOutcome.PASS, "FAILED": TestOutcome.FAIL, "ignored": TestOutcome.SKIP}
 
 
@@ -218,7 +218,7 @@ def read_cargo(data: bytes) -> TestReport:
 def _close_cargo(
     report: TestReport, passed: int, files: list[tuple[str, TestOutcome]], counted: int
 ) -> None:
-    """End a test program; results of files are its own if it counted them."""
+    """End a test program; add results of `files` if its count includes them or none passed."""
     passed_files = sum(outcome is TestOutcome.PASS for _, outcome in files)
     if passed < counted or not passed_files:
         passed += passed_files
@@ -229,7 +229,7 @@ def _close_cargo(
 
 
 def _parse_cargo(line: str, pending: str) -> tuple[str, TestOutcome | None]:
-    """Return the test of a line or, if only a result follows a test's output, the one before."""
+    """Return test and outcome of a line; a line with only an outcome belongs to `pending`."""
     if line.startswith("test ") and " ... " in line:
         test, _, end = line[5:].rpartition(" ... ")
         if " ... " in test:
@@ -243,12 +243,12 @@ _POINT = re.compile(r"((?: {4})*)(not )?ok\b(?: +(\d+))?(?: +- +| +|$)(.*)")
 _PLAN = re.compile(r"((?: {4})*)1\.\.(\d{1,9})\b")
 _DIRECTIVE = re.compile(r"(?<!\\)# *(SKIP|TODO)\b *(.*)", re.IGNORECASE)
 _PROVE_FILE = re.compile(r"\S+ \.{2,} $")
-"""Start of a file's output by prove, which ends with a lone ``ok``."""
+"""First line of a file's output by prove; the last line is only ``ok``."""
 _INDENT, _DEEPEST = 4, 8
 
 
 class _TapLevel:
-    """Test points of one depth whose parent has not ended."""
+    """Test points at one depth whose parent has not ended."""
 
     def __init__(self) -> None:
         self.points: list[tuple[str, TestOutcome, str]] = []
@@ -257,14 +257,14 @@ class _TapLevel:
         self.plan: int | None = None
 
     def is_complete(self) -> bool:
-        """Return whether there are as many points as planned."""
+        """Return whether there are as many points as in the plan."""
         return len(self.numbers) == self.plan
 
 
 def read_tap(data: bytes) -> TestReport:
-    """Read the Test Anything Protocol, versions 12 to 14, with subtests indented by four.
+    """Read the Test Anything Protocol, versions 12 to 14, with subtests indented by four spaces.
 
-    A test's name is its description; a subtest's begins with those above it: ``group > inner``.
+    A test's name is its description, for a subtest with those of its parents: ``group > inner``.
     Each number may be used once and must be in the plan.
     """
     report = TestReport()
@@ -292,7 +292,7 @@ def read_tap(data: bytes) -> TestReport:
 
 
 def _find_level(levels: list[_TapLevel], indent: int) -> _TapLevel:
-    """Return the level of an indent; make it if it is one deeper than the last."""
+    """Return the level of an indentation; create it if it is one deeper than the last."""
     depth = min(indent // _INDENT, len(levels), _DEEPEST)
     if depth == len(levels):
         levels.append(_TapLevel())
@@ -316,13 +316,13 @@ def _read_point(report: TestReport, levels: list[_TapLevel], point: re.Match[str
         outcome = TestOutcome.FAIL
     depth = levels.index(level)
     for deeper in levels[depth + 1 :]:
-        level.points += [(f"{title} > {name}", m, why) for name, m, why in deeper.points]
+        level.points += [(f"{title} > {p[0]}", *p[1:]) for p in deeper.points]
     del levels[depth + 1 :]
     level.points.append((title, outcome, directive[2] if directive else ""))
 
 
 def _close_tap(report: TestReport, levels: list[_TapLevel]) -> None:
-    """End a document, which is complete if it has all tests of its plan."""
+    """End a document: add its results, and check them against its plan."""
     top, points = levels[0], [point for level in levels for point in level.points]
     for point in points:
         report.add(*point)
@@ -332,19 +332,19 @@ def _close_tap(report: TestReport, levels: list[_TapLevel]) -> None:
         report.inconsistency = f"test {max(top.numbers)} is not in the plan of {top.plan}"
 
 
-# --------------------------------------------------------------------------- all of them
+# --------------------------------------------------------------------------- table of formats
 class Format(NamedTuple):
-    """How to run a test program and read its results."""
+    """A format of test results: its reader and the settings of test programs."""
 
     read: Callable[[bytes], TestReport]
     languages: tuple[str, ...]
-    """Whose tests they are: keys of `filters.TESTS`."""
+    """Languages of the tests, keys of `filters.TESTS`."""
     normalize: Callable[[str], str] = lambda name: name
-    """Return a test's name as the format has it, from other ways to write it."""
+    """Converts other spellings of a test's name to that of the format."""
     reports: str = ""
-    """How the command writes a report to ``{report}``; empty if the output is read."""
+    """Arguments by which a command writes a report to ``{report}``; empty to read its output."""
     env: Mapping[str, str] = {}
-    """Variables that make each run of the test program write its report to ``{report}``."""
+    """Variables by which each run of the test program writes its report to ``{report}``."""
 
 
 _PYTEST_ENV = {"PYTEST_ADDOPTS": "--junitxml={report} -o junit_family=xunit1"}
@@ -359,7 +359,7 @@ FORMATS = {
     "tap": Format(read_tap, ("node", "tap")),
 }
 _SMALL_BYTES = 64 << 10
-"""Of an output that is read in this process: in milliseconds."""
+"""Maximum size of an output that is parsed in this process, which takes milliseconds."""
 _READ = """
 import msgspec
 from tugline.evaluators.formats import FORMATS
@@ -369,7 +369,7 @@ open(path + ".out", "wb").write(msgspec.json.encode(report))
 
 
 async def read_report(name: str, data: bytes) -> TestReport:
-    """Read an output in the format `name`; one that cannot be read has no results."""
+    """Read an output in the format `name`; an unreadable one has no results."""
     if len(data) <= _SMALL_BYTES:
         return FORMATS[name].read(data)
     try:

@@ -1,8 +1,8 @@
-"""Evaluate by a Python function of your own: ``module:callable``, called with `SessionOutcome`.
+"""Evaluate with a custom Python function: ``module:callable``, called with a `SessionOutcome`.
 
-It runs in the node's process and must be trusted; it must not execute what the agent left (open a
-sandbox for that). A function that is not ``async`` runs in a thread, and is abandoned when the time
-of the evaluation is over.
+It runs in the node's process and must be trusted; it must not execute the agent's work except in a
+sandbox that it opens. A function that is not ``async`` runs in a thread, which is abandoned when
+the time limit of the evaluation is exceeded.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ _TRACEBACK_LINES = 6
 
 
 class FunctionEvaluator(Evaluator):
-    """`target` is called with the outcome and `options` as keyword arguments.
+    """Calls `target` with the outcome, and with `options` as keyword arguments.
 
-    It returns a number, a `Reward`, a `Verdict`, or a dict with ``value`` and further named
-    numbers, the parts.
+    The function returns a number, a `Reward`, a `Verdict`, or a dict with ``value`` and the parts
+    as further named numbers.
     """
 
     opens_sandbox = False
@@ -36,11 +36,11 @@ class FunctionEvaluator(Evaluator):
         self._options = dict(options or {})
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """Call the function; what it raises is no verdict, and never the agent's fault."""
+        """Call the function; any exception becomes an `EvaluatorError`."""
         limit = asyncio.timeout(outcome.timeout_s)
         try:
             async with limit:
-                made = await self._call(outcome)
+                result = await self._call(outcome)
         except EvaluatorError:
             raise
         except Exception as error:
@@ -51,13 +51,13 @@ class FunctionEvaluator(Evaluator):
                 last = "\n".join(lines[-_TRACEBACK_LINES:])
                 msg = f"evaluator 'function': {self._name} raised: {last}"
             raise EvaluatorError(msg) from error
-        return _to_verdict(self._name, made)
+        return _to_verdict(self._name, result)
 
     async def _call(self, outcome: SessionOutcome) -> object:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(outcome, **self._options)
-        made = await _in_thread(lambda: self._function(outcome, **self._options))
-        return await made if inspect.isawaitable(made) else made
+        result = await _in_thread(lambda: self._function(outcome, **self._options))
+        return await result if inspect.isawaitable(result) else result
 
 
 def _load(target: str) -> Callable[..., Any]:
@@ -71,9 +71,9 @@ def _load(target: str) -> Callable[..., Any]:
 
 
 async def _in_thread(function: Callable[[], object]) -> object:
-    """Call in a thread of its own, because one that hangs must not occupy a pool's."""
+    """Call a function in a new thread: one that hangs must not occupy a thread pool."""
     done: Future[object] = Future()
-    done.set_running_or_notify_cancel()  # who gives up waiting does not cancel it
+    done.set_running_or_notify_cancel()  # a cancelled wait does not cancel the future
 
     def work() -> None:
         try:
@@ -85,23 +85,23 @@ async def _in_thread(function: Callable[[], object]) -> object:
     return await asyncio.wrap_future(done)
 
 
-def _to_verdict(name: str, made: object) -> Verdict:
-    """Convert a result. Raises `EvaluatorError` if it is no reward."""
-    if isinstance(made, Mapping) and "value" in made:
-        numbers = {str(key): _check_number(name, value) for key, value in made.items()}
-        made = Reward(numbers.pop("value"), numbers)
-    if isinstance(made, bool | int | float):
-        made = Reward(float(made))
-    if isinstance(made, Reward):
-        made = Verdict(made, {})
-    if not isinstance(made, Verdict):
+def _to_verdict(name: str, result: object) -> Verdict:
+    """Convert a function's result. Raises `EvaluatorError` if that is not possible."""
+    if isinstance(result, Mapping) and "value" in result:
+        numbers = {str(key): _check_number(name, value) for key, value in result.items()}
+        result = Reward(numbers.pop("value"), numbers)
+    if isinstance(result, bool | int | float):
+        result = Reward(float(result))
+    if isinstance(result, Reward):
+        result = Verdict(result, {})
+    if not isinstance(result, Verdict):
         raise EvaluatorError(
-            f"evaluator 'function': {name} returned {made!r:.80}, must be a number, a Reward, "
+            f"evaluator 'function': {name} returned {result!r:.80}, must be a number, a Reward, "
             "a Verdict or a dict with 'value'"
         )
-    for number in (made.reward.value, *made.reward.parts.values(), *made.reward.per_trace):
+    for number in (result.reward.value, *result.reward.parts.values(), *result.reward.per_trace):
         _check_number(name, number)
-    return made
+    return result
 
 
 def _check_number(name: str, value: object) -> float:

@@ -1,18 +1,19 @@
-"""Evaluate by a Harbor task's own script: ``tests/test.sh`` writes ``/logs/verifier/reward.txt``.
+"""Evaluate with a Harbor task's own script: ``tests/test.sh`` writes ``/logs/verifier/reward.txt``.
 
 The script runs in a fresh sandbox: the task's workspace, the agent's filtered patch over it, and
-the task's tests at ``/tests``, read-only. Nothing that the agent planted elsewhere counts, and it
-never saw the tests. With `in_place` it runs in the agent's own sandbox, for tasks whose outcome is
-not in the workdir; the tests are put there after the agent's end, over anything it left in their
-place. What it did to the programs and settings of that sandbox remains: see docs/evaluators.md.
+the task's tests at ``/tests``, read-only. Changes outside of the workdir have no effect, and the
+agent never saw the tests. With `in_place` the script runs in the agent's sandbox, for tasks whose
+outcome is not in the workdir; the tests are written there after the agent's end and replace what it
+left at their paths. Its changes to programs and settings of that sandbox remain: see
+docs/evaluators.md.
 
-A script that leaves no readable reward is the agent's doing only if the same script leaves one in
-a sandbox that the agent never touched; then the reward is 0. Otherwise the task is broken, and
-there is no verdict (I5).
+If the script writes no readable reward, it is run again in a sandbox without the agent's work. If
+that run has a reward, the agent caused the failure and its reward is 0. Otherwise the task is
+broken, and there is no verdict (I5).
 
-The agent's code that the script runs is the same user, and can write the reward file itself. With
-`isolate` it cannot: the script has the task's files as they were, and its program ``$JUDGED`` runs
-what it is given in another sandbox, which has the agent's work and neither tests nor reward.
+The script runs the agent's code as the same user, so that code can write the reward file. With
+`isolate` it cannot: the script has the task's original files, and its program ``$JUDGED`` runs its
+arguments in another sandbox, which has the agent's work and neither tests nor reward.
 """
 
 import asyncio
@@ -44,9 +45,9 @@ _PLACE = Path(__file__).with_name("place_tests.sh").read_text(encoding="utf-8")
 _PLACE_S = 60.0
 _JUDGED = ".judged"
 _CLIENT = Path(__file__).with_name("judged.sh").read_bytes()
-"""Has a program run in the other sandbox: asks by files, and waits for the answer."""
+"""Script ``$JUDGED``: requests a program in the other sandbox by files and waits for the result."""
 _REDIRECT = 'exec "$@" < "$0.input" 2> "$0.error"'
-_ASKED_S, _POLL_S = 60.0, 0.02
+_REQUEST_S, _POLL_S = 60.0, 0.02
 _MAX_OUTPUT_BYTES = 8 << 20
 _MAX_REWARD_BYTES = 1 << 20
 _REWARDS = ("reward.json", "reward.txt")
@@ -55,7 +56,7 @@ _MAX_TESTS_BYTES = 64 << 20
 
 
 class _HarborRun(NamedTuple):
-    """How the script ended, and the rewards that it left; None with the reason why not."""
+    """Exit of the script and its rewards, or None with the reason why there are none."""
 
     exit: Exit
     rewards: Mapping[str, float] | None
@@ -67,15 +68,14 @@ class _HarborRun(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class HarborEvaluator(Evaluator):
-    """`tests` is the folder of the task's tests, on the node. Made by the task set ``harbor``.
+    """Runs the script in `tests`, a folder on the node. Created by the task set ``harbor``.
 
-    `env` is the script's environment, where ``${NAME}`` stands for a variable of the node that
-    `pass_env` lists. With `network` it reaches the hosts that the runtime allows. `reward` names
-    the one of several rewards that counts (default: ``reward``, else their mean), which must be
-    within `reward_range`, its least and its greatest value. `protected` are patterns of paths that
-    no patch may change, `editable` those it may although they look like Python's or a test
-    runner's own. With `isolate` the agent's work runs in another sandbox than the script; in place
-    there is only one.
+    `env` is the script's environment, in which ``${NAME}`` stands for a variable of the node that
+    `pass_env` lists. With `network` the script reaches the hosts that the runtime allows. `reward`
+    selects one of several rewards (default: ``reward``, else their mean), whose value must be
+    within `reward_range` (minimum, maximum). `protected` are patterns of paths that a patch may not
+    change, `editable` exceptions (see `Rules`). With `isolate` the agent's work runs in another
+    sandbox than the script; `in_place` ignores this.
     """
 
     tests: str
@@ -98,23 +98,23 @@ class HarborEvaluator(Evaluator):
         self._env, self._pass = dict(self.env or {}), frozenset(self.pass_env)
         check_variables(self._env, self._pass, "evaluator 'harbor': env")
         self._isolate = self.isolate and not self.in_place
-        # Where the agent's code could see mounted tests, they are put there in `_put_tests`.
+        # If the agent's code could see mounted tests, `_put_tests` writes them instead.
         source = None if self.in_place or self.isolate else self.tests
         self._mounts = (Mount(str(TESTS), source), Mount(str(LOGS)))
         self._rules = Rules(protected=self.protected, editable=self.editable, mounts=self._mounts)
         self._proven = False
-        """Whether the script has left a reward without an agent's work."""
+        """Whether the script has written a reward without an agent's work."""
 
     def mounts(self, _task: Task) -> tuple[Mount, ...]:
-        """The tests, unless the agent's code could see them there, and a folder for the reward."""
+        """Return the tests, unless agent code could see them, and the folder for the reward."""
         return self._mounts
 
     def hidden(self, _task: Task) -> tuple[str, ...]:
-        """Tests that an image contains are hidden from the agent."""
+        """Return the tests' folder, to hide tests in the image from the agent."""
         return () if self.in_place else (str(TESTS),)
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """Run the script on the agent's work, or where the agent was."""
+        """Run the script on the agent's work, or in the agent's sandbox if `in_place`."""
         if not (self._tests / SCRIPT).is_file():
             msg = f"evaluator 'harbor': there is no {SCRIPT} in {self._tests} on this node"
             raise EvaluatorError(msg)
@@ -138,11 +138,11 @@ class HarborEvaluator(Evaluator):
             async with outcome.open_sandbox(outcome.task.files) as sandbox:
                 script = ScriptRunner(sandbox, outcome)
                 await sandbox.put(sandbox.home, {_JUDGED: FileChange(_CLIENT, executable=True)})
-                run = await _run_beside(self._run(script), _run_asked(script, work))
+                run = await _run_with(self._run(script), _serve_requests(script, work))
                 return run._replace(refused=work.refused)
 
     async def _run(self, runner: ScriptRunner) -> _HarborRun:
-        """Run the script in a sandbox that has the work, and read the rewards."""
+        """Run the script in the runner's sandbox and read the rewards."""
         sandbox = runner.sandbox
         if self.in_place or self._isolate:
             failed = await self._put_tests(runner)
@@ -166,7 +166,7 @@ class HarborEvaluator(Evaluator):
             return _HarborRun(end, None, str(error), log)
 
     async def _put_tests(self, runner: ScriptRunner) -> _HarborRun | None:
-        """Put the tests into the agent's sandbox; return None if exactly they are there then."""
+        """Write the tests to the sandbox and verify them; return None if they are in place."""
         sandbox = runner.sandbox
         files = await asyncio.to_thread(_read_folder, self._tests)
         folder = f".tests-{secrets.token_hex(8)}"
@@ -182,7 +182,7 @@ class HarborEvaluator(Evaluator):
         return None
 
     async def _check_without_work(self, outcome: SessionOutcome, run: _HarborRun) -> None:
-        """Raises `EvaluatorError` if there is no reward without the agent's work either."""
+        """Raise `EvaluatorError` if there is no reward without the agent's work either."""
         control = await self._run_on_work(replace(outcome, patch=Patch()))
         if control.rewards is None:
             msg = f"{self._tests / SCRIPT}: {run.reason}, and without the work: {control.reason}"
@@ -204,9 +204,9 @@ class HarborEvaluator(Evaluator):
         return Verdict(Reward(self._select_reward(parts) if parts else 0.0, parts), report)
 
     async def _read_rewards(self, sandbox: Sandbox, end: Exit) -> Mapping[str, float]:
-        """Return what the script wrote. Raises `ValueError` if it is no reward.
+        """Return the script's rewards. Raises `ValueError` if they are missing or invalid.
 
-        Of two files the smaller reward counts: the script and the agent's code may each write one.
+        Of two files the smaller reward counts: the agent's code may have written one of them.
         """
         if end.timed_out:
             raise ValueError(f"not done within {end.seconds:.0f} s")
@@ -226,8 +226,8 @@ class HarborEvaluator(Evaluator):
             rewards = {**rewards, self.reward or "reward": value}
         least, greatest = self.reward_range
         if not least <= value <= greatest:
-            most = f"{greatest:g} (reward_range)"
-            raise ValueError(f"the reward is {value:g}, must be from {least:g} to {most}")
+            limits = f"from {least:g} to {greatest:g} (reward_range)"
+            raise ValueError(f"the reward is {value:g}, must be {limits}")
         return rewards
 
     def _select_reward(self, parts: Mapping[str, float]) -> float:
@@ -240,10 +240,10 @@ class HarborEvaluator(Evaluator):
         return sum(parts.values()) / len(parts)
 
 
-async def _run_beside(
+async def _run_with(
     run: Coroutine[Any, Any, _HarborRun], serve: Coroutine[Any, Any, None]
 ) -> _HarborRun:
-    """Return the result of `run`, beside which `serve` works until then; raises what it raises."""
+    """Return the result of `run`; run `serve` concurrently until then. Raises errors of either."""
     try:
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(serve)
@@ -254,39 +254,39 @@ async def _run_beside(
     return result
 
 
-async def _run_asked(script: ScriptRunner, work: ScriptRunner) -> None:
-    """Run what the script asks for where the agent's work is, one program after the other."""
-    asks, runs = script.sandbox, work.sandbox
+async def _serve_requests(script: ScriptRunner, work: ScriptRunner) -> None:
+    """Run the programs that the script requests in the sandbox `work`, one after another."""
+    client, server = script.sandbox, work.sandbox
     for number in itertools.count(1):
         folder, log_name = f"{_JUDGED}.{number}", f"judged-{number}"
         argv = None
         while argv is None:
             await asyncio.sleep(_POLL_S)
-            argv = await asks.get(asks.home / folder / "argv")
-        given = await asks.get(asks.home / folder / "input", max_bytes=_MAX_OUTPUT_BYTES)
-        await runs.put(runs.home, {f"{number}.input": FileChange(given or b"")})
+            argv = await client.get(client.home / folder / "argv")
+        stdin = await client.get(client.home / folder / "input", max_bytes=_MAX_OUTPUT_BYTES)
+        await server.put(server.home, {f"{number}.input": FileChange(stdin or b"")})
         words = os.fsdecode(argv).split("\0")[:-1]
         end = await work.run(
-            ("sh", "-c", _REDIRECT, str(runs.home / str(number)), *words),
-            timeout_s=_ASKED_S,
+            ("sh", "-c", _REDIRECT, str(server.home / str(number)), *words),
+            timeout_s=_REQUEST_S,
             log_name=log_name,
         )
         code = 124 if end.timed_out else end.code if end.code >= 0 else 128 - end.code
         output = await work.read_log(log_name, head=_MAX_OUTPUT_BYTES, tail=0)
-        error = await runs.get(runs.home / f"{number}.error", max_bytes=_MAX_OUTPUT_BYTES)
+        error = await server.get(server.home / f"{number}.error", max_bytes=_MAX_OUTPUT_BYTES)
         for name, data in (("output", output), ("error", error or b""), ("code", b"%d\n" % code)):
-            await asks.put(asks.home, {f"{folder}/{name}": FileChange(data)})
+            await client.put(client.home, {f"{folder}/{name}": FileChange(data)})
 
 
 def parse_rewards(name: str, data: bytes) -> dict[str, float]:
-    """Return the rewards in a file by name; one number is ``reward``. Raises `ValueError`."""
+    """Return the rewards in a file by name; a single number is ``reward``. Raises `ValueError`."""
     text = name == "reward.txt"
     try:
-        found = float(data) if text else msgspec.json.decode(data, type=_JSON_REWARDS)
+        content = float(data) if text else msgspec.json.decode(data, type=_JSON_REWARDS)
     except (ValueError, msgspec.DecodeError, RecursionError) as error:
         right = "a number" if text else "a number, or an object of numbers"
         raise ValueError(f"{name} is {data[:80]!r}, must be {right}: {error}") from error
-    named = found if isinstance(found, dict) else {"reward": found}
+    named = content if isinstance(content, dict) else {"reward": content}
     rewards = {key: float(value) for key, value in named.items()}
     if not rewards or not all(map(math.isfinite, rewards.values())):
         raise ValueError(f"{name} is {data[:80]!r}, must have finite numbers")

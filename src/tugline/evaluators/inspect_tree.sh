@@ -1,5 +1,5 @@
-# Lists what a fresh copy has: those of the paths in file $0 that exist, Python files, and what
-# each interpreter prints that runs the program $1.
+# Lists the existing paths among those in the file $0, all Python files, and the output of the
+# program $1 in each interpreter.
 exec 2>/dev/null
 # shellcheck disable=SC2016 # the inner shell expands it
 xargs -0 sh -c 'for f; do if [ -e "$f" ] || [ -h "$f" ]

@@ -1,12 +1,12 @@
-"""Evaluate by a model that grades by a rubric, the "LLM judge".
+"""Evaluate with a model that grades by a rubric, an "LLM judge".
 
-For what no test can measure. The judge sees the session's calls, changes and final answer,
-shortened. All of it may have been written by the agent, so it comes as JSON strings between marks
-made of its own digest, which nobody can write into it, the judge is told not to obey it, and what
-to do is said again after it. The judge answers with whole numbers by criterion; a failed request
-and an invalid answer are repeated a bounded number of times and end in an `EvaluatorError`, never
-in a silent 0. The judge can be misled all the same: use it beside tests (`weighted`), or for style,
-where less is at stake.
+For criteria that tests cannot measure. The judge sees the session's calls, changes and final
+answer, shortened. The agent may have written any of this, so it is quoted as JSON strings between
+marks with a digest of the data, which the data cannot contain; the judge is instructed not to obey
+it, and its instructions are repeated after the data. The judge answers with integers by criterion.
+A failed request or an invalid answer is retried a limited number of times and then raises
+`EvaluatorError`; it is never a silent 0. The judge can be misled nevertheless: combine it with
+tests (`weighted`), or use it for style, where less depends on it.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from tugline.types import Call, Message, Reward, Role
 from tugline.web.engine_http import EngineHttp
 
 MAX_SCORE = 10
-"""The highest score."""
+"""Highest score of a criterion."""
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _FIRST_WAIT_S = 0.3
 _LONGEST_WAIT_S = 20.0
@@ -39,7 +39,7 @@ _RULES = Path(__file__).with_name("judge_rules.txt").read_text(encoding="utf-8")
 
 
 class Criterion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One criterion of a rubric."""
+    """A criterion of a rubric."""
 
     name: Annotated[str, msgspec.Meta(min_length=1)]
     text: Annotated[str, msgspec.Meta(min_length=1)]
@@ -47,7 +47,7 @@ class Criterion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """A judge's answer: whole numbers from 0 to `MAX_SCORE` by criterion."""
+    """A judge's answer: integers from 0 to `MAX_SCORE` by criterion."""
 
     scores: dict[str, int]
     reasoning: str = ""
@@ -75,11 +75,12 @@ class _RetryableError(Exception):
 
 @dataclass(kw_only=True, eq=False)
 class JudgeEvaluator(Evaluator):
-    """`rubric` says what to grade: a text, or criteria with ``name``, ``text`` and ``weight``.
+    """Grades by a `rubric`: a text, or criteria with ``name``, ``text`` and ``weight``.
 
-    `base_url` (with ``/v1``) and `model` name the judge; the key is in the environment variable
-    `api_key_env` of the node. `max_chars` of the agent's text are shown. `schema` asks the
-    endpoint for structured output; `body` adds fields to the request, None removes one.
+    `base_url` (with ``/v1``) and `model` select the judge; the API key is in the environment
+    variable `api_key_env` of the node. At most about `max_chars` of the agent's text are shown.
+    `schema` requests structured output; `body` adds fields to the request, or removes those that
+    are None.
     """
 
     opens_sandbox = False
@@ -139,7 +140,7 @@ class JudgeEvaluator(Evaluator):
         return Verdict(Reward(value / sum(each.weight for each in self._criteria), parts), report)
 
     async def _request(self, data: bytes) -> Scores:
-        """Return the scores. Raises `EvaluatorError`."""
+        """Request the scores, with retries. Raises `EvaluatorError`."""
         names = [each.name for each in self._criteria]
         async with EngineHttp(key=self._find_key()) as http:
             for attempt in range(self.attempts):
@@ -214,16 +215,16 @@ def make_prompt(
     ]
 
 
-def shorten(text: str, most: int) -> str:
-    """Return the beginning and, twice as long, the end of a text."""
-    over = len(text) - most
-    if over <= 0:
+def shorten(text: str, limit: int) -> str:
+    """Shorten a text to `limit` characters: a third of its beginning, two thirds of its end."""
+    omitted = len(text) - limit
+    if omitted <= 0:
         return text
-    head = most // 3
-    return f"{text[:head]}\n[... {over} characters left out ...]\n{text[len(text) - most + head :]}"
+    head = limit // 3
+    return f"{text[:head]}\n[... {omitted} characters left out ...]\n{text[omitted + head :]}"
 
 
-def _list_messages(calls: Sequence[Call], most: int) -> Iterator[str]:
+def _list_messages(calls: Sequence[Call], limit: int) -> Iterator[str]:
     """Yield each message once, although every call repeats the history."""
     seen: set[tuple[Role, str, int]] = set()
     for call in calls:
@@ -231,7 +232,7 @@ def _list_messages(calls: Sequence[Call], most: int) -> Iterator[str]:
             key = (message.role, message.content, hash(message.tool_calls))
             if key not in seen and message.role not in {Role.SYSTEM, Role.DEVELOPER}:
                 seen.add(key)
-                yield shorten(_format_message(message), most)
+                yield shorten(_format_message(message), limit)
 
 
 def _format_message(message: Message) -> str:
@@ -270,7 +271,7 @@ def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_scores(answer: bytes, names: Sequence[str]) -> Scores:
-    """Return the scores in a completion. Raises `_RetryableError` if they are not as requested."""
+    """Return the scores of a completion. Raises `_RetryableError` for an invalid answer."""
     try:
         choice = msgspec.json.decode(answer, type=_JudgeCompletion).choices[0]
         text = (choice.message.content or "").rpartition("</think>")[2].strip()

@@ -1,8 +1,8 @@
-"""Test reports, and their scores: which tests were expected, and how many met it.
+"""Test reports, and their scores by the expected tests.
 
-A report may have been written by the code under test, so as little of it is trusted as its format
-allows: of two results of one test the worse counts, nothing counts of a run that did not end, and
-results that the test program's own count contradicts are an `inconsistency`.
+The code under test may have written the report, so it is trusted as little as its format allows: of
+several results of a test the worst counts, a run that did not end counts as failed, and results
+that contradict the test program's own count are an `inconsistency`.
 """
 
 import io
@@ -20,42 +20,42 @@ from tugline.sandbox.base import Exit
 from tugline.types import Reward
 
 _MAX_LINE = 8192
-"""Characters of a line that are read."""
+"""Maximum bytes read of a line."""
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _MAX_REASON = 300
 _MAX_TESTS = 100_000
 
 
 class TestOutcome(StrEnum):
-    """The outcome of one test, worst first."""
+    """Outcome of a test, worst first."""
 
     __test__ = False  # not a class of tests for pytest
 
     FAIL = "fail"
     SKIP = "skip"
     """Skipped, or an expected failure."""
-    PASS = "pass"  # noqa: S105 - no secret
+    PASS = "pass"  # noqa: S105 - not a password
 
 
 _WORST_FIRST = list(TestOutcome)
 
 
 class TestReport(msgspec.Struct):
-    """Outcomes by test name, as one run reported them."""
+    """Outcomes by test name, as reported by one run."""
 
     __test__ = False  # not a class of tests for pytest
 
     outcomes: dict[str, TestOutcome] = {}
     complete: bool = False
-    """Whether the test program ran to its end and said so."""
+    """Whether the test program reported that it ran to its end."""
     inconsistency: str = ""
-    """How the report contradicts itself; then nothing of it counts."""
+    """Contradiction in the report, because of which nothing of it counts; empty if none."""
     _cases: dict[str, TestOutcome] = {}
-    """Worst outcomes of parametrized tests, by the name that the cases share."""
+    """Worst outcome of each parametrized test, by the common name of its cases."""
     _reasons: dict[str, str] = {}
 
     def add(self, name: str, outcome: TestOutcome, reason: str = "") -> None:
-        """Add a result; of several of one test the worst counts."""
+        """Add a result; of several results of a test the worst counts."""
         if len(self.outcomes) >= _MAX_TESTS and name not in self.outcomes:
             self.inconsistency = f"more than {_MAX_TESTS} tests are reported"
             return
@@ -73,7 +73,7 @@ class TestReport(msgspec.Struct):
         return self.outcomes.get(name) or self._cases.get(name)
 
     def find_reason(self, name: str) -> str:
-        """Return one line on why a test did not pass, if it was reported."""
+        """Return the first line of the reported reason why a test did not pass; may be empty."""
         return self._reasons.get(name, "")
 
 
@@ -90,7 +90,7 @@ def _worse(first: TestOutcome, other: TestOutcome) -> TestOutcome:
 
 # --------------------------------------------------------------------------- scores
 _MAX_NAMES = 50
-"""Names of each kind in a report."""
+"""Maximum number of names in each list of a report."""
 
 Names = Sequence[Annotated[str, msgspec.Meta(min_length=1)]]
 """Names of tests, as an option of an evaluator."""
@@ -101,15 +101,15 @@ class ExpectedTests(msgspec.Struct, frozen=True):
 
     tests: tuple[str, ...] | None = None
     groups: dict[str, tuple[str, ...]] = {}
-    """Lists of tests whose share is a part of the reward, by name of the part."""
+    """Tests of each part of the reward, whose value is the fraction of them that passed."""
     partial: bool = False
-    """Whether the reward is the share of tests that passed, or all or nothing."""
+    """Whether the reward is the fraction of tests that passed, instead of 1 or 0."""
 
 
 def parse_expected(
     expected: Names | None, groups: Mapping[str, Names | None], *, partial: bool
 ) -> ExpectedTests:
-    """Combine the options of a task. Raises `ConfigError` if no test is expected."""
+    """Combine a task's options of expected tests. Raises `ConfigError` if there are none."""
     lists = {option: tuple(names) for option, names in groups.items() if names is not None}
     if expected is None and not lists:
         return ExpectedTests(partial=partial)
@@ -130,7 +130,7 @@ def score(
 ) -> Verdict:
     """Score a run; `normalize` returns the format's name of an expected test.
 
-    `codes` are the exit codes of a run in which all tests may have passed; empty: any.
+    `codes` are the exit codes with which the run may count as passed; empty means any.
     """
     tests = report.outcomes if expected.tests is None else expected.tests
     outcomes = {test: report.find(normalize(test)) for test in tests}
@@ -148,7 +148,7 @@ def score(
         "passed": len(passed),
         "total": len(tests),
         "failed": dict(list(failed.items())[:_MAX_NAMES]),
-        "missing": sorted(test for test, found in outcomes.items() if found is None)[:_MAX_NAMES],
+        "missing": sorted(test for test, outcome in outcomes.items() if not outcome)[:_MAX_NAMES],
         "exit": end.code,
         "timed_out": end.timed_out,
         "seconds": round(end.seconds, 3),

@@ -1,8 +1,8 @@
-"""Run trusted scripts on an agent's work, and show it: what evaluators with a sandbox share.
+"""Run trusted scripts on an agent's work and show its changes, for evaluators with a sandbox.
 
-`open_runner` opens a fresh sandbox and applies the task's files and the filtered patch; the
-evaluator's own files come last, after anything that runs the agent's code. Scripts run until a
-deadline, without network unless `allow_network` was called, and leave logs outside of the sandbox.
+`open_runner` opens a fresh sandbox and applies the task's files and the filtered patch; the caller
+adds the evaluator's own files last, after all steps that run the agent's code. Scripts run until a
+deadline, without network unless `allow_network` was called, and write logs outside of the sandbox.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ from tugline.sandbox.processes import run_command
 from tugline.types import Workspace
 
 TAIL = 2000
-"""Bytes of a log that reports show."""
+"""Number of bytes at the end of a log that reports show."""
 _LEAST_S = 1.0
 _PATHS = ".paths"
 _MAX_TREE = 32 << 20
-"""Bytes of the paths of a fresh copy."""
+"""Maximum bytes read of the list of a fresh copy's paths."""
 _MAX_CHARACTERS = 1 << 20
-"""Of a diff."""
+"""Maximum length of a diff; a file's diff is completed."""
 _MAX_LINES = 2000
-"""Of a file, before or after, that is shown in a diff."""
+"""Maximum lines of a file, before or after, for showing its diff."""
 _MAX_FILES = 100
-"""Files of a workspace whose old text is read."""
+"""Maximum number of workspace files that are read for a diff."""
 _MAX_FILE_BYTES = 256 << 10
 
 
@@ -48,9 +48,9 @@ class ScriptRunner:
     def __init__(self, sandbox: Sandbox, outcome: SessionOutcome) -> None:
         self.sandbox, self._deadline = sandbox, outcome.began + outcome.timeout_s
         self.refused: dict[str, str] = {}
-        """Paths of the patch that were not applied, each with the reason."""
+        """Paths of the patch that were not applied, with reasons."""
         self.diff = ""
-        """The whole patch, if it was requested."""
+        """The whole patch as text; empty unless it was requested."""
 
     async def run(
         self,
@@ -60,14 +60,14 @@ class ScriptRunner:
         log_name: str,
         env: Mapping[str, str] = MappingProxyType({}),
     ) -> Exit:
-        """Run a program for at most `timeout_s`, and until the deadline.
+        """Run a program for at most `timeout_s` and not beyond the deadline.
 
-        Raises `SandboxError` if it was out of time because the node was busy.
+        Raises `SandboxError` if it timed out because the node was busy.
         """
         timeout_s = min(timeout_s, max(self._deadline - time.monotonic(), _LEAST_S))
         end = await self.sandbox.run(argv, env=env, timeout_s=timeout_s, log_name=log_name)
         if end.starved:
-            msg = "other programs of the node had the processors until its time was over"
+            msg = "other programs of the node used the processors until the timeout"
             raise SandboxError(f"no verdict on {argv[0]} after {end.seconds:.0f} s: {msg}")
         return end
 
@@ -92,8 +92,8 @@ async def open_runner(
 ) -> AsyncIterator[ScriptRunner]:
     """Open a fresh sandbox with the agent's work in it.
 
-    The caller puts `trusted`, the evaluator's own files, when all else is done. `env` is what the
-    evaluator's programs will run with: it may say where they import from.
+    The caller must write `trusted`, the evaluator's own files, as the last step. `env` is the
+    environment of the evaluator's programs, which may change their module search path.
     """
     trusted = trusted or {}
     async with outcome.open_sandbox({}) as sandbox:
@@ -108,8 +108,8 @@ async def open_runner(
         patch, runner.refused = await asyncio.to_thread(filter_patch, outcome.patch, rules)
         work = apply_patch(outcome.task.files, patch, trusted)
         await sandbox.put(workdir, {p: text for p, text in work.items() if p not in trusted})
-        # What is built is made anew: nothing that the agent added, and nothing that it changed and
-        # is no text, is newer than its source.
+        # Make added files and changed binaries older than their sources, so that build tools do
+        # not take them for up-to-date results.
         changes = [(path, change) for path, change in patch.files.items() if change]
         built = [p for p, change in changes if p not in fresh.files or change.text is None]
         if built:
@@ -117,7 +117,7 @@ async def open_runner(
         yield runner
 
 
-# Workdirs and images have interpreters of their own; all tell what they could import.
+# Workdirs and images have interpreters of their own, each with its own importable modules.
 _INSPECT = Path(__file__).with_name("inspect_tree.sh").read_text(encoding="utf-8")
 _LIST_MODULES = r"""
 import os, sys
@@ -137,7 +137,7 @@ _LOOK_S = 60.0
 async def _run_on_paths(
     runner: ScriptRunner, script: str, paths: Iterable[str], env: Mapping[str, str], *args: str
 ) -> None:
-    """Run a script in the workdir; ``$0`` is a file of `paths`, each with a NUL at its end."""
+    """Run a script in the workdir; ``$0`` is a file of `paths`, each terminated by NUL."""
     home = runner.sandbox.home
     await runner.sandbox.put(home, {_PATHS: "".join(f"{path}\0" for path in paths)})
     argv = ("sh", "-c", script, str(home / _PATHS), *args)
@@ -148,7 +148,7 @@ async def _run_on_paths(
 async def _inspect_tree(
     runner: ScriptRunner, outcome: SessionOutcome, env: Mapping[str, str]
 ) -> FreshTree:
-    """Look at a fresh copy before the agent's work is put there."""
+    """Inspect a fresh copy before the agent's work is applied."""
     if not outcome.patch.files:
         return FreshTree()
     await _run_on_paths(runner, _INSPECT, outcome.patch.files, env, _LIST_MODULES)
@@ -162,9 +162,9 @@ async def _inspect_tree(
 
 
 async def allow_network(sandbox: Sandbox) -> None:
-    """Let programs reach the hosts that the runtime allows.
+    """Enable access to the hosts that the runtime allows.
 
-    A sandbox forwards those only once some address is exposed to it.
+    A sandbox opens its proxy only when a server is exposed, so expose one that answers nothing.
     """
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     async with server:
@@ -174,11 +174,11 @@ async def allow_network(sandbox: Sandbox) -> None:
 
 # --------------------------------------------------------------------------- foreign output
 _PARSE_S, _PARSE_WALL_S, _PARSE_BYTES = 60, 600.0, 2 << 30
-"""Processor time, time and memory for one output."""
+"""Limits for parsing an output: processor seconds, seconds and bytes of memory."""
 _PARSE = f"""
 import json, resource, sys
-most = resource.getpagesize() * int(open("/proc/self/statm").read().split()[0]) + {_PARSE_BYTES}
-resource.setrlimit(resource.RLIMIT_AS, (most, most))
+limit = resource.getpagesize() * int(open("/proc/self/statm").read().split()[0]) + {_PARSE_BYTES}
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]), int(sys.argv[2]) + 1))
 path = sys.argv[1]
 given = json.load(open(path + ".given"))
@@ -186,11 +186,11 @@ given = json.load(open(path + ".given"))
 
 
 async def parse_apart(code: str, data: bytes, given: Any, cpu_s: int = _PARSE_S) -> Any:
-    """Run Python `code` on what the agent's programs may have written, in a process of its own.
+    """Run Python `code` on untrusted `data` in a separate process with limits.
 
-    It has the JSON value `given` and the data at `path`, and writes a result to ``path + ".out"``,
-    which is returned as bytes. Whatever the data does to it slows and ends nothing else. Raises
-    `ValueError` if it needs more than `cpu_s` or the memory, or fails.
+    The code reads the JSON value `given` and the data at `path`, and writes its result to
+    ``path + ".out"``, which is returned as bytes. Malicious data can only crash or slow that
+    process. Raises `ValueError` if it exceeds `cpu_s` or the memory, or fails.
     """
     with tempfile.TemporaryDirectory(prefix="tugline-parse-") as name:
         path = Path(name) / "data"
@@ -200,22 +200,22 @@ async def parse_apart(code: str, data: bytes, given: Any, cpu_s: int = _PARSE_S)
         try:
             end, _, errors = await run_command(argv, timeout_s=_PARSE_WALL_S)
         except TimeoutError as error:
-            raise EvaluatorError(f"no time to read an output in {_PARSE_WALL_S:g} s") from error
+            raise EvaluatorError(f"parsing an output took over {_PARSE_WALL_S:g} s") from error
         if end < 0:
-            raise ValueError(f"its output is not read within {cpu_s} s of processor time")
+            raise ValueError(f"parsing its output took over {cpu_s} s of processor time")
         if end:
-            raise ValueError(f"its output is not read: {errors[-TAIL:].strip()}")
+            raise ValueError(f"its output cannot be parsed: {errors[-TAIL:].strip()}")
         return await asyncio.to_thread(path.with_name("data.out").read_bytes)
 
 
 # --------------------------------------------------------------------------- diffs
 def has_base(workspace: Workspace) -> bool:
-    """Return whether there are files besides those that a task brings along."""
+    """Return whether a workspace has files besides `Task.files`."""
     return any((workspace.image, workspace.build, workspace.repo, workspace.folder))
 
 
 async def diff_work(outcome: SessionOutcome, sandbox: Sandbox | None) -> str:
-    """Return the diff of an agent's work; `sandbox` has the workspace as it was, if any."""
+    """Return the diff of an agent's work; `sandbox`, if any, has the unchanged workspace."""
     before = dict(outcome.task.files)
     if sandbox is not None and has_base(outcome.task.workspace):
         for path in [path for path in outcome.patch.files if path not in before][:_MAX_FILES]:

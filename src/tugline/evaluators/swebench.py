@@ -1,15 +1,15 @@
-"""Evaluate a SWE row as SWE-bench does: its own script, graded by the package `swebench`.
+"""Evaluate a SWE row like SWE-bench: run its script and grade the log with the package `swebench`.
 
-The package (extra ``swe``) reads the log and decides what counts as resolved. Only the agent's
-filtered changes get into the fresh sandbox, which has no network unless it is requested.
+The package (extra ``swe``) reads the log and decides whether the row is resolved. Only the agent's
+filtered changes are applied to the fresh sandbox, which has no network unless requested.
 
-Who is at fault when no result can be read: tests that began and did not end in time, or took more
-memory or disk than the sandbox has, are the agent's doing, for its code ran. Otherwise the task may
-be broken: if the script gives no result without the agent's work either, there is no verdict (I5).
+If there is no readable result: tests that started but timed out, or exceeded the sandbox's memory
+or disk, count as the agent's failure, because its code ran. Otherwise the script is run without the
+agent's work; if there is no result either, the task is broken and there is no verdict (I5).
 
-Not covered: the agent's code runs in the process that prints the results, so a program written to
-print other ones can, and one that looks for the script finds the names of the tests there. The
-marks between which results are read have a random part, so no test prints them by accident.
+Not covered: the agent's code runs in the process that prints the results, so it can be written to
+print forged ones, or to read the names of the tests from the script. The marks around the results
+have a random part, so no test prints them by accident.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ _LOG = "eval"
 _MARK = ">>>>>"
 _MARKS = (f"{_MARK} Start Test Output", f"{_MARK} End Test Output", f"{_MARK} Test Exit Code")
 _MAX_NAMES = 50
-"""Failed tests that a report names."""
+"""Maximum number of failed tests named in a report."""
 
 
 class _ScriptRun(NamedTuple):
-    """One run of the script."""
+    """A run of the script."""
 
     exit: Exit
     log: str
@@ -51,7 +51,7 @@ class _ScriptRun(NamedTuple):
 
     @property
     def began(self) -> bool:
-        """Whether the tests, and so the agent's code, were started."""
+        """Whether the tests, and with them the agent's code, were started."""
         return _MARKS[0] in self.log
 
     @property
@@ -61,33 +61,33 @@ class _ScriptRun(NamedTuple):
 
     @property
     def stopped(self) -> bool:
-        """Whether it did not end by itself."""
+        """Whether the script was stopped by its timeout or a limit."""
         return self.exit.timed_out or self.exit.cause is not None
 
     @property
     def tail(self) -> str:
-        """The end of its log."""
+        """End of the log."""
         return self.log[-TAIL:].strip()
 
 
 @dataclass(kw_only=True, eq=False)
 class SweBenchEvaluator(Evaluator):
-    """`eval_script` runs the tests; `log_parser` is the parser of `swebench` for its output.
+    """Runs the tests by `eval_script`; `log_parser` names the `swebench` parser of its output.
 
     `fail_to_pass` and `pass_to_pass` are the tests that must pass after the agent's work; with
-    `partial`, the reward is the share of the first that pass as long as none of the second fails.
+    `partial`, the reward is the fraction of `fail_to_pass` that pass if all of `pass_to_pass` do.
     Changes to `protected_files` (files or folders of the repository) are refused, as are those
     that match `protected` or configure pytest, unless they match `editable`. `hides` are folders
-    of the image that the agent sees empty. With `network` the script reaches the hosts that the
+    of the image that are empty for the agent. With `network` the script reaches the hosts that the
     runtime allows.
     """
 
     max_log = 64 << 20
-    """Bytes of a log that are read."""
+    """Maximum bytes read of a log, from its beginning and its end."""
     log_end = 1 << 20
-    """Of those, bytes at its end."""
+    """Bytes of `max_log` that are read from the end."""
     parse_s = 60
-    """Processor time for reading it."""
+    """Limit of processor time for parsing a log, in seconds."""
 
     instance: str
     eval_script: str
@@ -120,7 +120,7 @@ class SweBenchEvaluator(Evaluator):
         """Whether the script has given a result on this machine."""
 
     def hidden(self, task: Task) -> tuple[str, ...]:
-        """Folders that the agent sees empty."""
+        """Return the folders that are empty for the agent."""
         return tuple(self.hides)
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
@@ -133,7 +133,7 @@ class SweBenchEvaluator(Evaluator):
         return Verdict(self._reward(run), {**_describe(run), "diff": diff})
 
     async def _run(self, outcome: SessionOutcome) -> _ScriptRun:
-        """Run the script on the work, in a fresh sandbox."""
+        """Run the script on the agent's work in a fresh sandbox."""
         spec = await asyncio.to_thread(self._make_spec)
         token = secrets.token_hex(8)
         async with open_runner(outcome, self._rules) as runner:
@@ -148,18 +148,18 @@ class SweBenchEvaluator(Evaluator):
             log = data.decode("utf-8", errors="replace").replace("\r\n", "\n")
             log = log.replace(_MARK, ">>>").replace(token, _MARK)
             run = _ScriptRun(end, log, runner.refused)
-            if run.stopped:  # tests that were stopped have no result
+            if run.stopped:  # results would be incomplete
                 return run
             return run._replace(report=await _grade(spec, run.log, self.parse_s))
 
     async def _check_without_work(self, outcome: SessionOutcome) -> None:
-        """Raises `EvaluatorError` if the script gives no result without the agent's work either."""
+        """Raise `EvaluatorError` if the script gives no result without the agent's work either."""
         run = await self._run(replace(outcome, patch=Patch()))
         if not run.has_result:
-            how = "give no result" if run.began else "do not begin"
+            failure = "give no result" if run.began else "do not begin"
             reason = run.report.get("infra_failure_reason", "")
             raise EvaluatorError(
-                f"{self.instance}: its tests {how}, also without the agent's work"
+                f"{self.instance}: its tests {failure}, also without the agent's work"
                 f"{reason and f' ({reason})'}: {run.tail or run.exit}"
             )
         self._proven = True
@@ -185,13 +185,13 @@ class SweBenchEvaluator(Evaluator):
     def _reward(self, run: _ScriptRun) -> Reward:
         resolved = bool(run.report.get("resolved"))
         tests = run.report.get("tests_status", {})
-        fixed, kept = (_share(tests.get(name)) for name in ("FAIL_TO_PASS", "PASS_TO_PASS"))
-        value = fixed if self.partial and kept == 1 else 0.0
-        parts = {"resolved": float(resolved), "fail_to_pass": fixed, "pass_to_pass": kept}
+        fixed, passing = (_share(tests.get(name)) for name in ("FAIL_TO_PASS", "PASS_TO_PASS"))
+        value = fixed if self.partial and passing == 1 else 0.0
+        parts = {"resolved": float(resolved), "fail_to_pass": fixed, "pass_to_pass": passing}
         return Reward(1.0 if resolved else value, parts)
 
 
-# The package's own `__init__` would import a client of Docker, data sets and more.
+# The package's own `__init__` would import a Docker client, `datasets` and more.
 _GRADE = """
 import sys, types
 from importlib.util import find_spec
@@ -209,7 +209,7 @@ json.dump(report[spec.instance_id], open(path + ".out", "w"))
 
 
 async def _grade(spec: Any, log: str, cpu_s: int) -> Mapping[str, Any]:
-    """Have `swebench` read a log; some of its parsers take quadratic time on what agents print."""
+    """Grade a log with `swebench` in a limited process: some parsers take quadratic time."""
     try:
         data = await parse_apart(_GRADE, log.encode(), asdict(spec), cpu_s)
     except ValueError as error:
@@ -235,7 +235,7 @@ def _describe(run: _ScriptRun) -> dict[str, Any]:
 
 
 def _share(status: Mapping[str, Sequence[str]] | None) -> float:
-    """Return the share of tests that passed: 0 without a status, 1 if no test was requested."""
+    """Return the fraction of tests that passed: 0 without a status, 1 if there are no tests."""
     if status is None:
         return 0.0
     passed, failed = len(status["success"]), len(status["failure"])
@@ -243,7 +243,7 @@ def _share(status: Mapping[str, Sequence[str]] | None) -> float:
 
 
 def _randomize_marks(script: str, token: str) -> str:
-    """Replace the marks around the results, so that no test can end its own output."""
+    """Replace the marks around the results, so that no test can print them."""
     for mark in _MARKS:
         script = script.replace(mark, mark.replace(_MARK, token))
     return script

@@ -1,16 +1,16 @@
-"""Evaluate by tests: the agent's changes on a fresh copy of the task, in a new sandbox.
+"""Evaluate with tests: the agent's changes on a fresh copy of the task, in a new sandbox.
 
-The reward is 1 only if every expected test ran and passed. What an agent could do instead of
-solving the task, and the result:
+The reward is 1 only if every expected test ran and passed. Attempts of an agent to pass without
+solving the task, and their results:
 
-- edit or delete tests or the configuration of their runner, or add such files: refused (`filters`);
+- edit, delete or add tests or the configuration of their runner: refused (`filters`);
 - shadow the runner or the standard library with files of their names: refused;
 - end the process early with code 0, skip, or break collection: expected tests are missing;
-- print results: those that the runner's count contradicts do not count (`formats`);
-- loop for ever: time runs out, reward 0.
+- print results: ignored if they contradict the runner's count (`formats`);
+- loop for ever: timeout, reward 0.
 
-Not covered: its code shares a process with the tests, so a program written to forge a report from
-the inside can. Evaluate by a program of your own where that must be ruled out.
+Not covered: the agent's code shares a process with the tests, so it can be written to forge a
+report from the inside. To rule that out, evaluate with a program that runs the work separately.
 """
 
 import ast
@@ -35,16 +35,16 @@ from tugline.schema import PositiveFloat
 from tugline.types import Task
 
 MAX_OUTPUT, MAX_REPORT = 100 << 20, 16 << 20
-"""Bytes that are read."""
+"""Maximum bytes read of an output and of a report."""
 _REPORT = "{report}"
 _CANNOT_RUN = (126, 127)
 _COLLECT = Path(__file__).with_name("collect_reports.sh").read_text(encoding="utf-8")
-"""Runs a command whose programs write reports to a pipe, and appends all of them to one file.
+"""Runs a command whose programs write reports to a pipe, and appends all reports to one file.
 
-A path would only have the report of the last program.
+With a regular file, each program would overwrite the report of the last one.
 """
 
-# `-I` and the late path entry: pytest is imported before anything of the agent's can be.
+# `-I` and the late path entry: pytest is imported before any module of the agent can be.
 _START = "import sys, pytest; sys.path.insert(0, '.'); sys.exit(pytest.main(sys.argv[1:]))"
 _PYTEST = (
     *("python3", "-I", "-B", "-c", _START, "-p", "no:cacheprovider", "-q"),
@@ -60,19 +60,19 @@ Command = str | Annotated[Sequence[str], msgspec.Meta(min_length=1)]
 
 @dataclass(kw_only=True, eq=False)
 class TestsEvaluator(Evaluator):
-    """`files` are tests that the agent never saw; they are applied last.
+    """Runs tests; `files` are tests that the agent never saw and that are applied last.
 
-    Without a `command`, our own pytest runs those of `files` and of the task's that look like
-    tests. With one, `command` runs in the workdir with `env`, after `setup`, and its output, or the
-    file `report`, is read as `format`. ``{report}`` in a command is a path with a random name,
-    which no file that was there before can have.
+    Without a `command`, Tugline's pytest runs the test files in `files` and in the task. With one,
+    `command` runs in the workdir with `env`, after `setup`, and its output, or the file `report`,
+    is read as `format`. ``{report}`` in a command is a path with a random name, which no existing
+    file can have.
 
-    `expected` names the tests that must pass, `fail_to_pass` and `pass_to_pass` do so in two lists;
-    without them all must. With `partial`, the reward is the share that did. `protected` adds
-    patterns of paths whose changes are refused, `editable` takes some out.
+    `expected` lists the tests that must pass, or `fail_to_pass` and `pass_to_pass` in two lists;
+    without these all tests must pass. With `partial`, the reward is the fraction that passed.
+    `protected` adds patterns of paths whose changes are refused, `editable` adds exceptions.
     """
 
-    __test__ = False  # the name is not meant for pytest's own collection
+    __test__ = False  # not a class of tests for pytest
 
     files: Mapping[str, str] | None = None
     command: Command | None = None
@@ -104,10 +104,10 @@ class TestsEvaluator(Evaluator):
             known = ", ".join(FORMATS)
             raise ConfigError(f"evaluator 'tests': format is {output!r}, must be one of {known}")
         self._output, self._format = output, FORMATS[output]
-        usual = [TESTS[language] for language in self._format.languages]
+        defaults = [TESTS[language] for language in self._format.languages]
         if self._own_pytest:
-            usual = [PYTHON, FOLDERS]
-        protected = (*itertools.chain(*usual), *self.protected)
+            defaults = [PYTHON, FOLDERS]
+        protected = (*itertools.chain(*defaults), *self.protected)
         self._rules = Rules(protected=protected, editable=self.editable)
         self._env = _add_env(env, self._format.env)
         self._argv = _parse_command("command", command)
@@ -121,7 +121,7 @@ class TestsEvaluator(Evaluator):
                 f"({self._format.reports}), or the option `report`"
             )
         self._proven: set[str] = set()
-        """Programs that are known to work without an agent's changes."""
+        """Programs that have run successfully without an agent's changes."""
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Run the expected tests on the agent's work."""
@@ -137,15 +137,15 @@ class TestsEvaluator(Evaluator):
         return Verdict(verdict.reward, {**verdict.report, **report})
 
     def _find_trusted_files(self, task: Task) -> dict[str, Content]:
-        """Return what is put over the agent's work last, whatever it did; None removes a file.
+        """Return the files that replace the agent's as the last step; None removes a file.
 
-        A report that exists before the tests is removed.
+        Includes None for `report`, so that no report exists before the tests.
         """
         files = task.files.items()
-        own = {p: text for p, text in files if self._rules.find_protected(PurePosixPath(p))}
+        protected = {p: text for p, text in files if self._rules.find_protected(PurePosixPath(p))}
         if self._own_pytest:
-            return {**own, **_find_pytest_files(task, self._files)}
-        return {**own, **self._files, **({self._report: None} if self._report else {})}
+            return {**protected, **_find_pytest_files(task, self._files)}
+        return {**protected, **self._files, **({self._report: None} if self._report else {})}
 
     async def _set_up(self, outcome: SessionOutcome, runner: ScriptRunner) -> Verdict | None:
         """Run `setup` on the agent's work; return a verdict if it fails."""
@@ -157,14 +157,14 @@ class TestsEvaluator(Evaluator):
         if not end.timed_out:
             await self._check_without_work(outcome, "setup", self._setup)
         verdict = score(TestReport(), self._expected, end)
-        how = "was out of time" if end.timed_out else f"ended with exit code {end.code}"
-        verdict.report.update(reason=f"setup {how}", output=await runner.read_tail("setup"))
+        failure = "was out of time" if end.timed_out else f"ended with exit code {end.code}"
+        verdict.report.update(reason=f"setup {failure}", output=await runner.read_tail("setup"))
         return verdict
 
     async def _run_tests(
         self, outcome: SessionOutcome, runner: ScriptRunner, trusted: Mapping[str, Content]
     ) -> Verdict:
-        """Run the tests in a sandbox that has all files."""
+        """Run the tests in a sandbox that has the work and the `trusted` files."""
         sandbox, argv, expected = runner.sandbox, self._argv, self._expected
         codes: tuple[int, ...] = (0,) if expected.tests is None else ()
         if self._own_pytest:
@@ -187,7 +187,7 @@ class TestsEvaluator(Evaluator):
         return verdict
 
     async def _check_program(self, outcome: SessionOutcome, report: TestReport, end: Exit) -> None:
-        """Raises `EvaluatorError` if the test program cannot run at all."""
+        """Raise `EvaluatorError` if the test program cannot run at all."""
         if self._own_pytest:
             if not report.complete:
                 await self._check_without_work(outcome, "pytest", _IMPORT_PYTEST)
@@ -214,9 +214,9 @@ class TestsEvaluator(Evaluator):
         argv: Sequence[str],
         failures: Collection[int] = (),
     ) -> None:
-        """Raises `EvaluatorError` if a program fails without the agent's changes as well.
+        """Raise `EvaluatorError` if a program fails without the agent's changes as well.
 
-        `failures` are its exit codes then; empty: all but 0.
+        `failures` are the exit codes that count as failures; empty means all but 0.
         """
         if program in self._proven:
             return
@@ -236,9 +236,9 @@ class TestsEvaluator(Evaluator):
 def _select_for_pytest(
     expected: ExpectedTests, sources: Mapping[str, str]
 ) -> tuple[ExpectedTests, tuple[int, ...], list[str]]:
-    """Return the tests to expect, exit codes of a good run (empty: any), and the files to run."""
+    """Return the expected tests, the exit codes of a good run (empty: any), and the test files."""
     paths = _find_test_files(sources)
-    codes: tuple[int, ...] = (0, 1)  # 1: some test failed, perhaps one that is not expected
+    codes: tuple[int, ...] = (0, 1)  # 1: a test failed, perhaps one that is not expected
     if expected.tests is None:
         names = _find_expected_tests({path: sources[path] for path in paths})
         expected, codes = msgspec.structs.replace(expected, tests=names), (0,)
@@ -246,12 +246,12 @@ def _select_for_pytest(
 
 
 def _add_env(env: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
-    """Append `added` to variables of the same name."""
+    """Return `env` with the values of `added` appended to variables of the same names."""
     return {**env, **{k: f"{env[k]} {v}" if env.get(k) else v for k, v in added.items()}}
 
 
 def _parse_command(option: str, command: Command) -> tuple[str, ...]:
-    """Return the words of a list, or a shell that runs a string."""
+    """Return a list as it is, or the arguments of a shell that runs a string."""
     if not isinstance(command, str):
         return tuple(command)
     if not command.strip():
@@ -260,21 +260,21 @@ def _parse_command(option: str, command: Command) -> tuple[str, ...]:
 
 
 # --------------------------------------------------------------------------- our own pytest
-# Expected tests are read from trusted source text, so that tests that vanish, are skipped or never
-# finish are missing, not fewer.
+# Expected tests are read from trusted source text, so that tests that are not collected, skipped or
+# never finished count as missing.
 def _find_pytest_files(task: Task, files: Mapping[str, str]) -> dict[str, str]:
-    """Return the task's own tests and settings, and hidden `files` over them."""
+    """Return the task's tests and pytest settings, replaced by `files` of the same paths."""
     trusted = {path: task.files[path] for path in _find_test_files(task.files)} | dict(files)
-    given = {**task.files, **trusted}
-    configured = any(p in given and section in given[p] for p, section in PYTEST_CONFIGS.items())
+    merged = {**task.files, **trusted}
+    configured = any(p in merged and section in merged[p] for p, section in PYTEST_CONFIGS.items())
     if not configured and not has_base(task.workspace):
-        # Without a file of its own pytest would look for one in the folders above.
+        # Without this file, pytest would search the parent folders for a configuration.
         trusted["pytest.ini"] = "[pytest]\n"
     return trusted
 
 
 def _find_test_files(files: Mapping[str, str]) -> list[str]:
-    """Return the paths that pytest's default rules take for test files."""
+    """Return the paths of test files by pytest's default rules."""
     names = ((path, PurePosixPath(path).name) for path in files)
     return sorted(
         path
@@ -284,15 +284,15 @@ def _find_test_files(files: Mapping[str, str]) -> list[str]:
 
 
 def find_tests(path: str, source: str) -> frozenset[str]:
-    """Return the tests that pytest's default rules find in a file. Raises `SyntaxError`."""
+    """Return the tests in a file by pytest's default rules. Raises `SyntaxError`."""
     module = ".".join(PurePosixPath(path).with_suffix("").parts)
-    found = set()
+    tests = set()
     for node in ast.parse(source, filename=path).body:
         if _is_test(node):
-            found.add(f"{module}::{node.name}")
+            tests.add(f"{module}::{node.name}")
         elif isinstance(node, ast.ClassDef) and _is_suite(node):
-            found |= {f"{module}.{node.name}::{n.name}" for n in node.body if _is_test(n)}
-    return frozenset(found)
+            tests |= {f"{module}.{node.name}::{n.name}" for n in node.body if _is_test(n)}
+    return frozenset(tests)
 
 
 def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:

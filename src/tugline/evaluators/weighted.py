@@ -1,8 +1,8 @@
 """Combine the rewards of several evaluators of the same session.
 
-They run concurrently, within the time limit of the evaluation; those that are `in_place` run one
-after another. A part without a verdict leaves the whole without one, unless it is not `required`:
-then the others count, and the report has the reason.
+The parts run concurrently, within the time limit of the evaluation; parts that are `in_place` run
+one after another. If a `required` part has no verdict, there is no verdict. If another part has
+none, the remaining parts count, and the report has the reason.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _NO_LOCK = contextlib.nullcontext()
 
 
 class PartOptions(msgspec.Struct, frozen=True):
-    """The options of a part."""
+    """Options of a part."""
 
     evaluator: PluginSpec
     weight: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0
@@ -33,10 +33,10 @@ class PartOptions(msgspec.Struct, frozen=True):
 
 @dataclass(kw_only=True, eq=False)
 class WeightedEvaluator(Evaluator):
-    """`parts` has for each name its ``evaluator`` (name, options), ``weight`` and ``required``.
+    """Combines `parts`: ``evaluator`` (name, options), ``weight`` and ``required`` by name.
 
-    The value is the weighted mean; with `mode` ``product`` or ``min`` weights do not count. Parts
-    of the reward are named ``<name>`` and ``<name>.<part>``.
+    The value is the weighted mean; `mode` ``product`` or ``min`` ignores the weights. The parts of
+    the reward are named ``<name>`` and ``<name>.<part>``.
     """
 
     parts: Annotated[dict[str, PartOptions], msgspec.Meta(min_length=1)]
@@ -45,12 +45,12 @@ class WeightedEvaluator(Evaluator):
     def __post_init__(self) -> None:
         self._parts = msgspec.convert(self.parts, dict[str, PartOptions])
         self._evaluators = {name: _make(name, part) for name, part in self._parts.items()}
-        own = self._evaluators.values()
-        self.in_place = any(each.in_place for each in own)
-        self.opens_sandbox = any(each.opens_sandbox for each in own if not each.in_place)
+        evaluators = self._evaluators.values()
+        self.in_place = any(each.in_place for each in evaluators)
+        self.opens_sandbox = any(each.opens_sandbox for each in evaluators if not each.in_place)
 
     def mounts(self, task: Task) -> tuple[Mount, ...]:
-        """The mounts of all parts. Raises `ConfigError` if they conflict."""
+        """Return the mounts of all parts. Raises `ConfigError` if they conflict."""
         by_target: dict[str, tuple[str, Mount]] = {}
         for name, evaluator in self._evaluators.items():
             for mount in evaluator.mounts(task):
@@ -59,8 +59,8 @@ class WeightedEvaluator(Evaluator):
                         f"evaluator 'weighted': part {name!r} would show the agent its files at "
                         f"{mount.target}, because another part is in place"
                     )
-                other, had = by_target.setdefault(mount.target, (name, mount))
-                if had != mount or (other != name and self.in_place):
+                other, first = by_target.setdefault(mount.target, (name, mount))
+                if first != mount or (other != name and self.in_place):
                     raise ConfigError(
                         f"evaluator 'weighted': parts {other!r} and {name!r} both have a folder of "
                         f"their own at {mount.target}; use one of them"
@@ -68,7 +68,7 @@ class WeightedEvaluator(Evaluator):
         return tuple(mount for _, mount in by_target.values())
 
     def hidden(self, task: Task) -> tuple[str, ...]:
-        """Folders that any part hides from the agent."""
+        """Return the folders that any part hides from the agent."""
         paths = (path for own in self._evaluators.values() for path in own.hidden(task))
         return tuple(dict.fromkeys(paths))
 
@@ -89,7 +89,10 @@ class WeightedEvaluator(Evaluator):
     async def _evaluate_part(
         self, name: str, outcome: SessionOutcome, alone: asyncio.Lock
     ) -> Verdict | EvaluatorError:
-        """Return its verdict, or why there is none if that need not end the evaluation."""
+        """Return a part's verdict, or the error if other parts can still decide.
+
+        Raises the error of a required part, unless the part is graded by a model.
+        """
         evaluator = self._evaluators[name]
         in_place = evaluator.in_place
         try:
@@ -110,15 +113,15 @@ class WeightedEvaluator(Evaluator):
     def _discount_models(
         self, verdicts: Mapping[str, Verdict | EvaluatorError]
     ) -> dict[str, Verdict | EvaluatorError]:
-        """Count what a model says as 0 where another required part is 0.
+        """Set the rewards of models to 0 if another required part is 0.
 
-        Then it cannot be talked into a reward, nor out of a verdict. Raises the `EvaluatorError` of
-        a required part otherwise.
+        So an agent cannot gain a reward, or avoid a verdict, by influencing a model. Otherwise
+        raises the `EvaluatorError` of a required model.
         """
         models = {name for name, own in self._evaluators.items() if own.graded_by_model}
         required = {name for name, part in self._parts.items() if part.required}
-        sure = [verdicts[name] for name in required - models]
-        failed = any(isinstance(each, Verdict) and each.reward.value == 0.0 for each in sure)
+        others = [verdicts[name] for name in required - models]
+        failed = any(isinstance(each, Verdict) and each.reward.value == 0.0 for each in others)
         result = dict(verdicts)
         for name in models:
             verdict = verdicts[name]
@@ -159,7 +162,7 @@ class WeightedEvaluator(Evaluator):
 
 
 def _make(name: str, options: PartOptions) -> Evaluator:
-    """Make the evaluator of a part. Raises `ConfigError`."""
+    """Create the evaluator of a part. Raises `ConfigError`."""
     try:
         return make("evaluator", options.evaluator, Evaluator)
     except (ConfigError, UnknownPlugin) as error:

@@ -1,1 +1,1 @@
-"""Exports: recorded sessions as files that other tools and trainers read."""
+"""Export recorded sessions to files of other tools and trainers."""

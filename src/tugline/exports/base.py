@@ -1,8 +1,8 @@
-"""The contract of an export format: one session to rows, and rows to a file.
+"""Interface of export formats: convert sessions to rows, and write rows to a file.
 
 A format with a row per trace that writes JSON lines implements `Exporter.row`; others override
-`rows` or `open`. A format holds one session at a time and gives a reason for everything that does
-not become a row, so that nothing is left out silently (I2).
+`rows` or `open`. A format holds one session in memory at a time and gives a reason for everything
+that does not become a row, so that nothing is omitted silently (I2).
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ from tugline.types import PluginSpec, Trace, TraceKind
 
 
 class SkipReason(StrEnum):
-    """Why a session, or a row of it, is not in the file; `docs/export.md` explains each."""
+    """Reason why a session or one of its rows is not in the file; see `docs/export.md`."""
 
     DAMAGED = "damaged"
     NO_HEADER = "no_header"
@@ -46,18 +46,18 @@ class SkipReason(StrEnum):
 
 
 class TraceFilter(msgspec.Struct, frozen=True):
-    """Which traces or conversations of a session are written."""
+    """Filter of the traces or conversations of a session."""
 
     kinds: frozenset[TraceKind] = frozenset()
-    """Empty: the kinds that the format writes by default."""
+    """Kinds to write; empty: the format's default kinds."""
     exact_only: bool = False
     max_length: int | None = None
-    """Tokens."""
+    """Maximum length in tokens."""
 
     def check(
         self, kind: TraceKind, *, exact: bool, length: int, default: frozenset[TraceKind]
     ) -> SkipReason | None:
-        """Return why a trace of this kind and length is skipped; None if it is not."""
+        """Return the reason why such a trace is skipped; None if it is written."""
         if kind not in (self.kinds or default):
             return SkipReason.KIND
         if self.exact_only and not exact:
@@ -68,7 +68,7 @@ class TraceFilter(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class SessionExport:
-    """One session on its way to a file."""
+    """A session to export."""
 
     header: Header
     recording: Recording
@@ -76,26 +76,26 @@ class SessionExport:
     builder: Builder
     filter: TraceFilter
     index: int
-    """Position of the session among those exported."""
+    """Position of the session among the exported ones."""
     group: int
-    """Position of its task among those exported."""
+    """Position of its task among the exported ones."""
     advantage: float | None
     """(reward - mean) / std over the selected sessions of its task; None without a reward."""
 
     @cached_property
     def built(self) -> Built:
-        """Its traces and ledger. Raises `CaptureError` on calls that cannot be built."""
+        """Traces and ledger of the session. Raises `CaptureError` on incomplete calls."""
         return self.builder.build(self.recording.calls)
 
     @property
     def reward(self) -> float | None:
-        """The session's outcome; None if it has none."""
+        """Reward of the session; None if it has none."""
         result = self.recording.result
         return result.reward.value if result is not None and result.reward is not None else None
 
 
 class ExportRow(NamedTuple):
-    """The columns of one row, and its token counts for the summary."""
+    """Columns of a row, and its token counts for the summary."""
 
     values: Mapping[str, object]
     tokens: int
@@ -103,7 +103,7 @@ class ExportRow(NamedTuple):
 
 
 class RowWriter:
-    """An open file, by default of JSON lines, arrays as lists. Equal rows give equal bytes."""
+    """Writer of a file, by default of JSON lines with arrays as lists; deterministic."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -118,18 +118,18 @@ class RowWriter:
 
 
 class Exporter:
-    """One format; its options are the keyword arguments of `__init__`."""
+    """Base of formats; the keyword arguments of `__init__` are the format's options."""
 
     suffix = ".jsonl"
-    """Suffix of its files."""
+    """Suffix of files."""
     needs_reward = True
     """Whether sessions without a reward are skipped."""
     trains = True
-    """Whether rows are for a trainer of token ids: of one tokenizer, each with tokens to train on,
-    without images."""
+    """Whether rows are for a trainer of token ids: one tokenizer, trained tokens in every row, and
+    no images."""
 
     def rows(self, session: SessionExport) -> Iterator[ExportRow | SkipReason]:
-        """Yield the rows of a session, and a reason for everything that becomes no row."""
+        """Yield the rows of a session, and a reason for every skipped row."""
         every = frozenset(TraceKind)
         for index, trace in enumerate(session.built.traces):
             size = len(trace.ids)

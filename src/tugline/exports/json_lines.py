@@ -1,7 +1,7 @@
-"""JSON lines: chats for supervised fine-tuning, trajectories for Harbor, and samples for slime.
+"""JSON lines: chats for supervised fine-tuning, trajectories for Harbor, samples for slime.
 
-Conversations are followed by their recorded parents, so sessions of text mode, which have no ids,
-can be exported too. Of each thread the longest conversation that was never edited is taken.
+Conversations are built from the recorded parents, so that sessions of text mode, which have no ids,
+can be exported as well. The longest unedited conversation of each thread is written.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,12 +31,12 @@ _DEFAULT_KINDS = frozenset({TraceKind.MAIN, TraceKind.SUBAGENT})
 
 
 class Conversations(Exporter):
-    """One row per conversation."""
+    """Base of formats with a row per conversation."""
 
     needs_reward = False
     trains = False
     about = "metadata"
-    """The column that says which conversation it is."""
+    """Name of the column that identifies the conversation."""
 
     def rows(self, session: SessionExport) -> Iterator[ExportRow | SkipReason]:
         """Yield the longest conversation of each thread."""
@@ -51,7 +51,7 @@ class Conversations(Exporter):
         tokens = len(calls[-1].prompt_ids) + len(calls[-1].sampled_ids)
         exact = all(call.mode is not Mode.TEXT for call in calls)
         skip = session.filter.check(kind, exact=exact, length=tokens, default=_DEFAULT_KINDS)
-        if skip is None and any(one.images for call in calls for one in call.messages):
+        if skip is None and any(message.images for call in calls for message in call.messages):
             skip = SkipReason.IMAGES
         skip = skip or (SkipReason.RAW_PROMPT if calls[0].raw_prompt else None)
         if skip is not None:
@@ -78,11 +78,11 @@ class Conversations(Exporter):
 
 @dataclass(kw_only=True, eq=False)
 class Sft(Conversations):
-    """Chats to learn from.
+    """Chats for supervised fine-tuning.
 
     `reasoning` is written as ``reasoning_content``. `arguments` of tool calls are JSON text as in
-    the OpenAI API, or objects. `system` messages stay where they were, or are joined at the front.
-    `shape` is one list, or the messages before the first answer and the rest.
+    the OpenAI API, or objects. `system` messages keep their positions, or are joined at the front.
+    `shape` is one list of messages, or a list up to the first answer and a list of the rest.
     """
 
     reasoning: bool = True
@@ -110,18 +110,18 @@ class Sft(Conversations):
 class Atif(Conversations):
     """Harbor's Agent Trajectory Interchange Format, version 1.7; a row is a trajectory.
 
-    `tokens` adds what was sampled at each step: ids of prompt and answer, and log probabilities.
+    `tokens` adds the ids of prompt and answer and the log probabilities of each step.
     """
 
     tokens: bool = True
     about = "extra"
 
     def make_columns(self, session: SessionExport, calls: Sequence[Call]) -> dict[str, object]:
-        """Return steps, and who made them."""
+        """Return the steps, the agent that made them, and totals."""
         harness, steps = session.header.task.harness, list[dict[str, Any]]()
         for call in calls:
             if not call.messages and steps and steps[-1]["source"] == "agent":
-                steps.pop()  # it resumed this answer and has all of it
+                steps.pop()  # the call resumed this answer and contains all of it
             for message in call.messages:
                 _add_step(steps, message)
             if call.answer is not None:
@@ -161,10 +161,10 @@ class Atif(Conversations):
 
 
 def _add_step(steps: list[dict[str, Any]], message: Message) -> None:
-    """Add a message: a tool's result belongs to the step before it, others are steps."""
+    """Add a message as a step; a tool's result is added to the previous step."""
     if message.role is Role.TOOL and steps:
-        made = {call["tool_call_id"] for call in steps[-1].get("tool_calls", ())}
-        known = {"source_call_id": message.tool_call_id} if message.tool_call_id in made else {}
+        calls = {call["tool_call_id"] for call in steps[-1].get("tool_calls", ())}
+        known = {"source_call_id": message.tool_call_id} if message.tool_call_id in calls else {}
         observation = steps[-1].setdefault("observation", {"results": []})
         observation["results"].append({"content": message.content, **known})
         return
@@ -184,9 +184,9 @@ def _describe_call(call: ToolCall) -> dict[str, object]:
 
 
 def find_conversations(calls: Sequence[Call]) -> Iterator[tuple[TraceKind | None, list[Call]]]:
-    """Yield the longest conversation of each thread, in order; a None for each shorter one.
+    """Yield the longest conversation of each thread, in order; kind None for each shorter one.
 
-    An answer at the end that was cut off, or that the harness never received, is omitted; a thread
+    A final answer that is incomplete, or that the harness never received, is omitted; a thread
     without any answer has no calls.
     """
     known = {call.number: call for call in calls}
@@ -210,7 +210,7 @@ def _find_previous(call: Call, known: Mapping[int, Call]) -> Call | None:
 
 
 def _walk_back(tip: Call, known: Mapping[int, Call]) -> list[Call]:
-    """Return `tip` and the calls before it, up to the last complete answer."""
+    """Return the conversation of `tip` in order, up to its last complete answer."""
     chain: list[Call] = []
     call: Call | None = tip
     while call is not None:
@@ -222,10 +222,10 @@ def _walk_back(tip: Call, known: Mapping[int, Call]) -> list[Call]:
 
 
 def join_messages(calls: Sequence[Call], *, front: bool = False) -> list[Message]:
-    """Return the conversation of `calls`, each of which continues the one before.
+    """Return the conversation of `calls`, each of which continues the previous one.
 
-    A call without messages resumed the answer before it and has all of it. With `front`, leading
-    system messages become one, and later ones user messages.
+    A call without messages resumed the previous answer and contains all of it. With `front`,
+    leading system messages are joined, and later ones become user messages.
     """
     messages: list[Message] = []
     for call in calls:
@@ -236,7 +236,7 @@ def join_messages(calls: Sequence[Call], *, front: bool = False) -> list[Message
 
 
 def _parse_object(arguments: str) -> object:
-    """Parse arguments that are a JSON object; others stay text."""
+    """Parse arguments if they are a JSON object; return others as text."""
     value = model_call.decode_arguments(arguments)
     return value if isinstance(value, dict) else arguments
 
@@ -246,14 +246,14 @@ _STATUSES = {Finish.STOP: "completed", Finish.LENGTH: "truncated", Finish.ABORT:
 
 
 class Slime(Exporter):
-    """The input of slime's ``Sample.from_dict``; the response begins with the first sampled token.
+    """Input of slime's ``Sample.from_dict``; the response begins with the first sampled token.
 
-    The traces of a session are siblings: they share ``rollout_id``, by which slime counts them as
-    one rollout, ``index`` and the reward. Sessions of a task share ``group_index``.
+    The traces of a session are siblings: they share ``index``, the reward, and ``rollout_id``, by
+    which slime counts them as one rollout. Sessions of a task share ``group_index``.
     """
 
     def row(self, session: SessionExport, index: int, trace: Trace) -> Mapping[str, object]:
-        """Return the fields of `Sample`; all others keep their default."""
+        """Return the fields of a `Sample`; other fields keep their defaults."""
         first = trace.spans[0].start
         return {
             "group_index": session.group,

@@ -1,9 +1,9 @@
-"""Export recordings to files: summarize each session, select, then write one after the other.
+"""Export recordings to files: summarize the sessions, select some, write them one by one.
 
-A first pass over the recordings keeps a `SessionSummary` of each, so ten thousand take a few
-megabytes; selection is a pure function of those. The order does not depend on the file system or
-on chance: the file of a task depends on a hash of its name and a seed. Files are written under a
-partial name and renamed when all are complete.
+A first pass over the recordings keeps a `SessionSummary` of each, a few megabytes for ten thousand;
+selection is a pure function of the summaries. The output is deterministic: it does not depend on
+the file system, and the file of a task is chosen by a hash of its name and a seed. Files are
+written under a partial name and renamed when all are complete.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from tugline.trainers.grpo.samples import group_advantages
 from tugline.types import PluginSpec, Status
 
 Progress = Callable[[str, int, int], None]
-"""Called with (phase, done, total)."""
+"""Callback with (phase, done, total)."""
 WHOLE = "all"
-"""Name of the one file of an export that is not split."""
+"""Name of the file of an export without a split."""
 _MAX_ERRORS = 20
 
 
@@ -41,16 +41,16 @@ class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
     sample: int
     tags: dict[str, str]
     status: Status | None
-    """None while there is no result."""
+    """Status of the result; None if there is none yet."""
     reward: float | None
     tokenizer: str
-    """Digest of its tokenizer, or the model's name if that is unknown."""
+    """Digest of the tokenizer; the model's name if unknown."""
     answers: bytes
     """Digest of all answers of the model."""
 
     @property
     def sort_key(self) -> tuple[str, int, str, str]:
-        """Sorts samples of a task together."""
+        """Sort key that keeps samples of a task together."""
         return self.task, self.sample, self.session, str(self.path)
 
 
@@ -58,17 +58,17 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """Filters of sessions, in the order in which they apply."""
 
     status: frozenset[Status] = frozenset()
-    """Empty: any, including sessions without a result."""
+    """Allowed statuses; empty: any, including sessions without a result."""
     tags: dict[str, str] = {}
     min_reward: float | None = None
     dedupe: bool = False
     best_of: int | None = None
-    """How many of the best sessions of each task are kept; of equals the first samples."""
+    """Number of best sessions to keep of each task; among equal rewards, the first samples."""
 
     def check(self, session: SessionSummary, *, needs_reward: bool) -> SkipReason | None:
-        """Return why this session is skipped regardless of the others; None if it is not.
+        """Return the reason why this session alone would be skipped; None if there is none.
 
-        `needs_reward` is whether the format does.
+        `needs_reward` is whether the format requires rewards.
         """
         if self.status and session.status not in self.status:
             return SkipReason.STATUS
@@ -108,7 +108,7 @@ def summarize(path: Path) -> SessionSummary | None:
 def select(
     sessions: Iterable[SessionSummary], selection: Selection, *, needs_reward: bool
 ) -> tuple[list[SessionSummary], Counter[SkipReason]]:
-    """Return the sessions to export, sorted, and how many are skipped for which reason."""
+    """Return the sessions to export, sorted, and the number of skipped ones by reason."""
     ranked = sorted(sessions, key=lambda each: each.sort_key)
     checked = [(each, selection.check(each, needs_reward=needs_reward)) for each in ranked]
     skipped = Counter(reason for _, reason in checked if reason is not None)
@@ -128,9 +128,9 @@ def select(
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """How tasks are split into files; all samples of a task go to the same one.
+    """Split of tasks into files; all samples of a task are in one file.
 
-    The hash of a task's id and the seed decides, so it stays where it is when tasks are added.
+    A hash of the task's id and the seed chooses the file, so adding tasks does not move others.
     """
 
     shares: Mapping[str, float]
@@ -143,21 +143,21 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
 # --------------------------------------------------------------------------- writing
 class Export(msgspec.Struct, frozen=True, kw_only=True):
-    """What to export, and how."""
+    """Settings of an export."""
 
     exporter: Exporter
     out: Path
-    """A file; with a split, a folder of files."""
+    """Output file; with a split, a folder of files."""
     selection: Selection = Selection()
     filter: TraceFilter = TraceFilter()
     builder: PluginSpec | None = None
-    """None: each task's own."""
+    """Builder of all sessions; None: each task's own."""
     split: Split | None = None
     force: bool = False
 
 
 class FileSummary(msgspec.Struct):
-    """The contents of one file."""
+    """Counts of one file."""
 
     path: str
     tasks: int = 0
@@ -165,24 +165,24 @@ class FileSummary(msgspec.Struct):
     rows: int = 0
     tokens: int = 0
     trained: int = 0
-    """Tokens that a trainer learns from; sampled ones for chat."""
+    """Number of trained tokens; for chats, of sampled tokens."""
 
 
 class ExportSummary(msgspec.Struct):
-    """The result of an export."""
+    """Result of an export."""
 
     recordings: int
-    """Recordings."""
+    """Number of recordings."""
     exported: int = 0
-    """Sessions with a row in a file."""
+    """Number of sessions with a row in a file."""
     left_out: dict[SkipReason, int] = {}
-    """Recordings that have none, by reason; ``recordings == exported + sum(left_out)``."""
+    """Recordings without a row, by reason; ``recordings == exported + sum(left_out)``."""
     rows_left_out: dict[SkipReason, int] = {}
-    """Traces or conversations, by reason."""
+    """Skipped traces or conversations, by reason."""
     files: dict[str, FileSummary] = {}
-    """By split; a single one is `WHOLE`."""
+    """Files by split; a single file is `WHOLE`."""
     errors: list[str] = []
-    """Of the first damaged recordings."""
+    """Errors of the first damaged recordings."""
 
 
 def run(export: Export, paths: Sequence[Path], on_progress: Progress) -> ExportSummary:
@@ -192,7 +192,7 @@ def run(export: Export, paths: Sequence[Path], on_progress: Progress) -> ExportS
     targets = {name: export.out / f"{name}{suffix}" for name in names} or {WHOLE: export.out}
     for target in targets.values():
         if target.exists() and not export.force:
-            raise UsageError(f"{target} is there already; choose another --out, or give --force")
+            raise UsageError(f"{target} already exists; choose another --out, or give --force")
         target.parent.mkdir(parents=True, exist_ok=True)
     running = _RunningExport(export, targets, len(paths))
     try:
@@ -207,7 +207,7 @@ def run(export: Export, paths: Sequence[Path], on_progress: Progress) -> ExportS
 
 
 class _RunningExport:
-    """The open files and the counts of one export."""
+    """Open files and counts of a running export."""
 
     def __init__(self, export: Export, targets: Mapping[str, Path], session_count: int) -> None:
         self.export, self.targets = export, targets
@@ -223,18 +223,18 @@ class _RunningExport:
     ) -> None:
         needed = self.export.exporter.needs_reward
         sessions = self._summarize_all(paths, on_progress)
-        kept, skipped = select(sessions, self.export.selection, needs_reward=needed)
+        chosen, skipped = select(sessions, self.export.selection, needs_reward=needed)
         self.skipped += skipped
-        tokenizers = len({session.tokenizer for session in kept})
+        tokenizers = len({session.tokenizer for session in chosen})
         if self.export.exporter.trains and tokenizers > 1:
             msg = f"the sessions' token ids are of {tokenizers} tokenizers; export one at a time"
             raise UsageError(msg)
         for name, path in self.targets.items():
             writer = contextlib.closing(self.export.exporter.open(_partial(path)))
             self.writers[name] = files.enter_context(writer)
-        groups = {task: i for i, task in enumerate(dict.fromkeys(one.task for one in kept))}
+        groups = {task: i for i, task in enumerate(dict.fromkeys(s.task for s in chosen))}
         tasks: dict[str, set[str]] = defaultdict(set)
-        for index, (session, advantage) in enumerate(zip(kept, _advantages(kept), strict=True)):
+        for index, (session, advantage) in enumerate(zip(chosen, _advantages(chosen), strict=True)):
             split = self.export.split
             name = WHOLE if split is None else split.choose_file(session.task)
             if self._write_session(session, name, (index, groups[session.task], advantage)):
@@ -242,7 +242,7 @@ class _RunningExport:
                 self.summary.files[name].tasks = len(tasks[name])
                 self.summary.files[name].sessions += 1
                 self.summary.exported += 1
-            on_progress("writing", index + 1, len(kept))
+            on_progress("writing", index + 1, len(chosen))
         self.summary.left_out = dict(sorted((+self.skipped).items()))
         self.summary.rows_left_out = dict(sorted((+self.skipped_rows).items()))
         if not self.summary.exported:
@@ -271,7 +271,7 @@ class _RunningExport:
     def _write_session(
         self, session: SessionSummary, name: str, position: tuple[int, int, float | None]
     ) -> bool:
-        """Write the rows of a session; returns whether it has any."""
+        """Write the rows of a session; return whether it has any."""
         file, rows = self.summary.files[name], 0
         try:
             for row in self.export.exporter.rows(self._load(session, position)):
@@ -282,7 +282,7 @@ class _RunningExport:
                 rows += 1
                 file.tokens += row.tokens
                 file.trained += row.trained
-        except CaptureError as error:  # of the builder, before the first row
+        except CaptureError as error:  # raised by the builder, before the first row
             self._count_damaged(error)
             return False
         file.rows += rows
@@ -295,7 +295,7 @@ class _RunningExport:
         recording = read(session.path)
         header = recording.header
         if header is None:
-            raise CaptureError(f"{session.path} was cut off while it was exported")
+            raise CaptureError(f"{session.path} was truncated during the export")
         spec = self.export.builder or header.task.builder
         builder = self.builder or make_builder(spec)
         return SessionExport(header, recording, spec.name, builder, self.export.filter, *position)
@@ -317,4 +317,4 @@ def _advantages(sessions: Sequence[SessionSummary]) -> list[float | None]:
         if session.reward is not None:
             groups[session.task].append(session.reward)
     advantages = {task: iter(group_advantages(rewards)) for task, rewards in groups.items()}
-    return [None if one.reward is None else next(advantages[one.task]) for one in sessions]
+    return [None if s.reward is None else next(advantages[s.task]) for s in sessions]

@@ -1,8 +1,8 @@
-"""Parquet tables: all fields of traces and calls, and rows for TRL and verl.
+"""Parquet tables: all fields of traces, and rows for TRL and verl.
 
-They are written in batches of bounded size. pyarrow comes with the extra ``export``. No file holds
-a date or a path, so equal rows make equal bytes. A map is a list of ``{key, value}``, because
-Hugging Face `datasets` knows no Arrow map. `docs/export.md` explains the columns.
+Files are written in batches of bounded size, with pyarrow from the extra ``export``. They contain
+no date or path, so equal rows give equal bytes. A map is a list of ``{key, value}``, because
+Hugging Face `datasets` does not support Arrow maps. `docs/export.md` explains the columns.
 """
 
 from collections.abc import Mapping
@@ -28,9 +28,9 @@ except ImportError as _error:
 
 _BATCH_ROWS = 256
 _BATCH_TOKENS = 1 << 20
-"""A batch is written when it has that many rows or tokens."""
+"""Number of rows or tokens at which a batch is written."""
 _OF_TRACE = ("kind", "parent", "shared", "thread", "exact", "thinking_retention", "ids", "logprobs")
-"""Fields of a trace that are columns as they are."""
+"""Fields of a trace that become columns unchanged."""
 
 
 def _map(value: pa.DataType) -> pa.DataType:
@@ -61,20 +61,20 @@ TYPES: dict[str, pa.DataType] = {
         | dict.fromkeys(("masked", "dropped"), _map(pa.int64()))
     ),
 }
-"""The types in `TableExporter.columns`."""
+"""Arrow types by the names in `TableExporter.columns`."""
 
 
 def pairs(mapping: Mapping[Any, object]) -> list[dict[str, object]]:
-    """Return the value of a map column, sorted by key."""
+    """Convert a mapping to the value of a map column, sorted by key."""
     return [{"key": str(key), "value": mapping[key]} for key in sorted(mapping)]
 
 
 class TableExporter(Exporter):
-    """A format of rows with typed columns."""
+    """Base of formats with typed columns."""
 
     suffix = ".parquet"
     columns = ""
-    """``name:type`` of each, with the types in `TYPES`."""
+    """Columns as ``name:type``, with the types in `TYPES`."""
 
     def open(self, path: Path) -> RowWriter:
         """Create the Parquet file."""
@@ -90,7 +90,7 @@ class _TableWriter(RowWriter):
         self._writer: Any = pq.ParquetWriter(str(path), schema, compression="zstd")
 
     def write(self, values: Mapping[str, object]) -> None:
-        """Buffer one row, and write the batch if it is full."""
+        """Buffer a row, and write the batch if it is full."""
         self._rows.append(values)
         self._tokens += max(getattr(value, "size", 0) for value in values.values())
         if len(self._rows) >= _BATCH_ROWS or self._tokens >= _BATCH_TOKENS:
@@ -109,7 +109,7 @@ class _TableWriter(RowWriter):
 
 # --------------------------------------------------------------------------- traces
 class Parquet(TableExporter):
-    """One row per trace with all its fields, those that train nothing too; a reward may be null."""
+    """Table of all traces with all fields, untrained ones included; the reward may be null."""
 
     needs_reward = False
     trains = False
@@ -126,7 +126,7 @@ class Parquet(TableExporter):
         reward = result.reward if result is not None else None
         own = reward.per_trace if reward is not None else ()
         if result is None or result.builder != session.builder_name:
-            own = ()  # they were given to the traces of another builder
+            own = ()  # rewards of another builder's traces
         return {
             "session": session.header.session.id,
             "task": session.header.task.id,
@@ -157,12 +157,12 @@ class Parquet(TableExporter):
 
 
 class Trl(TableExporter):
-    """Rollouts for TRL's GRPO trainers, and tokenised data for its SFT trainer.
+    """Rollouts for TRL's GRPO trainers, and tokenized data for its SFT trainer.
 
-    ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``env_mask`` are what a ``rollout_func``
-    returns; ``input_ids``, ``completion_mask``, ``old_log_probs``, ``advantage``, ``model_version``
-    and ``group_id`` are a ``RolloutSample`` of its asynchronous trainer. The completion begins with
-    the first sampled token.
+    ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``env_mask`` are the return values of a
+    ``rollout_func``; ``input_ids``, ``completion_mask``, ``old_log_probs``, ``advantage``,
+    ``model_version`` and ``group_id`` are a ``RolloutSample`` of the asynchronous trainer. The
+    completion begins with the first sampled token.
     """
 
     columns = """
@@ -193,11 +193,11 @@ class Trl(TableExporter):
 
 @dataclass(kw_only=True, eq=False)
 class Verl(TableExporter):
-    """The columns of verl's rollout batch; the response begins with the first sampled token.
+    """Rollout batches of verl; the response begins with the first sampled token.
 
-    By default lists have their own lengths, like verl's own agent loop output. With the options
-    ``prompt_length`` and ``response_length`` they are padded to these: prompts on the left,
-    responses on the right, with `pad_id`, so that columns become the tensors of a ``DataProto``.
+    By default lists are not padded, like the output of verl's agent loop. The options
+    ``prompt_length`` and ``response_length`` pad them with `pad_id` to these lengths, prompts on
+    the left and responses on the right, so that columns become the tensors of a ``DataProto``.
     """
 
     columns = """

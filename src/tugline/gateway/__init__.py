@@ -1,1 +1,1 @@
-"""One model call, from harness to engine and back, recorded on the way."""
+"""Model calls from harness to engine and back, recorded as they happen."""

@@ -1,4 +1,4 @@
-"""The gateway: routes, secrets, streaming, and what a node and a trainer do with it.
+"""The gateway: its routes and streaming, and its interface for nodes and trainers.
 
 One call runs through `Gateway._handle`: authenticate, parse, `LiveSession.prepare` makes the
 `Prompt`, `LiveSession.complete` starts the `Completion`, and the dialect encodes its pieces.
@@ -50,9 +50,9 @@ _log = log.get("gateway")
 
 
 class Gateway:
-    """A gateway in front of one engine's replicas, on a socket of its own."""
+    """A gateway in front of one engine's replicas, with its own socket."""
 
-    def __init__(  # noqa: PLR0913 - each is a setting of its own
+    def __init__(  # noqa: PLR0913 - independent settings
         self,
         upstream: TokenSource,
         rendering: Rendering | None,
@@ -65,11 +65,11 @@ class Gateway:
         clock: Clock = time.monotonic,
         prepare: Callable[["Gateway"], Awaitable[None]] | None = None,
     ) -> None:
-        """Recordings are written to `folder`, one file per session; port 0 takes any free one.
+        """Recordings are written to `folder`, one file per session; port 0 takes any free port.
 
-        `rendering` makes the prompts in exact mode and is None in the other modes. A call that
-        was answered survives the death of any process; every `flush_s` it becomes safe from a loss
-        of power as well. `prepare` is awaited before it listens.
+        `rendering` makes the prompts in exact mode and is None in other modes. An answered call
+        survives a crash of any process at once, and a power loss after at most `flush_s`.
+        `prepare` is awaited before the gateway listens.
         """
         if (rendering is None) is (upstream.wire.mode is Mode.EXACT):
             wants = "a rendering" if rendering is None else "no rendering"
@@ -116,7 +116,7 @@ class Gateway:
 
     @property
     def idle(self) -> bool:
-        """Whether no model call is under way in this process."""
+        """Whether no model call is running in this process."""
         return not any(live.running for live in self._sessions)
 
     @contextlib.asynccontextmanager
@@ -128,15 +128,15 @@ class Gateway:
         *,
         on_hang: Callable[[float], None] = lambda _seconds: None,
     ) -> AsyncIterator[Opened]:
-        """Take the model calls of one attempt at a session while the block lasts.
+        """Accept the model calls of one attempt at a session during the block.
 
-        `on_hang` gets the seconds that a hanging engine took.
+        `on_hang` is called with the seconds lost to a hanging engine.
         """
         header = self._engine.header(session, task, terms.workdir, terms.home)
         self._upstream.open_session(header)
         path = self.recording_path(session)
         if not terms.key:
-            path.unlink(missing_ok=True)  # of a run that a restored store has forgotten
+            path.unlink(missing_ok=True)  # left by an attempt that a restored store does not have
         live = LiveSession(
             header,
             Writer(path, header),
@@ -159,7 +159,7 @@ class Gateway:
         self._keep_closed(live.id, live.describe())
 
     def _keep_closed(self, session: str, state: SessionState) -> None:
-        """Keep the state of the last closed sessions."""
+        """Keep the states of the last closed sessions."""
         self._closed.pop(session, None)
         self._closed[session] = state
         if len(self._closed) > self._settings.closed_sessions:
@@ -171,16 +171,16 @@ class Gateway:
             await self._sessions.flush()
 
     def describe(self, session: str) -> SessionState:
-        """The state of a live or recently closed session. Raises `KeyError`."""
+        """Return the state of a live or recently closed session. Raises `KeyError`."""
         live = self._sessions.get(session)
         return live.describe() if live else self._closed[session]
 
     def recording_path(self, session: Session) -> Path:
-        """Where an attempt's calls are recorded."""
+        """Return the path of an attempt's recording."""
         return self._folder / file_name(session)
 
     def read_calls(self, session: str) -> tuple[Call, ...]:
-        """Calls of the session's last attempt. Raises `KeyError`."""
+        """Read the calls of the session's last attempt. Raises `KeyError`."""
         return recordings.read(self.describe(session).path).calls
 
     async def write_result(self, session: str, result: RecordedResult) -> None:
@@ -188,9 +188,9 @@ class Gateway:
         await asyncio.to_thread(recordings.write_result, self.describe(session).path, result)
 
     async def pause(self, mode: PauseMode = PauseMode.WAIT, *, within_s: float = 600.0) -> None:
-        """Hold new calls; those in flight finish, are ended where they are, or go on, by `mode`.
+        """Hold new calls; calls in flight finish, are aborted or continue, by `mode`.
 
-        Raises `EngineError` when they are not over in time; the gateway then stays paused.
+        Raises `EngineError` if they do not end within `within_s`; the gateway then stays paused.
         """
         self._engine.gate.clear()
         self._sessions.note(RecordedEventKind.PAUSED, mode)
@@ -208,18 +208,18 @@ class Gateway:
             raise errors.EngineError(msg) from error
 
     async def resume(self) -> None:
-        """Let held calls go on."""
+        """Release held calls."""
         self._engine.gate.set()
         self._sessions.note(RecordedEventKind.RESUMED, "")
 
     async def set_weights_version(self, version: int) -> None:
-        """Announce what the engine now serves, for engines that do not report it with tokens."""
+        """Announce the served version, for engines that do not report it with tokens."""
         self._engine.version = version
         self._sessions.note(RecordedEventKind.WEIGHTS, str(version))
 
     # ----------------------------------------------------------------------- routes
     async def app(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve ASGI; a session is named by a path prefix or by its key alone."""
+        """Serve ASGI; a session is identified by a path prefix and its key, or by its key alone."""
         if scope["type"] != "http":
             return
         http = Http(scope, receive, send)
@@ -259,8 +259,8 @@ class Gateway:
     ) -> None:
         if action is None:
             if "upgrade" in http.headers:
-                raise errors.UpgradeRequired("only plain HTTP is spoken here; send a POST")
-            served = ", ".join(route for one in DIALECTS for route in one.posts)
+                raise errors.UpgradeRequired("protocol upgrades are not supported; send a POST")
+            served = ", ".join(route for dialect in DIALECTS for route in dialect.posts)
             raise errors.NotFound(
                 f"{http.method} {incoming.path} is not served here: only {served} and Google's "
                 "generateContent are, and GET /models"
@@ -295,7 +295,7 @@ class Gateway:
     async def _answer(
         self, http: Http, dialect: Dialect, request: Request, completion: Completion
     ) -> None:
-        """Send the completion to this client, for as long as it listens."""
+        """Send the completion to this client while it is connected."""
         send = self._send_stream if request.stream else self._send_whole
         with http.while_connected():
             with completion.attached():

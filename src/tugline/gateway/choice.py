@@ -1,8 +1,8 @@
-"""One sampled answer: read the engine, decode, fail over, record.
+"""Sample one answer: read the engine, decode, fail over, record.
 
-The `Call` is on disk before anybody learns that the answer is over (I3). When a replica dies in the
-middle, the next one continues from the exact prompt and the ids sampled so far, and the client sees
-one unbroken answer. Sampled tokens are recorded whether the answer completes, breaks off or loses
+The `Call` is recorded before any client receives the end of the answer (I3). If a replica fails
+during an answer, another continues from the exact prompt and the ids sampled so far, and the client
+sees one unbroken answer. Sampled tokens are recorded whether the answer completes, fails or loses
 its client (I2).
 """
 
@@ -46,7 +46,7 @@ _NO_IDS: Ids = np.empty(0, np.int32)
 
 
 class Choice:
-    """One of the answers of a model call: its pieces so far and, in the end, an answer or error."""
+    """An answer of a model call, which has `n`: its pieces so far, and its response or error."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class Choice:
         transcript: Transcript,
         engine: EngineContext,
     ) -> None:
-        """`number` is the call's in its session."""
+        """`number` is the call's number in its session."""
         self.number, self.prompt = number, prompt
         self.id = f"{transcript.session_id}-{number}"
         self.pieces: list[Piece] = []
-        """Replay buffer: everything that clients are sent, from the beginning."""
+        """Replay buffer: all pieces that are sent to clients, from the first."""
         self.answer: Response | None = None
         self.error: TuglineError | None = None
         self.sampled = SampledTokens()
@@ -72,7 +72,7 @@ class Choice:
         self._forced = None if rendering is None else rendering.force_tool_call(tool_choice)
         """Ids that make the answer begin with a tool call; they are context, not sampled."""
         self._resumed = _NO_IDS
-        """Ids of an earlier call of which this one is the rest."""
+        """Ids sampled by the earlier call that this call resumes."""
         self._decoder = self._make_decoder()
         self._assembler = ToolCallAssembler(f"call_{number}_")
         self._replicas: list[str] = []
@@ -83,7 +83,7 @@ class Choice:
 
     @property
     def max_tokens(self) -> int | None:
-        """Most tokens that it may sample."""
+        """Maximum number of sampled tokens; None if unlimited."""
         return self._sampling.max_tokens
 
     @property
@@ -93,24 +93,24 @@ class Choice:
 
     @property
     def sampling_now(self) -> bool:
-        """Whether the engine has been asked and has not finished."""
+        """Whether the request was sent to the engine and the answer is not done."""
         return self._sent_at is not None and not self.done
 
     @property
     def broke_off(self) -> bool:
-        """Whether it ended without a listener, so that the rest can still be sampled."""
+        """Whether the answer ended early because its clients left, and can be resumed."""
         resumable = self._decoder is not None and not self._request.logprobs
         return isinstance(self.error, ClientGone) and resumable
 
     @property
     def usage(self) -> Usage:
-        """Token counts so far, as clients see them; the prompt's is 0 while it is not known."""
+        """Token counts so far, as reported to clients; the prompt count is 0 until it is known."""
         count = len(self._resumed) + self.sampled.length + self.sampled.unreported_tokens
         reasoning = self._decoder.reasoning_tokens if self._decoder is not None else 0
         return Usage(len(self.prompt.tokens), count, self.prompt.reused, reasoning)
 
     def resume(self, earlier: Choice) -> None:
-        """Continue an answer that broke off: its ids become context, its pieces are replayed."""
+        """Continue the interrupted answer `earlier`: replay its pieces, use its ids as context."""
         if self._decoder is not None:
             self._resumed = np.concatenate((earlier._resumed, earlier.sampled.join()[0]))
             self.pieces = list(self._decoder.feed(self._resumed.tolist()))
@@ -119,13 +119,13 @@ class Choice:
             )
 
     async def stop_early(self) -> None:
-        """Ask the engine to end the answer where it is; clients see it as truncated."""
+        """Abort sampling in the engine; clients receive the answer so far as truncated."""
         if self._replicas:
             attempt = len(self._replicas) - 1
             await self._engine.upstream.abort(self._request_id(attempt), self._replicas[-1])
 
     async def drain(self) -> None:
-        """Ask the engine for its part of an unstreamed answer that nobody waits for any more."""
+        """Abort an unstreamed answer without clients, to receive its sampled part."""
         if self._request.stream or self.done:
             return
         self._abandoned = True
@@ -134,7 +134,7 @@ class Choice:
 
     # ----------------------------------------------------------------------- sampling
     async def sample(self, on_pieces: Callable[[Sequence[Piece]], None]) -> None:
-        """Sample to the end; `on_pieces` gets what was added to `pieces`, also if that is nothing.
+        """Sample to the end; `on_pieces` is called with the pieces of each delta, even if none.
 
         Cancelling records what was sampled as `CallOutcome.CLIENT_GONE`.
         """
@@ -160,8 +160,8 @@ class Choice:
                 self.error = error
         except TuglineError as error:
             self.error = error
-        except OverflowError as error:  # where it is decoded, or made part of an array
-            self.error = EngineError(f"the engine sent a token id that is none: {error}")
+        except OverflowError as error:  # when the id is decoded or put in an int32 array
+            self.error = EngineError(f"the engine sent an invalid token id: {error}")
         finally:
             unfinished.pop(self.number)
 
@@ -216,7 +216,7 @@ class Choice:
         )
 
     def _take(self, delta: Delta) -> list[Piece]:
-        """Add what the engine sent; returns the pieces that it completes."""
+        """Add a delta from the engine; return the pieces that it completes."""
         if delta.prompt is not None and not len(self.prompt.tokens):
             self.prompt = self._transcript.turns.set_observed(self.prompt, delta.prompt)
         sampled = self.sampled
@@ -237,13 +237,13 @@ class Choice:
         return pieces
 
     def _cut_at_stop(self, decoder: StreamParser) -> None:
-        """Drop what was sampled after a complete stop string."""
+        """Drop tokens sampled after a complete stop string."""
         self.sampled.truncate(max(0, decoder.length - len(self._resumed)))
         self.sampled.finish, self.sampled.stop = Finish.STOP, decoder.matched_stop
 
-    # ----------------------------------------------------------------------- the end
+    # ----------------------------------------------------------------------- finishing
     def _finish(self, outcome: CallOutcome) -> list[Piece]:
-        """Record the call, then publish the answer; returns its last pieces."""
+        """Record the call, then publish the answer; return its last pieces."""
         if self._decoder is not None:
             pieces, message = self._decoder.finish()
             if self._decoder.matched_stop is not None:
@@ -255,8 +255,8 @@ class Choice:
         if self._kind() is not TraceKind.SIDE:
             self._transcript.turns.add(self.prompt, self.number, tokens, message)
         if (first := self._request.kept_from) is not None:
-            kept = (*self._request.messages[first:], message)
-            self._transcript.parse_cache.conversations[self.id] = kept, self._request.tools
+            conversation = (*self._request.messages[first:], message)
+            self._transcript.parse_cache.conversations[self.id] = conversation, self._request.tools
         finish = self.sampled.finish if outcome is CallOutcome.COMPLETE else Finish.LENGTH
         self.answer = Response(
             id=self.id,
@@ -272,7 +272,7 @@ class Choice:
         return pieces
 
     def _list_tokens(self) -> tuple[tuple[str, float], ...]:
-        """The text that each sampled token completes, and its log probability."""
+        """List the text that each sampled token completes, with the token's log probability."""
         rendering, (ids, logprobs) = self._engine.rendering, self.sampled.join()
         text = Detokenizer((rendering and rendering.tokenizer.token_bytes) or {})
         text.verbatim = True
@@ -280,14 +280,14 @@ class Choice:
         return tuple((text.feed([token]), value) for token, value in pairs)
 
     def _break_off(self) -> None:
-        """Record what there is of an answer that nobody waits for."""
+        """Record the partial answer of a call whose clients left."""
         if not self._recorded:
             self._record(CallOutcome.CLIENT_GONE, join_pieces(self.pieces))
         if self.answer is None:
             self.error = ClientGone("the client hung up before the answer was complete")
 
     async def _check_engine(self) -> None:
-        """Blame a replica that hangs for the client that left."""
+        """Fail with `EngineError` if the client left because the replica hangs."""
         since, engine = self.sampled.last_at or self._sent_at, self._engine
         if since is None or time.time() - since < min(1.0, engine.settings.silent_s):
             return
@@ -295,7 +295,7 @@ class Choice:
             self.error = EngineError("the engine did not answer when its client gave up")
 
     def _record(self, outcome: CallOutcome, message: Message | None) -> TokenSequence:
-        """Append the call to the recording; returns its ids, prompt and answer."""
+        """Append the call to the recording; return the ids of its prompt and answer."""
         engine, request, sampled = self._engine, self._request, self.sampled
         wire = engine.upstream.wire
         ids, logprobs = sampled.join()
@@ -348,10 +348,10 @@ class Choice:
             detail = f"{self._replicas[-1]} after {self._counted} tokens"
             self._transcript.note(RecordedEventKind.ENGINE_FAULT, detail, call=self.number)
 
-    # ----------------------------------------------------------------------- the context
+    # ----------------------------------------------------------------------- context
     @property
     def _counted(self) -> int:
-        """Tokens sampled so far, with or without ids."""
+        """Number of tokens sampled so far, with or without ids."""
         return self.sampled.length + self.sampled.unreported_tokens
 
     @property
@@ -359,12 +359,12 @@ class Choice:
         return self._request.tool_choice.mode is ChoiceMode.NONE and bool(self._request.tools)
 
     @property
-    def _given(self) -> list[Ids]:
-        """Ids of the answer that are not sampled here: forced ones, and an earlier beginning."""
+    def _unsampled_ids(self) -> list[Ids]:
+        """Leading ids of the answer that this call does not sample: forced and resumed ones."""
         return [ids for ids in (self._forced, self._resumed) if ids is not None and len(ids)]
 
     def _make_decoder(self) -> StreamParser | None:
-        """The decoder of exact mode; in the other modes the engine sends text."""
+        """Create the decoder of exact mode; None in other modes, where the engine sends text."""
         if self._engine.rendering is None:
             return None
         return StreamParser(
@@ -377,14 +377,14 @@ class Choice:
         )
 
     def _context(self) -> TokenSequence:
-        given, tokens = self._given, self.prompt.tokens
-        return tokens.extend(np.concatenate(given)) if given else tokens
+        unsampled, tokens = self._unsampled_ids, self.prompt.tokens
+        return tokens.extend(np.concatenate(unsampled)) if unsampled else tokens
 
     def _remaining_tokens(self) -> int:
         limit = self._sampling.max_tokens
         return (_NO_LIMIT if limit is None else limit) - self.sampled.length
 
     def _request_id(self, attempt: int) -> str:
-        """A fresh id for each attempt: SGLang ends a lost request by its id two seconds late."""
+        """Return a new id per attempt: SGLang aborts a lost request by its id two seconds late."""
         suffix = f"-r{attempt}" if attempt else ""
         return f"{self._nonce}-{self.id}{suffix}"

@@ -1,9 +1,9 @@
-"""The answer to one model call while it is sampled, shared by all clients that ask for it.
+"""The answer to a model call while it is sampled, shared by all clients that request it.
 
-A `Completion` samples its choices (one, or `n`) in a task of its own and keeps their pieces in
-replay buffers; each client iterates over them from the beginning. A slow reader slows nobody else,
-and when the last one hangs up, the engine's work ends a moment later, unless the same request comes
-again within that moment.
+A `Completion` samples its choices (one, or `n`) in its own task and keeps their pieces in replay
+buffers; each client iterates over them from the beginning. A slow client does not delay others.
+After the last client disconnects, sampling is cancelled, unless the same request is sent again
+within a grace period.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from tugline.gateway.engine import explain
 from tugline.gateway.policy import CallSettings
 
 _TICK = 1 / 4
-"""How often readers look for silence, as a part of `keep_alive_s`."""
+"""Interval at which readers check for silence, as a fraction of `keep_alive_s`."""
 IndexedPiece = tuple[int, Piece]
 """The index of the choice that a piece belongs to, and the piece."""
 
@@ -37,9 +37,9 @@ class Completion:
         self.delivered = False
         """Whether a client got the whole answer."""
         self.abandoned = False
-        """Whether it was given up and is being recorded; nobody may attach any more."""
+        """Whether sampling was cancelled and is being recorded; no client may attach any more."""
         self.resumed = False
-        """Whether its rest has been asked for, which happens once."""
+        """Whether a later call resumed it, which happens at most once."""
         self._settings = settings
         self._changed, self._over = asyncio.Event(), asyncio.Event()
         self._started = any(choice.pieces for choice in choices)
@@ -48,7 +48,7 @@ class Completion:
         self._grace: asyncio.TimerHandle | None = None
         self._draining: asyncio.Task[None] | None = None
         self._ticker: asyncio.TimerHandle | None = None
-        """Wakes readers of a silent stream: one timer instead of one for every piece."""
+        """Timer that wakes the readers of a silent stream; one for all pieces."""
         self.task = asyncio.create_task(self._run(), name=self.id)
 
     @property
@@ -58,28 +58,28 @@ class Completion:
 
     @property
     def broke_off(self) -> bool:
-        """Whether it ended without a listener, so that the rest can still be sampled."""
+        """Whether the answer ended early because its clients left, and can be resumed."""
         return len(self.choices) == 1 and self.choices[0].broke_off
 
     @property
     def undelivered(self) -> bool:
-        """Whether every client hung up before the end."""
+        """Whether every client disconnected before the end."""
         return not self.delivered and self._readers == 0
 
     @property
     def answers(self) -> Sequence[Response]:
-        """All of them, once done without an error."""
+        """Complete answers: those of all choices once done without an error."""
         return [choice.answer for choice in self.choices if choice.answer is not None]
 
     @property
     def usage(self) -> Usage:
-        """What is known so far; the prompt's count is 0 until the engine reports it."""
+        """Token counts so far; the prompt count is 0 until the engine reports it."""
         return self.choices[0].usage
 
     # ----------------------------------------------------------------------- clients
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Keep sampling while the block lasts, and for a grace period after the last one."""
+        """Keep sampling during the block, and for a grace period after the last such block."""
         self._readers += 1
         if self._grace is not None:
             self._grace.cancel()
@@ -92,7 +92,7 @@ class Completion:
                 self._grace = loop.call_later(self._settings.grace_s, self._abandon)
 
     async def pieces(self) -> AsyncGenerator[Sequence[IndexedPiece]]:
-        """Iterate over all pieces from the first on; empty after `keep_alive_s` without any."""
+        """Iterate over all pieces, from the first; yield none after `keep_alive_s` of silence."""
         read = [0] * len(self.choices)
         within_s, spoke = self._settings.keep_alive_s, time.monotonic()
         while True:
@@ -111,14 +111,14 @@ class Completion:
                 await changed.wait()
 
     async def wait_started(self, within_s: float) -> None:
-        """Wait for the first token, the end, or `within_s`, whichever is first."""
+        """Wait for the first token or the end, at most `within_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while not (self._started or self.done):
                     await self._changed.wait()
 
     async def wait_done(self) -> None:
-        """Wait until there are answers or an error."""
+        """Wait until all answers are complete, or one failed."""
         await self._over.wait()
 
     async def wait_recorded(self) -> None:
@@ -136,7 +136,7 @@ class Completion:
                 async with asyncio.TaskGroup() as group:
                     for choice in self.choices:
                         group.create_task(choice.sample(self._notify_started))
-        except Exception as error:  # noqa: BLE001 - a mistake of our own: nobody waits for ever
+        except Exception as error:  # noqa: BLE001 - a bug of the gateway must not block clients
             failed = explain(error)
         finally:
             self._end(failed)
@@ -165,13 +165,13 @@ class Completion:
         changed.set()
 
     def cancel(self, error: TuglineError | None = None) -> None:
-        """End sampling now and record what there is; clients that still wait are told `error`."""
+        """End sampling now and record the partial answer; waiting clients receive `error`."""
         self._closed = self._closed or error
         if self._grace is not None:
             self._grace.cancel()
-        if self._ticker is None:  # the task has not begun, and will not
+        if self._ticker is None:  # the task has not started, and will not
             self._end(ClientGone("nothing was sampled"))
-        if not self.task.cancelling():  # a second time would cut the recording short
+        if not self.task.cancelling():  # cancelling again would interrupt the recording
             self.task.cancel()
 
     def _abandon(self) -> None:
@@ -184,7 +184,7 @@ class Completion:
             self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Give the engine a moment to hand over its part of an unstreamed answer."""
+        """Give the engine `partial_answer_s` to return its part of an unstreamed answer."""
         await self.choices[0].drain()
         await asyncio.wait({self.task}, timeout=self._settings.partial_answer_s)
         self.cancel()

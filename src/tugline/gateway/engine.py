@@ -1,4 +1,4 @@
-"""What calls share: the engine and its template, and within a session the recording.
+"""State shared by model calls: the engine and its template, and a session's recording.
 
 `EngineContext` belongs to a gateway, `Transcript` to one session. `EngineReport` is the result of
 probing an engine.
@@ -44,18 +44,18 @@ from tugline.web.engine_http import ModelCard
 
 @dataclass(slots=True)
 class Traffic:
-    """Counters over all recorded model calls."""
+    """Counters of all recorded model calls."""
 
     calls: Counter[str] = field(default_factory=Counter)
-    """By `CallOutcome`."""
+    """Number of calls by `CallOutcome`."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Requests that were answered by an error, by its class."""
+    """Number of requests answered with an error, by its class."""
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     first_token_s: Distribution = field(default_factory=lambda: Distribution(MOMENTS))
-    """From the request to the first token."""
+    """Seconds from the request to the first token."""
     answer_s: Distribution = field(default_factory=Distribution)
-    """From the request to the last token."""
+    """Seconds from the request to the last token."""
 
     def add(self, call: Call, prompt_tokens: int) -> None:
         """Count a recorded call."""
@@ -69,7 +69,7 @@ class Traffic:
 
     @classmethod
     def total(cls, parts: Iterable["Traffic"]) -> "Traffic":
-        """The sum of counters."""
+        """Return the sum of `parts`."""
         whole = cls()
         for part in parts:
             whole.calls.update(part.calls)
@@ -83,32 +83,32 @@ class Traffic:
 
 _log = log.get("gateway.engine")
 _LONG = 6
-"""Characters a token from which a text is unlikely to fit."""
+"""Bytes per token of the window from which a text is unlikely to fit."""
 _PIECE = 1 << 14
-"""Characters that are encoded at once."""
+"""Number of characters that are encoded at once."""
 
 
 @dataclass(slots=True)
 class EngineContext:
-    """What every call is answered with."""
+    """The engine, its template and the limits that all calls of a gateway share."""
 
     upstream: TokenSource
     card: ModelCard
     rendering: Rendering | None
-    """None in observed and text mode."""
+    """Renderer of prompts; None in observed and text mode."""
     settings: CallSettings = DEFAULTS
     tokenizer: str = ""
-    """SHA-256 of the tokenizer's file, once it is kept beside the recordings."""
+    """SHA-256 of the tokenizer file beside the recordings; empty until it is stored."""
     version: int = 0
     """Announced version of the weights, for engines that do not report their own."""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     """Clear while calls are paused."""
     traffic: Traffic = field(default_factory=Traffic)
     bytes_in_flight: InFlight = field(init=False)
-    """Request bodies of all sessions."""
+    """Bytes of request bodies in flight, of all sessions."""
     answers_in_flight: InFlight = field(init=False)
     large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
-    """Held by a request that is parsed and rendered in a thread."""
+    """Held while a large request is parsed and rendered in a thread."""
 
     def __post_init__(self) -> None:
         self.bytes_in_flight = InFlight("request bytes", self.settings.gateway_bytes)
@@ -116,17 +116,17 @@ class EngineContext:
 
     @property
     def max_body(self) -> int:
-        """Bytes of the largest request: in exact mode, of one that can fit the window."""
+        """Maximum request size in bytes; in exact mode also bounded by the window."""
         most, window = self.settings.max_body, self.card.max_model_len
         if not window or self.rendering is None:
             return most
         return min(most, (1 << 20) + window * self.settings.token_bytes)
 
     def check_length(self, request: Request, new_bytes: int) -> None:
-        """Raise `ContextOverflow` for far more text than the window holds.
+        """Raise `ContextOverflow` if the text is much longer than the window.
 
-        It is encoded in pieces until that is certain, so it costs no more than a full window, and
-        only if the `new_bytes` of the body may hold so much.
+        The text is encoded in pieces until its length exceeds the window, which bounds the cost.
+        Bodies with too few `new_bytes` to fill the window are not encoded.
         """
         window, rendering = self.card.max_model_len, self.rendering
         if not window or rendering is None or new_bytes < _LONG * window:
@@ -155,11 +155,11 @@ class EngineContext:
             raise Unsupported(msg, param="tool_choice")
 
     def remaining_window(self, length: int, *, counted: str = "") -> int | None:
-        """Tokens that a prompt of `length` leaves for an answer; None if only the engine knows.
+        """Return the tokens that a prompt of `length` leaves for an answer; None if unknown.
 
         `counted` qualifies the length, such as "at least ".
 
-        Raises `ContextOverflow` if there are none.
+        Raises `ContextOverflow` if none are left.
         """
         window = self.card.max_model_len
         if not window or self.rendering is None:
@@ -173,7 +173,7 @@ class EngineContext:
         return window - length
 
     async def wait_until_resumed(self) -> None:
-        """Wait while calls are paused. Raises `EngineError` when that takes too long."""
+        """Wait while calls are paused. Raises `EngineError` after `pause_timeout_s`."""
         if self.gate.is_set():
             return
         try:
@@ -184,12 +184,12 @@ class EngineContext:
             raise EngineError(msg, status=503, retry_after=5.0) from error
 
     def keep_tokenizer(self, folder: Path) -> None:
-        """Store the tokenizer beside the recordings in `folder`, which need it to be read."""
+        """Store the tokenizer in `folder`, because reading the recordings there needs it."""
         if self.rendering is not None:
             self.tokenizer = save_tokenizer(self.rendering.tokenizer, folder)
 
     def header(self, session: Session, task: Task, workdir: str, home: str) -> Header:
-        """First record of a session's recording."""
+        """Create the first record of a session's recording."""
         rendering, wire = self.rendering, self.upstream.wire
         return Header(
             session=session,
@@ -210,7 +210,7 @@ class EngineContext:
 
 
 def explain(error: Exception) -> TuglineError:
-    """What a client is told of `error`; a mistake of the gateway's own is logged."""
+    """Return the error to send to a client; an unexpected one is logged and wrapped."""
     if isinstance(error, TuglineError):
         return error
     _log.error("gateway failed", exc_info=error)
@@ -219,16 +219,16 @@ def explain(error: Exception) -> TuglineError:
 
 # --------------------------------------------------------------------------- reports
 class CheckOutcome(StrEnum):
-    """How a check ended."""
+    """Result of a check."""
 
     PASS = "pass"  # noqa: S105 - a verdict
     FAIL = "fail"
     UNKNOWN = "unknown"
-    """It could not be determined."""
+    """The result could not be determined."""
 
 
 class ProbeCheck(msgspec.Struct, frozen=True):
-    """One thing that was tried."""
+    """A check of an engine and its outcome."""
 
     name: str
     outcome: CheckOutcome
@@ -236,43 +236,43 @@ class ProbeCheck(msgspec.Struct, frozen=True):
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine supports, and what to change."""
+    """Capabilities of an engine, and advice on its settings."""
 
     url: str
     engine: str
-    """A key of `ROUTES`."""
+    """Kind of engine, a key of `ROUTES`."""
     version: str = ""
     model: str
     window: int
-    """Context in tokens, prompt and answer together; 0 if it does not say."""
+    """Context length in tokens, prompt and answer together; 0 if not reported."""
     routes: dict[str, Mode]
-    """The routes that work, the best first."""
+    """Working routes and their modes, best first."""
     logprob_meaning: LogprobMeaning | None = None
-    """None where it could not be measured."""
+    """None if it could not be measured."""
     checks: tuple[ProbeCheck, ...] = ()
     advice: tuple[str, ...] = ()
 
     @property
     def mode(self) -> Mode | None:
-        """The best mode that works; None if nothing does."""
+        """Best working mode; None if no route works."""
         return next(iter(self.routes.values()), None)
 
     @property
     def sound(self) -> bool:
-        """Whether its samples have token ids."""
+        """Whether the engine's samples have token ids."""
         return self.mode in {Mode.EXACT, Mode.OBSERVED}
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, with the verdict."""
+        """Return the report as plain data, with `mode` and `sound`."""
         return {**msgspec.structs.asdict(self), "mode": self.mode, "sound": self.sound}
 
     def wire(self, mode: Mode | None = None) -> EngineFormat:
-        """The format to use, for `mode` or the best. Raises `UsageError` if it does not work."""
-        for name, found in self.routes.items():
-            if found is mode or (mode is None and found is not Mode.TEXT):
+        """Return the format for `mode`, or the best one. Raises `UsageError` if none works."""
+        for name, working in self.routes.items():
+            if working is mode or (mode is None and working is not Mode.TEXT):
                 return ROUTES[self.engine][name](self.logprob_meaning)
         wanted = f"no sound {mode} mode" if mode else "no mode that can be trained from"
-        failed = [f"{one.name}: {one.detail}" for one in self.checks if one.outcome == "fail"]
+        failed = [f"{c.name}: {c.detail}" for c in self.checks if c.outcome == "fail"]
         advice = "; ".join([*failed[:1], *self.advice]) or "see `tugline doctor`"
         msg = f"the engine at {self.url} ({self.engine} {self.version}) has {wanted}: {advice}"
         raise UsageError(msg)
@@ -281,21 +281,22 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
 # --------------------------------------------------------------------------- sessions
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTerms:
-    """What a harness and its sandbox tell a gateway of a session."""
+    """Properties of a session's harness and sandbox that its gateway needs."""
 
     spent_status: int = 400
-    """HTTP status of a spent budget: the one that the harness stops on."""
+    """HTTP status of a refusal for a spent budget: the one on which the harness stops."""
     offers_tools: bool = False
-    """Whether its calls declare tools, so that one without is a side call."""
+    """Whether the harness declares tools in its main calls; a call without is a side call."""
     workdir: str = ""
-    """Its working folder and its home, recorded for a replay."""
+    """Working folder in the sandbox, recorded for a replay."""
     home: str = ""
+    """Home folder in the sandbox, recorded for a replay."""
     key: str = ""
-    """The key of an earlier process that died: the session goes on from its recording."""
+    """Session key issued by an earlier process; the session continues from its recording."""
 
 
 DEFAULT_TERMS = SessionTerms()
-"""Of a harness that is not known."""
+"""Terms for an unknown harness."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,20 +304,20 @@ class Opened:
     """Address and key of an open session."""
 
     base_url: str
-    """Without ``/v1``: each harness appends what its CLI wants."""
+    """URL without ``/v1``; each harness appends the suffix that its CLI expects."""
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class SessionState:
-    """A live session as it is, or a closed one as it ended."""
+    """State of a live session, or final state of a closed one."""
 
     path: Path
-    """Of its recording."""
+    """Path of the recording."""
     failure: Failure | None = None
-    """Why its last call got no answer, if that was the engine or its window.
+    """Reason why the last call failed, if the cause was the engine or its window.
 
-    A session that outgrows the window later has answers to be judged by.
+    A session that exceeds the window later has answers that can be evaluated.
     """
     spent: SpentLimit | None = None
     """The budget that refused a call or cut off the last answer."""
@@ -331,27 +332,27 @@ class Transcript:
         self.parse_cache = ParseCache()
         self.writer = writer
         self.several = asyncio.Semaphore(engine.settings.several_sampled)
-        """Held by each answer of a request for several while it is sampled."""
+        """Held by each answer of a request with ``n`` > 1 while it is sampled."""
         self.sampled_tokens = 0
         self.declares_tools = False
-        """Whether any request declared tools, or its harness is known to."""
+        """Whether a request declared tools, or the harness is known to declare them."""
         self._traffic, self._max_recording = engine.traffic, engine.settings.max_recording
 
     @property
     def full(self) -> bool:
-        """Whether the recording has reached its bound."""
+        """Whether the recording has reached its size limit."""
         return self.writer.size > self._max_recording
 
     def restore(self, calls: Sequence[Call]) -> None:
-        """Go on behind calls that were recorded by another process."""
-        self.sampled_tokens = sum(len(one.sampled_ids) + one.unreported_tokens for one in calls)
+        """Continue after calls that another process recorded."""
+        self.sampled_tokens = sum(len(c.sampled_ids) + c.unreported_tokens for c in calls)
         self.declares_tools = self.declares_tools or any(call.tools for call in calls)
         self.turns.restore(calls)
 
     def append(self, call: Call, tokens: TokenSequence) -> None:
-        """Write a call: a copy into the page cache, which is quicker than asking a thread.
+        """Write a call. This copies into the page cache, which is faster than using a thread.
 
-        `tokens` are its ids, prompt and answer.
+        `tokens` are the ids of prompt and answer.
         """
         self.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens
         self.writer.append(call, tokens)

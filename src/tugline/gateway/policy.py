@@ -1,4 +1,4 @@
-"""Limits of a gateway, and the sampling of each call: what its task asks for and what works."""
+"""Limits of a gateway, and validation and sampling parameters of each call."""
 
 import contextlib
 import hashlib
@@ -22,42 +22,42 @@ class CallSettings:
     max_body: int = 32 << 20
     """Largest request body, also after decompression."""
     token_bytes: int = 16
-    """Bytes of a request, beside its first megabyte, for each token of the window (exact mode)."""
+    """Bytes of a request per token of the window, beyond its first megabyte (exact mode)."""
     large_body: int = 128 << 10
-    """Size from which a request is parsed and rendered outside the event loop."""
+    """Request size from which parsing and rendering run in a thread."""
     session_bytes: int = 64 << 20
     """Request bytes that a session may have in flight."""
     gateway_bytes: int = 256 << 20
     """Request bytes that all sessions may have in flight."""
     session_answers: int = 256
-    """Answers that a session may ask for at once."""
+    """Answers that a session may have in flight."""
     several_sampled: int = 16
-    """Answers that a session has sampled at once for requests with ``n``; the others wait."""
+    """Answers to requests with ``n`` > 1 that a session samples at once; the others wait."""
     gateway_answers: int = 4096
-    """Answers that all sessions may have sampled at once."""
+    """Answers that all sessions may have in flight."""
     body_timeout_s: float = 60.0
     headers_within_s: float = 2.0
-    """How long a stream's headers wait for the first token, so that early faults get a status."""
+    """Longest wait of a stream's headers for the first token, so that early faults get a status."""
     keep_alive_s: float = 15.0
     """Silence in a stream after which a keep-alive is sent."""
     recent_calls: int = 8
-    """Calls of a session that a repeated request is compared with."""
+    """Number of a session's last calls among which repeated requests are recognized."""
     max_recording: int = 256 << 20
-    """Bytes of a session's recording after which it may make no more calls."""
+    """Size of a session's recording above which its calls are refused."""
     closed_sessions: int = 4096
-    """Closed sessions whose calls can still be read."""
+    """Number of closed sessions whose calls can still be read."""
 
     # One completion
     grace_s: float = 0.6
-    """How long an answer goes on without a client, since a retry may be on its way."""
+    """Time for which an answer without a client is still sampled, in case the client retries."""
     partial_answer_s: float = 0.8
-    """How long an engine may take to hand over its part of an aborted answer."""
+    """Longest wait for the engine to return the sampled part of an aborted answer."""
     cancel_timeout_s: float = 10.0
-    """How long a cancelled call may take to be recorded."""
+    """Longest wait for a cancelled call to be recorded."""
     pause_timeout_s: float = 900.0
-    """Longest wait for weights to be swapped."""
+    """Longest wait of a call while weights are swapped."""
     failovers: int = 4
-    """How often one answer moves to another replica after its first token."""
+    """Maximum number of times that an answer moves to another replica after its first token."""
 
     # Replicas
     tries: int = 4
@@ -67,29 +67,29 @@ class CallSettings:
     longest_retry_after_s: float = 20.0
     """A ``Retry-After`` beyond this is passed on to the client."""
     eject_after: int = 2
-    """Consecutive faults after which a replica is left out."""
+    """Consecutive faults after which a replica is ejected."""
     probe_every_s: float = 1.0
     """Pause between probes of ejected replicas."""
     probe_timeout_s: float = 5.0
     silent_s: float = 30.0
-    """Time without a token after which a replica is probed; one that does not answer hangs."""
+    """Time without a token after which a replica is probed; without an answer, it hangs."""
     stalled_s: float = 120.0
-    """Time without a token after which a stream that has begun is lost, whatever a probe says."""
+    """Time without a token after which a started stream is lost, whatever the probe's result."""
 
 
 DEFAULTS = CallSettings()
 
 
 class InFlight:
-    """An amount that is in flight for a session, within that of all sessions."""
+    """A limited amount in flight for one session, counted in the gateway's total as well."""
 
     def __init__(self, unit: str, limit: int, gateway: "InFlight | None" = None) -> None:
-        """`unit` names what is counted, `gateway` is the total; None: this is the total."""
+        """`unit` names the amount in errors. `gateway` is the total; None if this is the total."""
         self.used = 0
         self._unit, self._limit, self._gateway = unit, limit, gateway
 
     def take(self, amount: int) -> None:
-        """Count `amount` more. Raises `Overloaded` beyond a limit, and counts nothing."""
+        """Add `amount`. Raises `Overloaded` above a limit, and then adds nothing."""
         if self.used + amount > self._limit:
             who, status = ("session", 429) if self._gateway else ("gateway", 503)
             msg = f"the {who} may have {self._limit} {self._unit} in flight; wait for some to end"
@@ -99,30 +99,30 @@ class InFlight:
         self.used += amount
 
     def give_back(self, amount: int) -> None:
-        """Count `amount` less."""
+        """Subtract `amount`."""
         self.used -= amount
         if self._gateway:
             self._gateway.give_back(amount)
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[Callable[[int], None]]:
-        """Yield `take` for the block; what it took is given back in the end."""
-        held = 0
+        """Yield `take`; the amounts taken with it are given back when the block ends."""
+        taken = 0
 
         def take(amount: int) -> None:
-            nonlocal held
+            nonlocal taken
             self.take(amount)
-            held += amount
+            taken += amount
 
         try:
             yield take
         finally:
-            self.give_back(held)
+            self.give_back(taken)
 
 
 # --------------------------------------------------------------------------- sampling
 def contract_for(sampling: Sampling, sample: int) -> Sampling:
-    """A task's contract for one of its samples, with a seed of its own."""
+    """Return the task's sampling contract for one sample, with a seed derived for the sample."""
     if sampling.seed is None:
         return sampling
     return msgspec.structs.replace(sampling, seed=_derive_seed(sampling.seed, sample))
@@ -135,10 +135,10 @@ def resolve_sampling(
     limits: Sequence[int | None],
     number: int,
 ) -> Sampling:
-    """The sampling of call `number`: contract and request combined by `policy`, under `limits`.
+    """Combine contract and request of call `number` by `policy`, bounded by `limits`.
 
-    A session's seed gives each call one of its own, so that a call's tokens do not depend on
-    concurrent calls. Raises `RequestError` where the policy refuses the request.
+    Each call gets its own seed, derived from the session's, so that its tokens do not depend on
+    concurrent calls. Raises `RequestError` if the policy refuses the request.
     """
     if policy is Policy.REFUSE:
         _refuse_deviation(requested, contract)
@@ -156,12 +156,12 @@ def resolve_sampling(
 
 
 def check_request(request: Request, mode: Mode, features: frozenset[Feature]) -> None:
-    """Raise `Unsupported` naming the field that this engine cannot honour."""
+    """Raise `RequestError`, or `Unsupported` for a field that this engine does not support."""
     if not request.messages and request.prompt is None:
-        raise RequestError("the request holds no message", param="messages")
+        raise RequestError("the request has no messages", param="messages")
     text_only = mode is Mode.EXACT or Feature.IMAGES not in features
     if text_only and any(map(attrgetter("images"), request.messages)):
-        _refuse("messages", "images", "this model's prompt is made of text alone")
+        _refuse("messages", "images", "this model's prompts are text only")
     if request.constraint is not None and Feature.STRUCTURED not in features:
         _refuse("response format", "structured output", "this engine has no constrained decoding")
     forced = request.tool_choice.mode in {ChoiceMode.REQUIRED, ChoiceMode.NAMED}
@@ -177,7 +177,7 @@ def check_request(request: Request, mode: Mode, features: frozenset[Feature]) ->
     if auto and request.tool_choice.names and names - set(request.tool_choice.names):
         _refuse("tool_choice", "a choice among some of the tools", "leave the others out instead")
     if forced and mode is not Mode.EXACT and Feature.TOOL_CHOICE not in features:
-        _refuse("tool_choice", "a forced tool call", "this engine's chat route does not take it")
+        _refuse("tool_choice", "a forced tool call", "this engine's chat route does not support it")
 
 
 _SUMMARISE = (
@@ -186,27 +186,27 @@ _SUMMARISE = (
     "generate the updated <state_snapshot>",
     "evaluate the <state_snapshot>",
 )
-"""What Claude Code, Qwen Code and Gemini CLI ask for when they compact."""
-_BESIDE = ("Git commit messages", "summarize this partial conversation")
-"""What aider asks for beside the task; it declares no tools, ever."""
+"""Phrases in the compaction prompts of Claude Code, Qwen Code and Gemini CLI."""
+_SIDE_CALLS = ("Git commit messages", "summarize this partial conversation")
+"""Phrases in the side calls of aider, which never declares tools."""
 
 
 def find_kind(request: Request) -> TraceKind | None:
-    """The kind that the harness names, or that the words of its own prompts tell."""
+    """Return the kind that the harness declares, or that phrases in its own prompts imply."""
     first, last = request.messages[0], request.messages[-1]
     if request.thread.kind is None and last.role is Role.USER:
         answered = any(message.role is Role.ASSISTANT for message in request.messages)
-        if answered and any(words in last.content for words in _SUMMARISE):
+        if answered and any(phrase in last.content for phrase in _SUMMARISE):
             return TraceKind.COMPACTION
-        if not answered and any(words in first.content for words in _BESIDE):
+        if not answered and any(phrase in first.content for phrase in _SIDE_CALLS):
             return TraceKind.SIDE
     return request.thread.kind
 
 
 def classify_call(request: Request, *, declares_tools: bool) -> TraceKind:
-    """The kind that is known (`find_kind`); else an opening without tools is a side call.
+    """Return the kind found by `find_kind`; else a first request without tools is a side call.
 
-    `declares_tools` says whether the session's calls usually declare tools.
+    `declares_tools` is whether the session's calls usually declare tools.
     """
     if request.thread.kind is not None:
         return request.thread.kind

@@ -1,11 +1,11 @@
 """Find the recorded turn that a request extends, and the exact ids of its prompt (I1).
 
 A session is a tree of turns. A turn is found by a chain of digests over its messages (`turns`),
-so harmless rewritings do not matter. The deepest turn whose digest matches is the parent, and the
-prompt is the parent's exact ids plus the rendered new messages. Anything else is a branch with its
-reason (`turns`).
+so rewritings that keep the meaning do not matter. The deepest turn whose digest matches is the
+parent, and the prompt is the parent's exact ids plus the rendered new messages. Any other request
+is a branch with a reason (`turns`).
 
-The cost is proportional to what is new (I7): messages that are the same objects as in an earlier
+The cost is proportional to the new part (I7): messages that are the same objects as in an earlier
 request of the session are not digested again.
 """
 
@@ -38,37 +38,37 @@ from tugline.types import (
 
 _EMPTY = TokenSequence(np.empty(0, np.int32))
 _SHORTEST_TASK = 12
-"""Characters of an argument that is taken for the task of a sub-agent."""
+"""Minimum characters of an argument that is recognized as the task of a sub-agent."""
 _Messages = tuple[Message, ...]
 _REMEMBERED = 4
-"""Requests whose digests are kept: one for each thread that takes turns."""
+"""Number of requests whose digests are kept: one per thread, of threads that alternate."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The ids that a request is answered from, and its place in the session's tree."""
+    """Prompt ids of a request, and its position in the session's tree."""
 
     tokens: TokenSequence
-    """Empty in observed mode until the engine reports its prompt."""
+    """Prompt ids; empty in observed mode until the engine reports them."""
     turn: turns.Turn | None = None
-    """The turn whose conversation it extends; None on a branch."""
+    """The turn whose conversation the request extends; None on a branch."""
     parent: int | None
     branch: Branch | None
     echo_changes: tuple[EchoChange, ...] = ()
     added: tuple[Message, ...]
-    """Messages that are new with respect to the parent; all of them on a branch."""
+    """Messages that the parent does not have; all messages on a branch."""
     digests: tuple[turns.MessageDigest, ...]
-    """Of the messages in `added`."""
+    """Digests of the messages in `added`."""
     reused: int
-    """Leading ids that are the parent's own."""
+    """Number of leading ids shared with a recorded turn."""
     digest: bytes
-    """Of the whole conversation."""
+    """Digest of the whole conversation."""
     tools: bytes
     thread: ThreadInfo = UNNAMED
-    """As the harness names it; else a sub-agent's, where it is known to be one."""
+    """Thread named by the harness, or inferred for a known sub-agent."""
 
 
 class WholePrompt(Exception):
-    """A prompt would have to be rendered as a whole, where `CallTree.may_render` forbids it."""
+    """The whole prompt must be rendered, but `CallTree.may_render` is false."""
 
 
 class CallTree:
@@ -86,7 +86,7 @@ class CallTree:
         self._requests: list[turns.Conversation] = []
         self._tools: list[tuple[Sequence[Tool], bytes]] = []
         self.unfinished: dict[int, tuple[ThreadInfo, Sequence[Piece]]] = {}
-        """Threads and pieces of the answers that are being sent, by the numbers of their calls."""
+        """Thread and pieces of each unfinished answer, by call number."""
 
     def match(
         self, messages: Sequence[Message], tools: Sequence[Tool], thread: ThreadInfo = UNNAMED
@@ -120,9 +120,9 @@ class CallTree:
         )
 
     def match_text(self, prompt: str | Sequence[int], thread: ThreadInfo) -> Prompt:
-        """Find the turn that a prompt without messages extends: it begins with all of its ids.
+        """Find the turn whose ids are a prefix of a prompt without messages.
 
-        A text has the ids that the tokenizer adds to texts. Raises `RequestError`.
+        Text is encoded with the special tokens that the tokenizer adds. Raises `RequestError`.
         """
         tokenizer = None if self._rendering is None else self._rendering.tokenizer
         if tokenizer is None or tokenizer.token_bytes is None:
@@ -151,7 +151,7 @@ class CallTree:
     def set_observed(self, prompt: Prompt, raw: bytes) -> Prompt:
         """Return `prompt` with the ids that the engine reports, a JSON array.
 
-        Digits that extend the parent's are compared as bytes; only the rest is decoded.
+        The parent's leading ids are compared as bytes; only the rest is decoded.
         """
         inner = raw.strip()[1:-1]
         if prompt.turn is None or prompt.branch is not None:
@@ -169,7 +169,7 @@ class CallTree:
         return replace(prompt, tokens=tokens, reused=shared, branch=branch)
 
     def add(self, prompt: Prompt, number: int, tokens: TokenSequence, answer: Message) -> None:
-        """Make an answered call a turn that later requests can extend.
+        """Add an answered call as a turn that later requests can extend.
 
         `tokens` are the ids of prompt and answer.
         """
@@ -194,16 +194,16 @@ class CallTree:
             self._children[parent] = (*self._children.get(parent, ()), turn)
 
     def restore(self, calls: Sequence[Call]) -> None:
-        """Make recorded calls turns again."""
+        """Rebuild turns from recorded calls."""
         origins: dict[int, tuple[turns.Turn | None, _Messages, _Messages]] = {}
-        """The turn that a request goes on from, its conversation, and what the request added."""
-        made: dict[int | None, tuple[turns.Turn, _Messages]] = {}
+        """The turn that a call extends, its conversation, and the messages that the call added."""
+        restored: dict[int | None, tuple[turns.Turn, _Messages]] = {}
         for call in calls:
             extends = call.branch is None if call.raw_prompt else adds_to_parent(call)
-            origin = made.get(call.parent) if extends else None
+            origin = restored.get(call.parent) if extends else None
             turn, before = origin or (None, ())
             added = call.messages
-            if call.resumed and call.parent in origins:  # the rest of an answer that broke off
+            if call.resumed and call.parent in origins:  # continues an interrupted answer
                 turn, before, added = origins[call.parent]
             origins[call.number] = turn, before, added
             broke_off = call.outcome is CallOutcome.CLIENT_GONE
@@ -232,7 +232,7 @@ class CallTree:
             )
             rest = np.concatenate((call.prompt_ids[given:], call.sampled_ids))
             self.add(prompt, call.number, prompt.tokens.extend(rest), call.answer)
-            made[call.number] = self._turns[-1], (*messages, call.answer)
+            restored[call.number] = self._turns[-1], (*messages, call.answer)
 
     def is_extended(self, number: int) -> bool:
         """Whether a later turn extends the call `number`."""
@@ -250,33 +250,33 @@ class CallTree:
     def _digest_request(
         self, messages: Sequence[Message], tools: bytes, thread: ThreadInfo
     ) -> turns.Conversation:
-        """Digest a request, starting from the known one with the longest common front."""
+        """Digest a request, starting from the known request with the longest shared prefix."""
         best, shared = turns.Conversation(tools, chain=[tools]), 0
         for known in self._requests:
             if known.tools == tools:
                 length = count_shared(known.messages, messages, operator.is_)
                 if length > shared:
                     best, shared = known, length
-        made = best.cut(shared)
-        digests, chain = made.digests, made.chain
+        request = best.cut(shared)
+        digests, chain = request.digests, request.chain
         answers = (m for m in reversed(messages[:shared]) if m.tool_calls)
         positions = next(map(turns.call_positions, answers), {})
         for message in messages[shared:]:
             turn = self._answers.get(chain[-1])
-            if turn is not None and turn.answer == message:  # an echo in the same words
+            if turn is not None and turn.answer == message:  # an unchanged echo
                 digests.append(turn.digest)
             else:
                 digests.append(turns.digest_message(message, positions))
             chain.append(turns.chain_digest(chain[-1], digests[-1]))
             if message.tool_calls:
                 positions = turns.call_positions(message)
-        made.thread, made.messages = thread, messages
-        others = [known for known in self._requests if known is not made]
-        self._requests = [made, *others][:_REMEMBERED]
-        return made
+        request.thread, request.messages = thread, messages
+        others = [known for known in self._requests if known is not request]
+        self._requests = [request, *others][:_REMEMBERED]
+        return request
 
     def _find_deepest(self, request: turns.Conversation) -> tuple[int, turns.Turn | None]:
-        """The turn with the longest conversation that the request repeats, and its length."""
+        """Return the length of the longest conversation that the request repeats, and its turn."""
         for depth in range(len(request.messages), 0, -1):
             message = request.messages[depth - 1]
             if message.role is Role.ASSISTANT:
@@ -286,9 +286,9 @@ class CallTree:
         return 0, None
 
     def _find_delegation(self, messages: Sequence[Message]) -> ThreadInfo:
-        """The thread of a sub-agent: of a conversation that opens with the argument of a tool call.
+        """Recognize a sub-agent's thread: its first message is the argument of a tool call.
 
-        A client may begin it before the answer with that call has ended.
+        A client may start the sub-agent before the answer with that call is complete.
         """
         last = messages[-1] if messages else None
         answered = any(message.role is Role.ASSISTANT for message in messages)
@@ -306,7 +306,7 @@ class CallTree:
     def _extend(
         self, turn: turns.Turn, tail: Sequence[Message], tools: Sequence[Tool]
     ) -> TokenSequence | None:
-        """The turn's exact ids and the rendered tail; None if the template cannot do that."""
+        """Append the rendered tail to the turn's exact ids; None if the template cannot."""
         if self._rendering is None:
             return _EMPTY
         answer = len(turn.tokens) - turn.prompt_length
@@ -316,7 +316,7 @@ class CallTree:
         return None if more is None else turn.tokens.extend(more)
 
     def _find_nearest(self, ids: Ids) -> tuple[TokenSequence, int, turns.Turn | None]:
-        """`ids` with the longest front that a turn has as well, its length, and that turn."""
+        """Find the turn with the longest shared prefix; return the tokens, its length, the turn."""
         tokens = TokenSequence(ids)
         shared, near = turns.nearest_by_tokens(self._turns, tokens)
         if near is None or not shared:
@@ -326,11 +326,11 @@ class CallTree:
     def _branch(
         self, request: turns.Conversation, tools: Sequence[Tool], reason: Branch | None = None
     ) -> Prompt:
-        """Render the whole conversation; the parent is the turn with the most ids in common."""
+        """Render the whole conversation; the parent is the turn with the most shared ids."""
         messages = request.messages
         if messages[-1].role is Role.ASSISTANT:
-            msg = "the last of the messages is the assistant's: continuing an answer that the model"
-            msg += " did not give cannot be honoured; end with a user or tool message"
+            msg = "the last message is the assistant's: continuing an answer that was not sampled"
+            msg += " here is not supported; end with a user or tool message"
             raise Unsupported(msg, param="messages")
         tokens, shared, near = _EMPTY, 0, None
         if not self.may_render:
@@ -361,7 +361,7 @@ class CallTree:
 
 
 def _inherit_thread(thread: ThreadInfo, turn: turns.Turn | None) -> ThreadInfo:
-    """The thread of a request that goes on from `turn`, whose sub-agent has no name of its own."""
+    """Return `turn`'s thread for an unnamed thread that continues a sub-agent, else `thread`."""
     goes_on = turn is not None and turn.thread.kind is TraceKind.SUBAGENT and thread.id is None
     return turn.thread if turn is not None and goes_on else thread
 
@@ -378,7 +378,7 @@ def _gives_task(call: ToolCall, task: str) -> bool:
 
 
 def _select_by_call_ids(turns: Sequence[turns.Turn], echoed: Message) -> turns.Turn:
-    """Of answers with one meaning, the one whose call ids are echoed; else the latest."""
+    """Select the turn whose call ids are echoed, among turns of equal meaning; else the latest."""
     ids = [call.id for call in echoed.tool_calls]
     for turn in reversed(turns):
         if ids and [call.id for call in turn.answer.tool_calls] == ids:

@@ -1,6 +1,6 @@
-"""Probe a running engine: which modes work, what its logprobs mean, and what to change.
+"""Probe a running engine: working modes, meaning of logprobs, and advice on settings.
 
-Versions are not trusted. Every route is tried whole and streamed, with tools where the engine
+Version numbers are not trusted. Every route is tried whole and streamed, with tools if the engine
 renders; the meaning of logprobs is measured. A node runs the same probe when it starts, so an
 engine that loses token ids is refused before the first session (I1, I2).
 """
@@ -33,15 +33,15 @@ _TOOL = Tool(
     {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
 )
 _ANY_IDS = np.arange(10, 42, dtype=np.int32)
-"""A prompt for engines that report none of theirs; every vocabulary has these."""
+"""Prompt for engines that do not report prompt ids; every vocabulary has these ids."""
 _COOL = 0.05
-"""Nearly greedy: the likeliest token's processed logprob is about 0, its raw one unchanged."""
+"""Low temperature: the likeliest token's processed logprob is about 0, its raw one unchanged."""
 _MIN_LOGPROB = 0.1
-"""A logprob closer to 0 does not distinguish raw from processed, in nats."""
+"""Nats below 0 from which a logprob distinguishes raw from processed."""
 _MIN_SHIFT = 0.15
-"""Share by which processed logprobs shift at least; raw ones in half precision shift by 0.03."""
+"""Minimum relative shift of processed logprobs; raw ones in half precision shift by 0.03."""
 _MIN_TOKENS = 4
-"""Distinguishing tokens that are enough; a confident model yields few per request."""
+"""Number of distinguishing tokens to collect; a confident model yields few per request."""
 _CONTROL = "pause, reload and resume over HTTP"
 _FAULTS = (OSError, TuglineError)
 
@@ -49,7 +49,7 @@ _log = log.get("gateway.probe")
 
 
 async def probe(url: str, model: str | None = None, key: str = "") -> EngineReport:
-    """Probe the engine at `url`. Raises `EngineError` if it does not answer at all."""
+    """Probe the engine at `url`. Raises `EngineError` if it does not answer."""
     async with EngineHttp(url, key) as engine:
         return await _Probe(engine, await engine.card(model)).run()
 
@@ -62,10 +62,11 @@ async def connect(
     settings: CallSettings = DEFAULTS,
     key: str = "",
 ) -> Upstream:
-    """Probe the replicas at `urls`, and use them in `mode` or the best that works.
+    """Probe the replicas at `urls` and connect to them in `mode`, or the best working mode.
 
-    Raises `EngineError` if one does not answer, `UsageError` naming the flag to add if the mode
-    does not work, the models there are if it is none of them, or what differs between replicas.
+    Raises `EngineError` if a replica does not answer; `UsageError`, naming the flag to add, if
+    the mode does not work, the served models if `model` is not among them, or the difference
+    between replicas.
     """
     reports = await asyncio.gather(*(probe(url, model, key) for url in urls))
     if not reports:
@@ -85,7 +86,7 @@ async def connect(
 
 # --------------------------------------------------------------------------- checks
 class _Probe:
-    """One examination."""
+    """A run of all checks on one engine."""
 
     def __init__(self, engine: EngineHttp, card: ModelCard) -> None:
         self._engine, self._card = engine, card
@@ -135,7 +136,7 @@ class _Probe:
         return kind, str(facts.get("version", ""))
 
     async def _learn_prompt(self, kind: str) -> None:
-        """Get the ids of a real conversation, so that token-in is tried with a sensible prompt."""
+        """Get the prompt ids of a real conversation, with which to test token input."""
         chat = ROUTES[kind].get("chat")
         if chat is None:
             return
@@ -145,7 +146,7 @@ class _Probe:
                 ids = msgspec.json.decode(answer.prompt, type=list[int])
                 self._prompt = np.array(ids, np.int32)
 
-    async def _sample(  # noqa: PLR0913 - what differs between requests
+    async def _sample(  # noqa: PLR0913 - parameters of a request
         self,
         wire: EngineFormat,
         count: int,
@@ -179,7 +180,7 @@ class _Probe:
         return whole
 
     async def _check_route(self, name: str, wire: EngineFormat) -> bool:
-        """Whether a route gives complete answers, whole and streamed, and with tools."""
+        """Check whether a route gives complete answers, whole and streamed, and with tools."""
         passed = True
         for tools in ((), (_TOOL,)) if wire.mode is Mode.OBSERVED else ((),):
             count, messages = (160, _WORK) if tools else (24, _TALK)
@@ -204,7 +205,7 @@ class _Probe:
         return f"{ids} ids and logprobs, {versions}"
 
     async def _provoke_overflow(self, wire: EngineFormat, window: int) -> str:
-        """A prompt beyond the window must be refused as such, since harnesses compact on it."""
+        """Check that a prompt beyond the window is refused as such: harnesses compact on it."""
         ids = np.full(window + 64, self._prompt[-1], np.int32)
         messages = (Message(Role.USER, "word " * len(ids)),)
         try:
@@ -215,7 +216,7 @@ class _Probe:
 
     # ----------------------------------------------------------------------- logprobs
     async def _measure_logprobs(self, wire: EngineFormat) -> LogprobMeaning | None:
-        """Whether logprobs at a low temperature are those of temperature 1."""
+        """Compare logprobs at a low temperature with those at temperature 1; None if unknown."""
         if wire.mode is Mode.TEXT:
             return None
         pairs: list[tuple[float, float]] = []
@@ -239,13 +240,13 @@ class _Probe:
         return LogprobMeaning.RAW if raw else LogprobMeaning.PROCESSED
 
     async def _sample_at_both_temperatures(self, wire: EngineFormat) -> list[tuple[float, float]]:
-        """Logprobs of tokens that were sampled in one context at temperature 1 and at `_COOL`."""
+        """List logprobs, at temperature 1 and `_COOL`, of tokens sampled at both in one context."""
         prompts: list[Ids | None] = [None]
         if wire.mode is Mode.EXACT:
             answer = np.array((await self._sample(wire, 24, stream=False)).ids, np.int32)
             whole = np.concatenate((self._prompt, answer))
-            places = np.linspace(1, len(whole), 16, dtype=int)
-            prompts = [whole[:place] for place in places]
+            lengths = np.linspace(1, len(whole), 16, dtype=int)
+            prompts = [whole[:length] for length in lengths]
         pairs: list[tuple[float, float]] = []
         for prompt in prompts:
             warm, cool = [await self._sample_tokens(wire, t, prompt) for t in (1.0, _COOL)]
@@ -255,7 +256,7 @@ class _Probe:
     async def _sample_tokens(
         self, wire: EngineFormat, temperature: float, prompt: Ids | None
     ) -> dict[int, float]:
-        """Logprobs of eight single tokens, by id."""
+        """Sample eight single tokens; return their logprobs by id."""
         answers = await asyncio.gather(
             *(
                 self._sample(wire, 1, stream=False, prompt=prompt, temperature=temperature)
@@ -264,9 +265,9 @@ class _Probe:
         )
         return {a.ids[0]: a.logprobs[0] for a in answers if a.ids}
 
-    # ----------------------------------------------------------------------- the rest
+    # ----------------------------------------------------------------------- control
     async def _check_control(self, kind: str, meaning: LogprobMeaning | None) -> None:
-        """Whether weights can be swapped over HTTP, and which flags are worth setting."""
+        """Check whether weights can be swapped over HTTP, and advise on flags."""
         if kind == "vllm":
             control = bool(await self._engine.get_object("/is_paused"))
             self._note("weight control", control, _CONTROL)
@@ -292,7 +293,7 @@ class _Probe:
                 )
 
     async def _try(self, name: str, work: Awaitable[str]) -> bool:
-        """Note how `work` ended; its result is the detail."""
+        """Await `work` and note its outcome; its result or error is the detail."""
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 self._note(name, True, await work)

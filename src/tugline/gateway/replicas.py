@@ -1,8 +1,8 @@
-"""The inference engine's replicas: ask one for tokens and read them as they are sampled.
+"""Replicas of the inference engine: send a request to one and read its tokens as they come.
 
-Calls of one session stick to one replica, whose KV cache holds their context. A fault before the
+Calls of a session go to the same replica, whose KV cache holds their context. A fault before the
 first token is retried on another replica, a bounded number of times; after it the caller decides,
-because the tokens are already part of an answer. A replica that fails repeatedly is left out until
+because the tokens are already part of an answer. A replica that fails repeatedly is ejected until
 it answers a probe. Closing the iterator closes the connection, which aborts the request.
 """
 
@@ -29,24 +29,24 @@ _log = log.get("gateway.replicas")
 
 
 class Replica:
-    """One address and its health."""
+    """An engine's address and its health."""
 
     def __init__(self, url: str, eject_after: int = DEFAULTS.eject_after) -> None:
-        """`eject_after` is the number of consecutive faults after which it is left out."""
+        """`eject_after` is the number of consecutive faults after which the replica is ejected."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self.faults = 0
         self.ejected = False
         self._eject_after = eject_after
 
     def count_fault(self) -> None:
-        """Count one more consecutive fault."""
+        """Count a consecutive fault, and eject the replica at `eject_after` of them."""
         self.faults += 1
         if self.faults >= self._eject_after and not self.ejected:
             self.ejected = True
             _log.warning("replica ejected", url=self.url, faults=self.faults)
 
     def mark_healthy(self) -> None:
-        """Return it to service."""
+        """Return the replica to service."""
         if self.ejected:
             _log.info("replica returned", url=self.url)
         self.faults, self.ejected = 0, False
@@ -54,45 +54,44 @@ class Replica:
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """A reply that is read, until `scope` ends it because its replica hangs."""
+    """A reply being read; `scope` ends the read if the replica hangs."""
 
     replica: Replica
     session: str
     scope: asyncio.Timeout
     since: float = field(default_factory=time.monotonic)
-    """When the engine sent something, or was asked."""
+    """Monotonic time of the engine's last data, or of the request."""
     streams: bool = False
-    """Whether it is a stream whose first token has come."""
+    """Whether the reply is a stream that has delivered a token."""
 
 
 class TokenSource(contextlib.AbstractAsyncContextManager[Any]):
-    """Where answers come from: an engine, or a recording."""
+    """Source of answers: an engine or a recording."""
 
     wire: EngineFormat
     on_hang: Callable[[str, float], None] = lambda _session, _seconds: None
-    """Called with a session and the seconds that it lost to a replica that hung."""
+    """Called with a session and the seconds that it lost to a hanging replica."""
     forked_from: str = ""
-    """``session@call`` of a recording whose calls are replayed first; else empty."""
+    """``session@call`` of the recording whose calls are replayed first; empty if none is."""
 
     @abstractmethod
     async def model(self) -> ModelCard:
-        """The model that is served. Raises `EngineError` if none is."""
+        """Return the served model. Raises `EngineError` if there is none."""
 
     def open_session(self, header: Header) -> None:
-        """Called before the first request of a session."""
+        """Prepare for a session; called before its first request."""
 
     @abstractmethod
     def choose(self, session: str, avoid: Sequence[str] = ()) -> Replica:
-        """The replica of a session, if possible none of the addresses to `avoid`."""
+        """Choose the replica of a session, not one of the addresses in `avoid` if possible."""
 
     @abstractmethod
     def sample(
         self, ask: EngineRequest, session: str, used: list[str], avoid: Sequence[str] = ()
     ) -> AsyncGenerator[Delta]:
-        """Tokens as they come; `used` gets the address of the replica that answers.
+        """Yield tokens as they come; append the address of the answering replica to `used`.
 
-        Raises `EngineError`, or what the engine says is wrong with the request. Close the iterator
-        to abort.
+        Raises `EngineError`, or the engine's error about the request. Close the iterator to abort.
         """
 
     async def answers(self, session: str) -> bool:
@@ -101,7 +100,7 @@ class TokenSource(contextlib.AbstractAsyncContextManager[Any]):
 
     @abstractmethod
     async def abort(self, request_id: str, url: str) -> None:
-        """Ask a replica to end a request and answer with what there is; quiet if it cannot."""
+        """Ask a replica to end a request and return the sampled part; failures are ignored."""
 
 
 class Upstream(TokenSource):
@@ -118,9 +117,9 @@ class Upstream(TokenSource):
         settings: CallSettings = DEFAULTS,
         key: str = "",
     ) -> None:
-        """`model` is a served name, the first if None; `idle_s` how long its first token may take.
+        """`model` is a served name, the first if None; `idle_s` bounds the wait for a first token.
 
-        With a `card` the engine is not asked for its model. `key` is its API key, if it wants one.
+        With a `card`, the engine's model is not queried. `key` is the engine's API key, if any.
         """
         self.name, self._card = model, card
         urls = [urls] if isinstance(urls, str) else urls
@@ -145,12 +144,12 @@ class Upstream(TokenSource):
         await self._http.__aexit__()
 
     async def model(self) -> ModelCard:
-        """The model that the first replica serves, unless it is known already."""
+        """Return the model that the first replica serves, or the `card` if one was given."""
         within_s = self._settings.probe_timeout_s
         return self._card or await self._http.card(self.name, within_s, url=self.replicas[0].url)
 
     def choose(self, session: str, avoid: Sequence[str] = ()) -> Replica:
-        """The replica of a session: always the same while it is healthy and not avoided."""
+        """Choose the replica of a session: the same one while it is healthy and not avoided."""
         usable = [r for r in self.replicas if not r.ejected and r.url not in avoid]
         usable = usable or [r for r in self.replicas if r.url not in avoid]
         return max(usable or self.replicas, key=lambda r: _weight(session, r.url))
@@ -213,7 +212,7 @@ class Upstream(TokenSource):
 
     @contextlib.asynccontextmanager
     async def _watch(self, replica: Replica, session: str) -> AsyncIterator[_Wait]:
-        """Raise `EngineError` in the block once its reply is silent and the replica hangs."""
+        """Raise `EngineError` in the block once the replica hangs while its reply is silent."""
         scope = asyncio.timeout(self._idle_s)
         wait = _Wait(replica, session, scope)
         self._waits.add(wait)
@@ -234,9 +233,9 @@ class Upstream(TokenSource):
             await asyncio.gather(*(self._probe(replica) for replica in self.replicas))
 
     async def _probe(self, replica: Replica) -> None:
-        """Probe a replica that is ejected or silent, and end the silent replies of one that hangs.
+        """Probe an ejected or silent replica; if it hangs, end its silent replies.
 
-        An answer of many tokens without a stream is silent, too, so silence alone means nothing.
+        Silence alone is no fault: a long answer that is not streamed is silent as well.
         """
         if not replica.ejected and not self._silent(replica):
             return
@@ -257,7 +256,7 @@ class Upstream(TokenSource):
         return [wait for wait in self._waits if wait.replica is replica and wait.since < bound]
 
     def _retry_delay(self, error: EngineError, attempt: int) -> float | None:
-        """Seconds until the next attempt; None if the engine asks for more than is waited for."""
+        """Return seconds until the next attempt; None if the engine's delay is too long."""
         alone, backoff_s = len(self.replicas) == 1, self._settings.backoff_s
         if error.retry_after is None:
             return backoff_s * 2**attempt if alone or attempt else 0.0
@@ -269,9 +268,9 @@ class Upstream(TokenSource):
 async def read_reply(
     http: EngineHttp, url: str, wire: EngineFormat, ask: EngineRequest
 ) -> AsyncGenerator[Delta]:
-    """Ask the engine at `url` once, and read its reply as it comes.
+    """Send one request to the engine at `url` and yield its reply as it comes.
 
-    Raises what the engine says is wrong with the request, or `EngineError` if it is lost.
+    Raises the engine's error about the request, or `EngineError` if the connection is lost.
     """
     post, reader = wire.build_request(ask), wire.make_reader()
     finished = False
@@ -309,20 +308,20 @@ async def read_reply(
 def _read_events(
     reader: Reader[Any], payloads: list[bytes]
 ) -> tuple[list[Delta], EngineError | None]:
-    """What precedes the first event that cannot be read or reports a failure, and that failure."""
+    """Read events up to the first invalid one or reported failure; return that failure as well."""
     try:
         return reader.read_events(payloads), None
     except EngineError:
-        for place, payload in enumerate(payloads):
+        for position, payload in enumerate(payloads):
             try:
                 reader.decode(payload)
-            except EngineError as error:  # nothing was added yet: all are decoded first
-                return (reader.read_events(payloads[:place]) if place else []), error
+            except EngineError as error:  # nothing was added yet: all events are decoded first
+                return (reader.read_events(payloads[:position]) if position else []), error
         raise
 
 
 def _is_fault(error: EngineError) -> bool:
-    """Whether the replica failed: 429 says that it is busy, other 4xx that the request is wrong."""
+    """Whether the replica failed: 429 means that it is busy, another 4xx a bad request."""
     return error.status is None or (error.status >= 500 and error.retry_after is None)
 
 
@@ -331,5 +330,5 @@ def _is_retried(error: EngineError) -> bool:
 
 
 def _weight(session: str, url: str) -> bytes:
-    """Rendezvous hashing: a replica that comes or goes moves only its own sessions."""
+    """Weigh for rendezvous hashing: a change of replicas moves only the affected sessions."""
     return hashlib.blake2b(f"{session}\0{url}".encode(), digest_size=8).digest()

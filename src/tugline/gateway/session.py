@@ -1,9 +1,9 @@
-"""Live sessions and the secrets that open them (I6).
+"""Live sessions and the secrets that authorize their calls (I6).
 
-A secret is handed out once, kept only as a digest, opens the model calls of one session and nothing
-else, and is dead when the session closes. A request's secret is looked up by its digest, so the
-time that takes tells nothing of a secret. Budgets are checked before anything is sampled, so a
-refused call costs nothing.
+A secret is returned once, stored only as a digest, authorizes the model calls of one session, and
+is invalid once the session closes. A request's secret is looked up by its digest, so the time of a
+lookup reveals nothing about secrets. Budgets are checked before anything is sampled, so a refused
+call costs nothing.
 """
 
 import asyncio
@@ -39,17 +39,17 @@ from tugline.types import HANDLING, Cause, Failure, SpentLimit
 from tugline.web.serve import Http
 
 _MANY_OBJECTS = 1000
-"""JSON objects from which a request takes long to parse."""
-_asked = attrgetter("dialect", "sampling", "n", "tool_choice", "constraint", "thread", "logprobs")
-"""What a request asks for beside its prompt."""
+"""Number of JSON objects from which a request is parsed in a thread."""
+_options = attrgetter("dialect", "sampling", "n", "tool_choice", "constraint", "thread", "logprobs")
+"""Getter of a request's options, beside its prompt."""
 _log = log.get("gateway.session")
 
 Clock = Callable[[], float]
-"""Monotonic seconds."""
+"""Function that returns monotonic seconds."""
 
 
 class LiveSession:
-    """The state of one session while it takes model calls."""
+    """State of a session while its model calls are accepted."""
 
     def __init__(
         self,
@@ -61,16 +61,16 @@ class LiveSession:
         clock: Clock,
         on_hang: Callable[[float], None],
     ) -> None:
-        """`spent_status` is the HTTP status of a spent budget, whose time `clock` measures.
+        """`spent_status` is the HTTP status of a spent budget; `clock` measures the time budget.
 
-        `on_hang` gets the seconds that an engine hung, and which the agent is not charged for.
+        `on_hang` is called with the seconds for which an engine hung; they are not charged.
         """
         self._on_hang, self._credited = on_hang, 0.0
         self.id = header.session.id
         self.secret_digest = b""
         self.transcript = Transcript(self.id, engine, writer)
         self.log_context = log.bound()
-        """Ids that its log events carry: those of whoever opened it."""
+        """Ids bound to the session's log events, taken from the caller that opened it."""
         self.running: set[Completion] = set()
         settings = engine.settings
         self.bytes_in_flight = InFlight(
@@ -80,47 +80,49 @@ class LiveSession:
             "answers", settings.session_answers, engine.answers_in_flight
         )
         self._preparing = asyncio.Lock()
-        """Held while a request is parsed and rendered, which may be in a thread."""
+        """Held while a request is parsed and rendered, possibly in a thread."""
         self._task, self._engine, self._clock = header.task, engine, clock
         self._contract = contract_for(header.task.sampling, header.session.sample)
         self._spent_status = spent_status
         self._opened = clock()
         self._calls = 0
         self._recent: list[Completion] = []
-        """The last calls that a request may repeat."""
+        """Last calls, which a request may repeat."""
         self._overflow: errors.ContextOverflow | None = None
         self._refused_by: SpentLimit | None = None
         self._ended: errors.Unauthorized | None = None
 
     @property
     def tokens_left(self) -> int | None:
-        """What may still be sampled beside running calls; None without a limit."""
+        """Tokens left to sample, less those reserved by running calls; None without a limit."""
         limit = self._task.limits.max_sampled_tokens
         if limit is None:
             return None
-        reserved = sum(one.max_tokens or 0 for call in self.running for one in call.choices)
+        reserved = sum(c.max_tokens or 0 for call in self.running for c in call.choices)
         return limit - self.transcript.sampled_tokens - reserved
 
     def describe(self) -> SessionState:
-        """Return its state. One that ends with its last permitted call was not cut off."""
+        """Return the state. A session that ended with its last permitted call was not cut off."""
         cut = self.tokens_left is not None and self.tokens_left < 1
         error = self._recent[-1].error if self._recent else self._overflow
+        if isinstance(error, errors.ContextOverflow) and self.transcript.sampled_tokens:
+            error = None
         spent = self._refused_by or (SpentLimit.MAX_SAMPLED_TOKENS if cut else None)
         return SessionState(self.transcript.writer.path, _find_engine_failure(error), spent)
 
     def restore(self, path: Path) -> None:
-        """Go on from the calls that an earlier process recorded. Raises `CaptureError`."""
+        """Continue from the calls that an earlier process recorded. Raises `CaptureError`."""
         calls = recordings.read(path).calls
         if calls:
             self._calls = max(call.number for call in calls) + 1
             self._opened -= time.time() - calls[0].timings.received
         self.transcript.restore(calls)
 
-    # ----------------------------------------------------------------------- one call
+    # ----------------------------------------------------------------------- calls
     async def read_body(self, http: Http, take: Callable[[int], None]) -> bytes:
-        """The body, after `take` of its bytes. Raises `RequestError` or `Overloaded`.
+        """Read the body; `take` counts its bytes. Raises `RequestError` or `Overloaded`.
 
-        A body that no prompt of this window can have is `ContextOverflow`, on which agents compact.
+        Raises `ContextOverflow`, on which agents compact, for a body too large for the window.
         """
         limit, settings = self._engine.max_body, self._engine.settings
         try:
@@ -135,10 +137,10 @@ class LiveSession:
     async def prepare(
         self, dialect: Dialect, incoming: HttpRequest
     ) -> tuple[Request, Prompt, bool]:
-        """Parse a request and make its prompt, in a thread if it may take long.
+        """Parse a request and make its prompt, in a thread if this may take long.
 
-        Tells as well whether halves of characters were mended in it. Raises `RequestError` before
-        anything is sampled.
+        The third value is whether lone surrogates were repaired in the body. Raises `RequestError`
+        before anything is sampled.
         """
         body, limit = incoming.body, self._engine.settings.large_body
         async with self._preparing:
@@ -177,11 +179,11 @@ class LiveSession:
     async def complete(self, request: Request, prompt: Prompt, *, retry: bool) -> Completion:
         """Start sampling, or return the completion that this request repeats.
 
-        `retry` is whether the client says that it asks again. Raises `RequestError`.
+        `retry` is whether the client declares the request a retry. Raises `RequestError`.
         """
         key = _request_key(request, prompt)
         earlier = self._find_repeated(key, stream=request.stream, retry=retry)
-        if earlier is not None and earlier.abandoned:  # soon recorded, and then it can be resumed
+        if earlier is not None and earlier.abandoned:  # can be resumed once recorded
             await earlier.wait_recorded()
             earlier = self._find_repeated(key, stream=request.stream, retry=retry)
         if earlier is not None and not earlier.broke_off:
@@ -195,12 +197,12 @@ class LiveSession:
         completion = Completion(key, choices, self._engine.settings, stream=request.stream)
         self.running.add(completion)
         completion.task.add_done_callback(lambda _task: self._end(completion))
-        kept = [one for one in self._recent if not self._is_extended(one)]
-        self._recent = [*kept, completion][-self._engine.settings.recent_calls :]
+        repeatable = [call for call in self._recent if not self._is_extended(call)]
+        self._recent = [*repeatable, completion][-self._engine.settings.recent_calls :]
         return completion
 
     def credit(self, seconds: float) -> None:
-        """Give back the last `seconds`; those of parallel calls are given back once."""
+        """Credit the last `seconds` to the time budget; parallel calls are credited once."""
         now = self._clock()
         lost = now - max(now - seconds, self._credited)
         self._credited, self._opened = now, self._opened + lost
@@ -211,7 +213,7 @@ class LiveSession:
         self._answers_in_flight.give_back(len(completion.choices))
 
     async def _wait_for_tokens(self, count: int) -> None:
-        """Wait while running calls may sample all that is left of the budget."""
+        """Wait while running calls have reserved the rest of the token budget."""
         within_s = self._engine.settings.pause_timeout_s
         while self.running and self.tokens_left is not None and self.tokens_left < count:
             tasks = {completion.task for completion in self.running}
@@ -233,11 +235,11 @@ class LiveSession:
         return choices
 
     def _find_repeated(self, key: bytes, *, stream: bool, retry: bool) -> Completion | None:
-        """The call that a request repeats, rather than asking for another sample.
+        """Return the call that a request repeats; None if it is a request for another sample.
 
-        The same request is a repetition if its client says so, if nobody received the first
-        answer, or if a streaming client now asks without a stream. Two clients that wait at the
-        same time want two samples, and so does one that asks again after it got its answer.
+        An equal request is a repetition if its client declares a retry, if the first answer was
+        not delivered, or if the first was streamed and this one is not. Equal requests of two
+        waiting clients are two samples, and so is one sent after the answer was delivered.
         """
         for old in reversed(self._recent):
             failed = old.error is not None and (old.resumed or not old.broke_off)
@@ -248,12 +250,12 @@ class LiveSession:
         return None
 
     def _is_extended(self, completion: Completion) -> bool:
-        """Whether a later call goes on from one of its answers."""
-        return any(self.transcript.turns.is_extended(one.number) for one in completion.choices)
+        """Whether a later call extends one of the completion's answers."""
+        return any(self.transcript.turns.is_extended(c.number) for c in completion.choices)
 
     def _admit(self, count: int) -> range:
-        """Numbers of the next calls. Raises `RequestError` when they may not be made."""
-        if self._ended is not None:  # while the request was read or prepared
+        """Return the numbers of the next calls. Raises `RequestError` if they are not allowed."""
+        if self._ended is not None:  # ended while the request was read or prepared
             raise self._ended
         limits = self._task.limits
         if not self._calls:  # a prewarmed session may have waited until now
@@ -275,9 +277,9 @@ class LiveSession:
         msg = f"the session has used its {words}; this is the end of its budget"
         raise errors.BudgetExhausted(msg, status=self._spent_status)
 
-    # ----------------------------------------------------------------------- the recording
+    # ----------------------------------------------------------------------- recording
     def note_refusal(self, error: errors.TuglineError, status: int) -> None:
-        """Record that a request was answered by an error, without any of its content."""
+        """Record that a request was answered with an error, without the request's content."""
         if isinstance(error, errors.ContextOverflow):
             self._overflow = error
         if isinstance(error, errors.RequestError | errors.EngineError):
@@ -286,8 +288,8 @@ class LiveSession:
             self.transcript.note(RecordedEventKind.REFUSED, detail.rstrip())
 
     async def close(self) -> None:
-        """Cancel what is being sampled, and close the recording."""
-        self._ended = errors.Unauthorized("the session has ended, and its key opens nothing more")
+        """Cancel running calls and close the recording."""
+        self._ended = errors.Unauthorized("the session has ended, and its key is no longer valid")
         for completion in list(self.running):
             completion.cancel(self._ended)
             await completion.wait_recorded()
@@ -295,7 +297,7 @@ class LiveSession:
 
 
 class Sessions:
-    """All live sessions by id and by the digest of their secret."""
+    """Live sessions by id and by the digest of their secret."""
 
     def __init__(self) -> None:
         self._live: dict[str, LiveSession] = {}
@@ -305,7 +307,7 @@ class Sessions:
         return iter(list(self._live.values()))
 
     def open(self, live: LiveSession, secret: str = "") -> str:
-        """Take a session's calls; returns its secret, a new one unless given, which is not kept."""
+        """Accept a session's calls; return its secret, a new one unless given."""
         if live.id in self._live:
             raise errors.UsageError(f"session {live.id!r} is live already")
         secret = secret or f"tl-{secrets.token_urlsafe(24)}"
@@ -314,25 +316,25 @@ class Sessions:
         return secret
 
     async def close(self, live: LiveSession) -> None:
-        """End a session: its secret opens nothing more, its open calls are aborted."""
+        """End a session: invalidate its secret and abort its running calls."""
         self._live.pop(live.id, None)
         self._by_secret.pop(live.secret_digest, None)
         await live.close()
 
     def find(self, secret: str | None, session_id: str | None) -> LiveSession:
-        """The session that `secret` opens. Raises `Unauthorized`."""
+        """Return the session that `secret` authorizes. Raises `Unauthorized`."""
         live = self._by_secret.get(_digest(secret or ""))
         if live is None or (session_id is not None and session_id != live.id):
-            msg = "the key opens no live session; use the key that was given to this session"
+            msg = "the key is not valid for a live session; use the key of this session"
             raise errors.Unauthorized(msg)
         return live
 
     def get(self, session_id: str) -> LiveSession | None:
-        """A live session by its id."""
+        """Return a live session by its id."""
         return self._live.get(session_id)
 
     def credit(self, session_id: str, seconds: float) -> None:
-        """Give a session back what a hanging engine took."""
+        """Credit a session with the seconds for which an engine hung."""
         if live := self._live.get(session_id):
             live.credit(seconds)
 
@@ -342,14 +344,14 @@ class Sessions:
             live.transcript.note(kind, detail)
 
     async def flush(self) -> None:
-        """Make what was written safe from a loss of power."""
+        """Flush written records to disk, so that they survive a power loss."""
         dirty = [live.transcript.writer for live in self if live.transcript.writer.dirty]
         if dirty:
             await asyncio.to_thread(_flush, dirty)
 
 
 def _find_engine_failure(error: errors.TuglineError | None) -> Failure | None:
-    """The failure of a session whose last call ended so; None if that does not end it."""
+    """Return the session's failure if its last call ended with `error`; None if it is none."""
     if not isinstance(error, errors.ContextOverflow | errors.EngineError):
         return None
     refused = isinstance(error, errors.ContextOverflow) or is_refused_by_engine(error)
@@ -362,9 +364,9 @@ def _digest(secret: str) -> bytes:
 
 
 def _request_key(request: Request, prompt: Prompt) -> bytes:
-    """Digest of a request's meaning and settings, equal for its repetitions."""
-    asked = msgspec.msgpack.encode(_asked(request))
-    return hashlib.blake2b(asked, key=prompt.digest, digest_size=16).digest()
+    """Digest a request's meaning and options; equal for its repetitions."""
+    options = msgspec.msgpack.encode(_options(request))
+    return hashlib.blake2b(options, key=prompt.digest, digest_size=16).digest()
 
 
 def _flush(writers: Sequence[Writer]) -> None:

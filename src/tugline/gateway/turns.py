@@ -1,11 +1,11 @@
-"""Recorded turns, what their messages mean, and why a request does not extend any of them.
+"""Recorded turns, digests of message meaning, and the reason why a request branches.
 
-Digests are equal for every rewriting that keeps the meaning. JSON spacing and key order of tool
-arguments, ids of calls, reasoning, and blank space around an answer do not enter. Ids of calls are
-replaced by their position in the answer that made them, because some harnesses issue their own.
+Messages with the same meaning have the same digest: JSON spacing and key order of tool arguments,
+call ids, reasoning, and white space around an answer are ignored. Call ids are replaced by the
+call's position in its answer, because some harnesses issue ids of their own.
 
-Turns are compared only when a conversation forks, so every turn may be looked at. The reason is
-recorded with the call (`Branch`).
+Turns are compared only when a conversation forks, so a linear search is cheap enough. The reason
+is recorded with the call (`Branch`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MessageDigest = bytes
 _LONGEST_EXACT_INTEGER = 2**53
 _CHANGES = tuple(EchoChange)
 _INLINE_REASONING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
-"""Reasoning as the text that some clients, such as pydantic-ai, make of it when they echo it."""
+"""Reasoning inlined as text, as some clients such as pydantic-ai echo it."""
 
 
 def digest_message(message: Message, positions: Mapping[str, int]) -> MessageDigest:
-    """Digest `message`; `positions` maps ids of the preceding answer's calls to their places."""
+    """Digest `message`; `positions` maps call ids of the preceding answer to call positions."""
     role = Role.SYSTEM if message.role is Role.DEVELOPER else message.role
     answers = positions.get(message.tool_call_id or "", message.tool_call_id)
     text = message.content
@@ -47,33 +47,33 @@ def digest_message(message: Message, positions: Mapping[str, int]) -> MessageDig
 
 
 def call_positions(message: Message) -> dict[str, int]:
-    """Positions of an answer's calls by their ids."""
+    """Map the ids of an answer's calls to their positions."""
     return {call.id: i for i, call in enumerate(message.tool_calls)}
 
 
 def chain_digest(before: bytes, digest: MessageDigest) -> bytes:
-    """Digest of a conversation that is extended by one message."""
+    """Return the digest of conversation `before` extended by a message."""
     return hashlib.blake2b(digest, key=before, digest_size=16).digest()
 
 
 def digest_tools(tools: Sequence[Tool]) -> bytes:
-    """Digest of the declared tools."""
+    """Digest the declared tools."""
     return hashlib.blake2b(msgspec.json.encode(list(tools)), digest_size=16).digest()
 
 
 def hash_wording(answer: Message) -> bytes:
-    """Hashes of what an echo may write differently, in the order of `EchoChange`."""
+    """Hash the parts of an answer that an echo may change, in the order of `EchoChange`."""
     calls, reasoning = answer.tool_calls, (answer.reasoning or "").strip()
     arguments, ids = tuple(call.arguments for call in calls), tuple(call.id for call in calls)
     return struct.pack("4q", hash(arguments), hash(reasoning), hash(ids), hash(answer.content))
 
 
 def compare_echo(turn: Turn, echoed: Message) -> tuple[EchoChange, ...]:
-    """List what an echo with the digest of the turn's answer writes differently.
+    """List the changes in an echo that has the digest of the turn's answer.
 
-    An echo in the same words takes the place of the answer, so that text is not kept twice.
+    An echo with the same text and call ids replaces the answer, so that text is not kept twice.
     """
-    hashes = (struct.unpack("4q", one) for one in (turn.wording, hash_wording(echoed)))
+    hashes = (struct.unpack("4q", packed) for packed in (turn.wording, hash_wording(echoed)))
     pairs = zip(_CHANGES, *hashes, strict=True)
     changes = tuple(change for change, sampled, written in pairs if sampled != written)
     if EchoChange.TEXT not in changes and EchoChange.IDS not in changes:
@@ -90,7 +90,7 @@ def _canonical_call(call: ToolCall) -> list[Any]:
 
 
 def _parse_float(text: str) -> Any:
-    """Read 1.0 as 1, since JavaScript writes it back so."""
+    """Parse 1.0 as 1, because JavaScript writes 1.0 as 1."""
     value = float(text)
     exact = value.is_integer() and abs(value) < _LONGEST_EXACT_INTEGER
     return int(value) if exact else value
@@ -110,19 +110,19 @@ class Turn(msgspec.Struct, eq=False, gc=False):
 
     number: int
     tokens: TokenSequence
-    """Prompt and answer; empty where the engine reported no ids."""
+    """Ids of prompt and answer; empty if the engine reported none."""
     prompt_length: int
     """Number of leading `tokens` that are prompt."""
     answer: Message
-    """As it was sampled, or with arguments and reasoning as they were echoed."""
+    """The answer as sampled, or with arguments and reasoning as echoed."""
     wording: bytes
-    """`hash_wording` of the answer as it was sampled."""
+    """`hash_wording` of the answer as sampled."""
     digest: MessageDigest
-    """Of the answer."""
+    """Digest of the answer."""
     digests: tuple[MessageDigest, ...]
-    """Of the messages it added to the conversation of `parent`, without its answer."""
+    """Digests of the messages added to the conversation of `parent`, without the answer."""
     parent: Turn | None
-    """The turn whose conversation it extends."""
+    """The turn whose conversation this turn extends."""
     tools: bytes
     """Digest of the declared tools."""
     thread: ThreadInfo = UNNAMED
@@ -141,23 +141,23 @@ class Conversation:
     """``chain[k]`` is the digest of the tools and the first `k` messages."""
 
     def cut(self, count: int) -> Conversation:
-        """The first `count` messages; this one itself if they are all, so that it grows."""
+        """Return the first `count` messages; `self`, to be extended, if those are all."""
         if count < len(self.messages):
             digests, chain = self.digests[:count], self.chain[: count + 1]
             return Conversation(self.tools, digests=digests, chain=chain)
-        del self.digests[count:], self.chain[count + 1 :]  # of a request that was refused
+        del self.digests[count:], self.chain[count + 1 :]  # left by a refused request
         return self
 
 
 class _Entry(NamedTuple):
-    """One message of a recorded conversation; `turn` is set where it is that turn's answer."""
+    """A message of a recorded conversation; `turn` is set if it is that turn's answer."""
 
     digest: MessageDigest
     turn: Turn | None
 
 
 def nearest_by_tokens(turns: Sequence[Turn], tokens: TokenSequence) -> tuple[int, Turn | None]:
-    """The longest prefix that `tokens` share with a turn, and the earliest turn that has it."""
+    """Return the longest prefix that `tokens` share with a turn, and the first such turn."""
     shared = ((turn.tokens.shared_prefix(tokens), turn) for turn in _leaves(turns))
     return max(shared, key=itemgetter(0), default=(0, None))
 
@@ -165,7 +165,7 @@ def nearest_by_tokens(turns: Sequence[Turn], tokens: TokenSequence) -> tuple[int
 def nearest_by_meaning(
     turns: Sequence[Turn], request: Conversation
 ) -> tuple[Turn | None, Branch | None]:
-    """The turn with the most messages in common, and why it is not extended; None for a twin."""
+    """Return the turn with most messages in common, and why it is not extended (None: a twin)."""
     best, longest, best_entries = None, -1, []
     for leaf in _leaves(turns):
         entries = _entries(leaf)
@@ -188,7 +188,7 @@ def repeats_sibling(siblings: Sequence[Turn], digests: Sequence[MessageDigest]) 
 def _branch_reason(
     best: Turn, entries: list[_Entry], at: int, request: Conversation
 ) -> Branch | None:
-    """Compare the first message that differs, number `at`."""
+    """Classify by the first message that differs, number `at`; None for a twin."""
     recorded = entries[at] if at < len(entries) else None
     requested = request.messages[at] if at < len(request.messages) else None
     has_answers = any(message.role is Role.ASSISTANT for message in request.messages)
@@ -211,7 +211,7 @@ def _branch_reason(
 
 
 def _restart_reason(best: Turn, entries: list[_Entry], at: int, request: Conversation) -> Branch:
-    """Classify a request without any answer in it, beside conversations that have some."""
+    """Classify a request without answers that differs from recorded conversations."""
     if request.thread.id is not None and request.thread.id != best.thread.id:
         return Branch.NEW_THREAD
     answers = sum(entry.turn is not None for entry in entries)
@@ -233,7 +233,7 @@ def _edit_reason(sampled: Message, echoed: Message) -> Branch:
 
 
 def _results_reordered(entries: list[_Entry], request: Conversation, at: int) -> bool:
-    """Whether both sides have the same tool results around `at`, in another order."""
+    """Whether request and recording have the same tool results around `at`, reordered."""
     end = at
     while end < len(request.messages) and request.messages[end].role is Role.TOOL:
         end += 1
@@ -245,7 +245,7 @@ def _results_reordered(entries: list[_Entry], request: Conversation, at: int) ->
 
 
 def _entries(turn: Turn) -> list[_Entry]:
-    """Every message of a conversation up to and including the answer of `turn`."""
+    """List the messages of a conversation up to and including the answer of `turn`."""
     path: list[Turn] = []
     node: Turn | None = turn
     while node is not None:

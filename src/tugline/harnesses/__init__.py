@@ -1,1 +1,1 @@
-"""What runs: agent programs, unmodified."""
+"""Harnesses: agent programs, which run unmodified."""

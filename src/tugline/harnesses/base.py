@@ -1,7 +1,7 @@
-"""The contract of a harness: an agent program that runs unmodified, with our gateway as its model.
+"""Interface of harnesses: agent programs that run unmodified, with Tugline's gateway as model API.
 
-A harness knows how its program is installed on this machine and which command, environment and
-settings make it work on one task through one base URL. It sees neither tokens nor rewards.
+A harness installs its program on this machine and gives the command, environment and settings to
+run it on one task with one base URL. It sees neither tokens nor rewards.
 """
 
 import signal
@@ -12,7 +12,7 @@ import msgspec
 from tugline.sandbox.base import Exit, Mount
 
 MAX_ARGUMENT = 131_000
-"""Bytes. Linux starts no program with a longer argument (128 KiB, less an option's name)."""
+"""Maximum bytes of an argument: Linux allows 128 KiB; the rest is for an option's name."""
 _FATAL_SIGNALS = frozenset(
     {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP}
 )
@@ -25,9 +25,9 @@ class LaunchContext(msgspec.Struct, frozen=True, kw_only=True):
     workdir: str
     home: str
     base_url: str
-    """Such as ``http://127.0.0.1:40123/s/<session>``, without ``/v1``."""
+    """Base URL such as ``http://127.0.0.1:40123/s/<session>``, without ``/v1``."""
     key: str
-    """The session's secret; it opens this session's model calls and nothing else."""
+    """API key that is valid only for this session's model calls."""
     model: str
 
 
@@ -37,7 +37,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...]
     env: dict[str, str] = {}
     files: dict[str, str] = {}
-    """Path relative to the agent's home to text."""
+    """Texts of files by path relative to the agent's home."""
 
 
 class Harness(ABC):
@@ -45,28 +45,28 @@ class Harness(ABC):
 
     name: str
     version: str | None = None
-    """None where the program is the user's own."""
+    """Version of the program; None for a program of the user."""
     spent_status: int = 400
-    """HTTP status of a refusal once a session's budget is spent: one that makes the program stop.
+    """HTTP status of refused calls once a session's budget is spent; must make the program stop.
 
-    Many programs retry after most statuses; 400 is what most of them give up on at once.
+    Many programs retry after most statuses, but stop at once after 400.
     """
     offers_tools: bool = False
-    """Whether every call of its task declares tools; a call without any is a side request then."""
+    """Whether all calls of the task's conversation declare tools; others are side requests then."""
     log_globs: tuple[str, ...] = ()
-    """Its own log files: glob patterns relative to the agent's home."""
+    """Glob patterns of the program's log files, relative to the agent's home."""
     mounts: tuple[Mount, ...] = ()
-    """Folders of its program; complete after `install`."""
+    """Mounts of the program; complete after `install`."""
 
     async def install(self) -> None:  # noqa: B027 - by default there is nothing to install
-        """Make the program available; quick if it already is. Raises `HarnessError`."""
+        """Install the program unless it is installed. Raises `HarnessError`."""
 
     @abstractmethod
     def launch(self, context: LaunchContext) -> Launch:
-        """The command for one session. Pure; `install` has been called before."""
+        """Return the command for one session. Pure; call `install` before."""
 
     def find_crash(self, end: Exit, output: str) -> str | None:
-        """Why its program crashed, from its exit and the end of its output; None if it did not.
+        """Return why the program crashed, by its exit and last output; None if it did not.
 
         By default only a fatal signal is a crash. A program without any model call is a harness
         failure in any case.
@@ -75,7 +75,7 @@ class Harness(ABC):
 
 
 def find_fatal_signal(end: Exit) -> str | None:
-    """The signal of a program error that ended the program; None for any other exit."""
+    """Return the name of the fatal signal that ended a program; None for any other exit."""
     number = -end.code if end.code < 0 else end.code - 128
     if end.timed_out or number not in _FATAL_SIGNALS:
         return None

@@ -1,9 +1,9 @@
 """Claude Code (npm ``@anthropic-ai/claude-code``), which speaks Anthropic Messages.
 
-It is a native program (npm needs Node, Claude Code does not); as root it refuses to skip
-permissions unless ``IS_SANDBOX=1``; for an unknown model it assumes a window of a million tokens
-unless one is set. By default it sends 50 KB and moves its cache markers with every turn; `lean`
-sends a third of that and strictly appends.
+It is a native program: only npm needs Node. As root it refuses to skip permissions unless
+``IS_SANDBOX=1``. For an unknown model it assumes a window of a million tokens unless one is set. By
+default it sends a prompt of 50 KB and moves its cache markers with every turn; with `lean` the
+prompt is a third of that, and each turn only appends.
 """
 
 import json
@@ -16,15 +16,15 @@ from tugline.harnesses.preset import BUN_CRASHES, ExtensiblePreset, McpServer, W
 from tugline.schema import read_values
 
 _ENV: dict[str, dict[str, str]] = read_values(Path(__file__).with_name("claude_code.toml"))
-"""Variables: those that are always set, those of `lean`, and those for skills."""
+"""Environment variables that are set always, with `lean`, and with skills."""
 _LEAN_TOOLS = ("Bash", "Edit", "Read", "Write")
 
 
 @dataclass(kw_only=True, eq=False)
 class ClaudeCode(ExtensiblePreset):
-    """`tools` is its allow-list (None: four when `lean`, else all); `args` are further options.
+    """Runs Claude Code with the allow-list `tools` (None: four if `lean`, else all).
 
-    `context_window` is the engine's, in tokens.
+    `context_window` is the engine's, in tokens; `args` are further options.
     """
 
     name = "claude_code"
@@ -41,14 +41,14 @@ class ClaudeCode(ExtensiblePreset):
     context_window: Window = 131072
 
     def configure(self, context: LaunchContext) -> Launch:
-        """``claude -p``, unattended, with events as lines of JSON."""
+        """Return ``claude -p``, unattended, with events as JSON lines."""
         tools = self.tools
         if tools is None and self.lean:
             tools = (*_LEAN_TOOLS, *(("Skill",) if self.skills else ()))
         servers = {name: _format_server(server) for name, server in self.servers.items()}
         return Launch(
             argv=(
-                # `--tools` takes every word that follows it: another option must come next.
+                # `--tools` takes all following words, so another option must come next.
                 *(("--tools", ",".join(tools)) if tools is not None else ()),
                 *(*self.args, "-p", "--verbose"),
                 *("--mcp-config", f"{context.home}/mcp.json", "--strict-mcp-config"),

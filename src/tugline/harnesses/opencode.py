@@ -1,9 +1,9 @@
 """opencode (npm ``opencode-ai``), which speaks four dialects through the providers it bundles.
 
-It is a native program (npm needs Node, opencode does not); an instruction given as an argument
-reaches the model in double quotes, so it goes to stdin; unless `title` is off it asks for a title
-beside the first turn. At every start it would install a package for plug-ins into its settings
-folder, unless that folder looks as if it were installed.
+It is a native program: only npm needs Node. An instruction passed as an argument reaches the model
+in double quotes, so it is passed on stdin. With `title` it requests a title during the first turn.
+At each start it installs a plug-in package into its settings folder unless it finds one there;
+`_INSTALLED_PLUGINS` makes it find one.
 """
 
 import json
@@ -19,7 +19,7 @@ _PROVIDERS = {
     "anthropic": ("@ai-sdk/anthropic", "/v1"),
     "google": ("@ai-sdk/google", "/v1beta"),
 }
-"""Dialect to the provider that speaks it and the end of its base URL."""
+"""Provider of each dialect, and the suffix of its base URL."""
 _SETTINGS = ".config/opencode"
 _INSTALLED_PLUGINS = {
     f"{_SETTINGS}/node_modules/.keep": "",
@@ -31,7 +31,7 @@ _INSTALLED_PLUGINS = {
 
 @dataclass(kw_only=True, eq=False)
 class Opencode(ExtensiblePreset):
-    """`title` leaves the request for a session title on; `args` are further options.
+    """Runs opencode. `title` enables its request for a session title; `args` are further options.
 
     `context_window` is the engine's, in tokens.
     """
@@ -50,7 +50,7 @@ class Opencode(ExtensiblePreset):
     context_window: Window = 131072
 
     def configure(self, context: LaunchContext) -> Launch:
-        """``opencode run``, unattended, with events as lines of JSON, all folders in its home."""
+        """Return ``opencode run``, unattended, with JSON events and all folders in its home."""
         kinds = ("CONFIG", "DATA", "CACHE", "STATE")
         config = json.dumps(self._make_config(context), indent=1)
         return Launch(

@@ -1,10 +1,9 @@
 """pi (npm ``@earendil-works/pi-coding-agent``), a coding agent with read, bash, edit and write.
 
-It starts in 0.4 s, sends a prompt of 6 KB and speaks four dialects, which makes it the harness
-of the demo and of our tests. In text mode its exit code is 0 or 1 and means something (with
-``--mode json`` it is always 0); a small ``contextWindow`` makes pi ask for answers of one token, so
-a large one is declared and the gateway enforces the true window; ``-p`` connects to nothing but the
-model. It has no MCP client.
+It starts in 0.4 s, sends a prompt of 6 KB and speaks four dialects, so the demo and the tests use
+it. In text mode its exit code reports errors (0 or 1); with ``--mode json`` it is always 0. A small
+``contextWindow`` makes pi request answers of one token, so a large one is declared and the gateway
+enforces the true window. With ``-p`` it connects only to the model. It has no MCP client.
 """
 
 import json
@@ -21,16 +20,16 @@ _APIS = {
     "anthropic": ("anthropic-messages", ""),
     "google": ("google-generative-ai", "/v1beta"),
 }
-"""Dialect to pi's name for it and the end of its base URL."""
+"""Pi's name of each dialect, and the suffix of its base URL."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Pi(preset.Preset):
-    """`tools` is pi's allow-list (None: all four); `args` are further options of its command line.
+    """Runs pi with the allow-list `tools` (None: all four); `args` are further options.
 
     The default `args` exclude AGENTS.md files of the folders *above* the task's files. `reasoning`
-    makes pi ask for it and send its system prompt as a developer message. `context_window` is what
-    pi is configured with, in tokens; `skills` are texts of SKILL.md by name.
+    makes pi request it and send its system prompt as a developer message. `context_window` is the
+    window in pi's settings, in tokens; `skills` are texts of SKILL.md by name.
     """
 
     name = "pi"
@@ -52,7 +51,7 @@ class Pi(preset.Preset):
         self._skills = preset.parse_skills(self.name, self.skills, ".pi/agent/skills")
 
     def configure(self, context: LaunchContext) -> Launch:
-        """``pi -p``, with the gateway as its only provider and no connections of its own."""
+        """Return ``pi -p``, with the gateway as only provider and no other connections."""
         tools = ("--tools", ",".join(self.tools)) if self.tools is not None else ()
         api, path = _APIS[self.dialect]
         model = {
@@ -83,5 +82,5 @@ class Pi(preset.Preset):
         )
 
     def pass_instruction(self, instruction: str) -> tuple[str, ...] | None:
-        """As an argument where it fits: pi strips white space around what it reads on stdin."""
+        """Pass it as an argument if it fits: pi strips white space around a prompt from stdin."""
         return ("--", instruction) if preset.fits_argument(instruction) else None

@@ -1,8 +1,8 @@
-"""What the presets share: options, package, command line, extensions, crash detection, first start.
+"""Base classes of presets: options, package, command line, extensions, crashes and first start.
 
-A preset names its program's package, settings and crash patterns. The program crashed if it was
-ended by a fatal signal or its last output says so; one that gave up because the model refused, as
-when a budget is spent, did not.
+A preset defines its program's package, settings and crash patterns. A program has crashed if a
+fatal signal ended it or its last output matches a crash pattern. A program that stopped because the
+model refused a call, as when a budget is spent, has not crashed.
 
 MCP servers and skills of a task are written in the program's own format. The agent starts the
 servers, so a `command` must exist in the sandbox (such as a script among the task's files) and a
@@ -30,17 +30,17 @@ from tugline.schema import decode
 from tugline.web.serve import Http, Message, Receive, Send, serve
 
 Window = Annotated[int, msgspec.Meta(ge=1)]
-"""An engine's context window, in tokens."""
+"""Context window of an engine, in tokens."""
 Dialect = Literal["openai_chat", "openai_responses", "anthropic", "google"]
-"""A dialect of a program that speaks all."""
+"""A dialect, for programs that speak all four."""
 INSTRUCTION = "instruction.txt"
-"""File in the agent's home that a program's stdin is read from."""
+"""File in the agent's home with a program's stdin."""
 NODE_CRASHES = (
-    (r"Node\.js v\d+\.\d+\.\d+\s*$", "an exception that nobody caught"),
+    (r"Node\.js v\d+\.\d+\.\d+\s*$", "an uncaught exception"),
     (r"JavaScript heap out of memory", "its heap was full"),
 )
 BUN_CRASHES = ((r"panic\((main thread|thread \d+)\)|Bun has crashed", "it panicked"),)
-"""Of native programs that are made with Bun."""
+"""Crash patterns of native programs that are built with Bun."""
 _TRIAL_S = 90.0
 _TAIL = 400
 _REFUSAL = b'{"error":{"message":"no more calls","type":"invalid_request_error","code":400}}'
@@ -51,15 +51,15 @@ class Preset(Harness):
     """A harness whose program comes from a registry; its fields are the options of tasks."""
 
     crash_patterns: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Pattern of the last output to what broke, for exit codes other than 0."""
+    """Pairs of a pattern of the last output and a reason, for exit codes other than 0."""
     crash_codes: ClassVar[Mapping[int, str]] = {}
-    """Exit code to what broke."""
+    """Reasons of crashes by exit code."""
     npm_package: ClassVar[str] = ""
     """Name of the npm package."""
     setup_script: ClassVar[str | None] = None
-    """The package's install script that puts a native program in place."""
+    """Install script of the package, which installs its native program."""
     command_marks: ClassVar[tuple[str, ...]] = ()
-    """Characters that make the program take an instruction for a command or file of its own."""
+    """First characters of an instruction that the program would interpret as a command or file."""
 
     version: str
     args: Sequence[str] = ()
@@ -68,54 +68,54 @@ class Preset(Harness):
         self.package = self.make_package()
 
     def make_package(self) -> Package:
-        """The package of this version, from npm by default."""
+        """Return the package of this version, from npm by default."""
         return Npm(self.name, self.npm_package, self.version, self.setup_script)
 
     @abstractmethod
     def configure(self, context: LaunchContext) -> Launch:
-        """Arguments after the program's command, variables besides HOME, and settings."""
+        """Return arguments after the program's command, variables besides HOME, and settings."""
 
     def pass_instruction(self, instruction: str) -> tuple[str, ...] | None:
-        """The instruction as the last arguments; None if the program reads it on stdin."""
+        """Return the instruction as the last arguments; None if it is passed on stdin."""
         return None
 
     async def install(self) -> None:
-        """Install this version unless it is there; its program must start."""
+        """Install this version unless it is installed; a new program must start."""
         await self.package.install(lambda _: start_once(self))
         self.mounts = self.package.mounts
 
     def launch(self, context: LaunchContext) -> Launch:
-        """The command for one session."""
+        """Return the command for one session."""
         instruction = context.instruction
         if instruction.startswith(self.command_marks):
             instruction = f" {instruction}"
-        own = self.configure(context)
-        argv, files = (*self.package.command, *own.argv), dict(own.files)
+        base = self.configure(context)
+        argv, files = (*self.package.command, *base.argv), dict(base.files)
         last = self.pass_instruction(instruction)
         if last is None:
             files[INSTRUCTION] = instruction
             argv = ("sh", "-c", 'exec "$@" < "$0"', f"{context.home}/{INSTRUCTION}", *argv)
         else:
             argv += last
-        env = {"HOME": context.home, **own.env, **self.package.env}
+        env = {"HOME": context.home, **base.env, **self.package.env}
         return Launch(argv=argv, env=env, files=files)
 
     def find_crash(self, end: Exit, output: str) -> str | None:
-        """Why its program crashed, None if it did not."""
+        """Return why the program crashed; None if it did not."""
         if end.timed_out or end.code == 0:
             return None
-        matches = (why for pattern, why in self.crash_patterns if re.search(pattern, output))
+        matches = (reason for pattern, reason in self.crash_patterns if re.search(pattern, output))
         return find_fatal_signal(end) or self.crash_codes.get(end.code) or next(matches, None)
 
 
 def fits_argument(instruction: str) -> bool:
-    """Whether a program can be started with `instruction` as an argument."""
+    """Return whether a program can be started with `instruction` as an argument."""
     return len(instruction.encode()) <= MAX_ARGUMENT
 
 
 # --------------------------------------------------------------------- MCP servers and skills
 class McpServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An MCP server: a `command` that speaks over stdin and stdout, or a `url` (HTTP)."""
+    """An MCP server: a `command` that uses stdin and stdout, or a `url` (HTTP)."""
 
     command: str | None = None
     args: tuple[str, ...] = ()
@@ -128,11 +128,11 @@ class McpServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ExtensiblePreset(Preset):
     """A preset with MCP servers and skills.
 
-    `mcp` are servers and `skills` texts of SKILL.md, by name.
+    `mcp` are servers by name, `skills` texts of SKILL.md by name.
     """
 
     skills_folder: ClassVar[str]
-    """Where its program looks for skills, below the agent's home."""
+    """Folder of the program's skills, relative to the agent's home."""
 
     mcp: Mapping[str, Any] | None = None
     skills: Mapping[str, str] | None = None
@@ -144,7 +144,7 @@ class ExtensiblePreset(Preset):
 
 
 def parse_servers(harness: str, option: Mapping[str, Any] | None) -> dict[str, McpServer]:
-    """The option `mcp`: servers by name. Raises `ConfigError`."""
+    """Parse the option `mcp`, servers by name. Raises `ConfigError`."""
     source = f"harness {harness!r}"
     servers = decode(option or {}, dict[str, McpServer], source=source, name="mcp")
     for name, server in servers.items():
@@ -158,7 +158,7 @@ def parse_servers(harness: str, option: Mapping[str, Any] | None) -> dict[str, M
 
 
 def parse_skills(harness: str, option: Mapping[str, str] | None, folder: str) -> dict[str, str]:
-    """The option `skills` (name to the text of its SKILL.md) as files below `folder`."""
+    """Parse the option `skills`, texts of SKILL.md by name, to files below `folder`."""
     files = {}
     for name, text in (option or {}).items():
         where = f"harness {harness!r}: skills[{name!r}]"
@@ -178,8 +178,8 @@ def parse_skills(harness: str, option: Mapping[str, str] | None, folder: str) ->
 async def start_once(harness: Harness, runtime: Runtime | None = None) -> None:
     """Start a newly installed program, which must call its model; the call is refused.
 
-    So a broken installation is found before any session, and compiled scripts are cached. Raises
-    `HarnessError` with the program's last output. `runtime` is `LocalRuntime` unless given.
+    This detects a broken installation before any session, and fills the compile cache. Raises
+    `HarnessError` with the program's last output. `runtime` is a `LocalRuntime` by default.
     """
     runtime, spec = runtime or LocalRuntime(), SandboxSpec(mounts=harness.mounts)
     called = asyncio.Event()
@@ -202,15 +202,15 @@ async def start_once(harness: Harness, runtime: Runtime | None = None) -> None:
             log = sandbox.logs / "agent.log"
             output = await asyncio.to_thread(log.read_text, errors="replace")
     if not called.is_set():
-        how = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
+        failure = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
         raise HarnessError(
-            f"{harness.name} {harness.version} does not work here: it {how} "
-            f"and asked no model: {' '.join(output.split())[-_TAIL:]}"
+            f"{harness.name} {harness.version} does not work here: it {failure} "
+            f"and made no model call: {' '.join(output.split())[-_TAIL:]}"
         )
 
 
 def _refuse_calls(status: int, called: asyncio.Event) -> AbstractAsyncContextManager[str]:
-    """An HTTP server that answers every request with `status`."""
+    """Return an HTTP server that answers every request with `status`."""
 
     async def answer(scope: Message, receive: Receive, send: Send) -> None:
         if scope["method"] == "POST":

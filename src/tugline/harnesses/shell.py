@@ -1,7 +1,7 @@
-"""The user's own agent: any command that calls a model through the usual environment variables.
+"""Custom agents: any command that calls a model by the usual environment variables.
 
-Every official SDK reads its base URL and key from the environment, so a script written for a
-hosted model runs unchanged.
+The official SDKs read base URL and key from the environment, so a script for a hosted model runs
+unchanged.
 """
 
 import os
@@ -17,16 +17,16 @@ from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.sandbox.base import Mount
 
 _MAX_VARIABLE = 100_000
-"""Bytes. Linux starts no program with a longer variable (128 KiB with its name)."""
+"""Maximum bytes of a variable's value: Linux allows 128 KiB including the name."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Shell(Harness):
-    """`command` runs in the task's folder: a list is a program, a string goes to ``sh -c``.
+    """Runs `command` in the task's folder: a program with arguments, or a string for ``sh -c``.
 
-    A word that names a file in the folder where Tugline was started is replaced by its absolute
-    path, and the file is mounted; `folders` of this machine are mounted read-only at their own
-    paths. `env` is added to the variables that `launch` sets.
+    A word that names a file, relative to Tugline's working folder, is replaced by the absolute path
+    and the file is mounted. `folders` of this machine are mounted read-only at their own paths.
+    `env` is added to the variables of `launch`.
     """
 
     name = "shell"
@@ -40,8 +40,8 @@ class Shell(Harness):
         words = re.split(r"(\s+)", command) if isinstance(command, str) else command
         files = [_find_file(word) for word in words]
         quote = shlex.quote if isinstance(command, str) else str
-        found = [quote(file) if file else word for word, file in zip(words, files, strict=True)]
-        self._argv = ("sh", "-c", "".join(found)) if isinstance(command, str) else tuple(found)
+        argv = [quote(file) if file else word for word, file in zip(words, files, strict=True)]
+        self._argv = ("sh", "-c", "".join(argv)) if isinstance(command, str) else tuple(argv)
         for folder in self.folders:
             if not Path(folder).is_absolute():
                 msg = f"harness 'shell': folders names {folder!r}, must be an absolute path"
@@ -52,7 +52,7 @@ class Shell(Harness):
             raise ConfigError(f"harness 'shell': command is {command!r}, must name a program")
 
     def launch(self, context: LaunchContext) -> Launch:
-        """The command, with base URL, key and model under the names that SDKs read."""
+        """Return the command, with base URL, key and model in the variables that SDKs read."""
         variables = {
             "HOME": context.home,
             "OPENAI_BASE_URL": f"{context.base_url}/v1",
@@ -76,11 +76,11 @@ class Shell(Harness):
 
 
 def _find_file(word: str) -> str | None:
-    """The absolute path of a file that a word names, unless it is the system's; else None."""
-    # `Path.is_file` raises for a word that is longer than any name, such as a script after -c.
+    """Return the absolute path of the file that a word names; None if none or a system file."""
+    # `Path.is_file` raises for a word that is too long for a name, such as a script after -c.
     path = Path.cwd() / word
     if not word.strip() or not os.path.isfile(path):  # noqa: PTH113
         return None
-    system = ("/usr", sys.prefix, sys.base_prefix)
-    own = any(path.resolve().is_relative_to(folder) for folder in system)
-    return None if own and Path(word).is_absolute() else str(path)
+    folders = ("/usr", os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix))
+    in_system = any(path.resolve().is_relative_to(folder) for folder in folders)
+    return None if in_system and Path(word).is_absolute() else str(path)

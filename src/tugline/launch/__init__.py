@@ -1,1 +1,1 @@
-"""Assembles the processes: server, node and engine, in one process or in several."""
+"""Assembly of server, node and engine, in one process or in several."""

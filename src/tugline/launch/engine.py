@@ -1,7 +1,8 @@
 """Connect to an engine: its replicas, and the chat template for exact mode.
 
-Engines take minutes to load and are restarted under running nodes, so one that does not answer is
-waited for; one that lacks what we need is refused at once, with the flag to add (I1).
+Engines take minutes to load and are restarted under running nodes, so nodes wait for an engine that
+does not answer. An engine that lacks a required feature is an error at once, with the flag to add
+(I1).
 """
 
 import asyncio
@@ -32,19 +33,19 @@ _log = log.get("launch.engine")
 
 @dataclass(frozen=True, slots=True)
 class EngineConnection:
-    """An engine that answers and returns what we need."""
+    """Connection to an engine with all required features."""
 
     urls: tuple[str, ...]
     upstream: Upstream
     rendering: Rendering | None
-    """Renders prompts in exact mode; None in the others."""
+    """Renderer of prompts in exact mode; None in other modes."""
 
 
 @contextlib.asynccontextmanager
 async def open_engine(settings: EngineSettings, *, slots: int) -> AsyncIterator[EngineConnection]:
     """Connect to the engine at `settings.urls`, or start one in this process for `slots` agents.
 
-    Raises `UsageError` for one that cannot be used, `EngineError` if it does not come up in time.
+    Raises `UsageError` for an unusable engine, `EngineError` if it does not answer in time.
     """
     if settings.urls:
         yield await _connect(settings)
@@ -53,7 +54,7 @@ async def open_engine(settings: EngineSettings, *, slots: int) -> AsyncIterator[
         msg = "no engine: give its address with --engine, or a model folder with --model"
         raise UsageError(msg)
     model, tokenizer, eos_ids = await asyncio.to_thread(load, settings.model)
-    from tugline.inference.engine import Engine  # noqa: PLC0415 - needs torch, which is there by now
+    from tugline.inference.engine import Engine  # noqa: PLC0415 - needs torch, checked by `load`
 
     config = model.config.get_text_config()
     rendering = make_rendering(settings, tokenizer, str(config.model_type))
@@ -72,7 +73,7 @@ async def open_engine(settings: EngineSettings, *, slots: int) -> AsyncIterator[
 async def serve_engine(
     generator: GenerationEngine, rendering: Rendering, *, name: str = NAME
 ) -> AsyncIterator[EngineConnection]:
-    """Serve an engine of this process at a URL of its own, in exact mode."""
+    """Serve an engine of this process at its own URL, in exact mode."""
     async with serve(create_app(generator, model_name=name)) as url:
         yield EngineConnection((url,), await connect([url], mode=Mode.EXACT), rendering)
 
@@ -91,7 +92,7 @@ async def _connect(settings: EngineSettings) -> EngineConnection:
 
 
 async def _wait_for_replicas(settings: EngineSettings, mode: Mode) -> Upstream:
-    """The replicas, as soon as all of them answer."""
+    """Connect to the replicas once all of them answer."""
     loop = asyncio.get_running_loop()
     deadline, key = loop.time() + settings.wait_s, read_api_key(settings)
     retried = False
@@ -104,7 +105,7 @@ async def _wait_for_replicas(settings: EngineSettings, mode: Mode) -> Upstream:
         except UsageError as error:
             if retried:
                 raise
-            retried = True  # one that restarts meanwhile looks unsuitable, too
+            retried = True  # an engine that is restarting may also look unusable
             _log.warning("connecting to the engine again", error=str(error))
         except EngineError as error:
             if error.status is not None or loop.time() > deadline:
@@ -114,7 +115,7 @@ async def _wait_for_replicas(settings: EngineSettings, mode: Mode) -> Upstream:
 
 
 def read_api_key(settings: EngineSettings) -> str:
-    """Read the engine's API key from the environment; empty if it wants none.
+    """Read the engine's API key from the environment; empty if it needs none.
 
     Raises `UsageError`.
     """
@@ -127,7 +128,7 @@ def read_api_key(settings: EngineSettings) -> str:
 
 
 def make_rendering(settings: EngineSettings, tokenizer: Tokenizer, model: str) -> Rendering:
-    """The configured template, or the one that is known for `model`."""
+    """Create the rendering with the configured template, or with the known template of `model`."""
     retention = settings.thinking_retention
     name = settings.renderer or (model if model in CONFIGS else None)
     if name is not None:
@@ -135,7 +136,7 @@ def make_rendering(settings: EngineSettings, tokenizer: Tokenizer, model: str) -
     known = Rendering.for_model(tokenizer, model, thinking_retention=retention)
     if known is None:
         raise UsageError(
-            f"the chat template of {model!r} is not known by its name: set engine.renderer"
+            f"no chat template is known for {model!r}: set engine.renderer"
             f" (--renderer) to one of {', '.join(sorted(CONFIGS))}"
         )
     return known

@@ -1,9 +1,9 @@
-"""Server, gateway and node in one process, without an API: run these tasks, return their results.
+"""Server, gateway and node in one process, without an API: run tasks and return their results.
 
-The same calls as between machines go through the same code, without a socket: sessions are leased
-with an epoch and committed once (I3). What an earlier process of the same folder left behind is
-taken back when the node registers again, so a killed run continues with exactly the sessions that
-have no result yet.
+Server and node use the same calls and code as between machines, without a socket: sessions are
+leased with an epoch and committed once (I3). When the node registers again, the sessions of an
+earlier process of the same folder are queued again, so a killed run continues with exactly the
+sessions that have no result yet.
 """
 
 import asyncio
@@ -35,19 +35,19 @@ from tugline.types import Task, Trajectory
 from tugline.web.serve import raise_file_limit
 
 _STOP_S = 30.0
-"""How long sessions may take to end when the run is stopped."""
+"""Seconds that sessions may take to end when the run is stopped."""
 _BATCH = 1000
 _WAIT_S = 1.0
-"""After so long without a result, it is checked that the node still runs."""
+"""Seconds without a result after which the node is checked."""
 
 OnDone = Callable[[int, int], None]
-"""Called with the number of sessions of the batch that are done, and of all."""
+"""Callback with the number of finished sessions of the batch, and of all its sessions."""
 OnResult = Callable[[ResultView, int], None]
-"""Called with each result, those of an earlier run first, and the number of sessions."""
+"""Callback with each result, those of an earlier run first, and the number of sessions."""
 
 
 class LocalServer:
-    """What `open_local` yields; may be used for one batch of tasks after the other."""
+    """Server, gateway and node of `open_local`, for any number of batches of tasks."""
 
     def __init__(
         self, control: ControlPlane, gateway: Gateway, running_node: asyncio.Task[None]
@@ -62,7 +62,7 @@ class LocalServer:
     async def run(
         self, tasks: Sequence[Task], on_done: OnDone = lambda _done, _total: None
     ) -> list[Trajectory]:
-        """Results of all samples of `tasks`; those that have one already are not run again."""
+        """Run all samples of `tasks` that have no result; return the results of all."""
         submitted = await self.submit(tasks)
         done = 0
         on_done(done, len(submitted))
@@ -72,7 +72,7 @@ class LocalServer:
         return await self.load_results([task.id for task in tasks])
 
     async def submit(self, tasks: Sequence[Task]) -> frozenset[str]:
-        """Submit `tasks`; returns their sessions. Raises `Invalid` and `Conflict`."""
+        """Submit `tasks`; return their sessions. Raises `Invalid` and `Conflict`."""
         accepted_sessions: set[str] = set()
         for start in range(0, len(tasks), _BATCH):
             for accepted in await self.control.submit(tasks[start : start + _BATCH]):
@@ -82,17 +82,17 @@ class LocalServer:
     async def follow(
         self, sessions: Collection[str], *, tasks: Sequence[str] | None = None
     ) -> AsyncIterator[ResultView]:
-        """The result of each of `sessions` as it comes, existing ones first.
+        """Yield the results of `sessions` as they arrive, existing results first.
 
-        `tasks` are theirs, where only few of all tasks are followed.
+        `tasks` are the tasks of `sessions`; give them to read only a part of the results.
         """
         cursor, missing = 0, set(sessions)
         while missing:
             query = ResultQuery(after=cursor, limit=_BATCH, wait_s=_WAIT_S, task=tuple(tasks or ()))
             page = await self.control.results(query)
-            if self._node.done() and not page.items:  # then there would never be one
+            if self._node.done() and not page.items:  # there will be no further results
                 error = None if self._node.cancelled() else self._node.exception()
-                msg = "the node has stopped; what is missing can be run again"
+                msg = "the node has stopped; sessions without a result can be run again"
                 raise ServerError(msg) from error
             cursor = page.cursor
             for view in page.items:
@@ -101,15 +101,15 @@ class LocalServer:
                     yield view
 
     async def load_results(self, tasks: Sequence[str]) -> list[Trajectory]:
-        """Existing trajectories of these tasks, in their order and that of their samples."""
+        """Return existing trajectories of these tasks, in order of tasks and samples."""
         packed = []
         for session in await self.list_sessions(tasks):
-            with contextlib.suppress(Missing):  # it runs, or was cancelled before it ran
+            with contextlib.suppress(Missing):  # the session runs, or was cancelled before it ran
                 packed.append(await self.control.trajectory(session.id))
-        return await asyncio.to_thread(lambda: [unpack(one) for one in packed])
+        return await asyncio.to_thread(lambda: [unpack(data) for data in packed])
 
     async def list_sessions(self, tasks: Sequence[str]) -> list[SessionRow]:
-        """The sessions of these tasks, in their order and that of their samples."""
+        """Return the sessions of these tasks, in order of tasks and samples."""
 
         def read(tx: Tx) -> list[SessionRow]:
             order = "task = :task ORDER BY sample"
@@ -118,10 +118,10 @@ class LocalServer:
         return await self.control.database.read(read)
 
     async def find_recordings(self, tasks: Sequence[str]) -> dict[str, Path]:
-        """Session to the recording of its last attempt, if it made any calls."""
+        """Return the recording of each session's last attempt; sessions without calls have none."""
         paths = {
-            one.id: self.gateway.recording_path(one.session())
-            for one in await self.list_sessions(tasks)
+            row.id: self.gateway.recording_path(row.session())
+            for row in await self.list_sessions(tasks)
         }
         return {session: path for session, path in paths.items() if path.exists()}
 
@@ -130,7 +130,7 @@ class LocalServer:
 async def open_local(
     settings: Settings, folder: Path, engine: EngineConnection
 ) -> AsyncIterator[LocalServer]:
-    """Server, gateway and node in `folder`, in front of an engine."""
+    """Open server, gateway and node in `folder`, with an engine."""
     async with (
         open_control_plane(settings.server, folder) as control,
         open_node(settings, folder, control.dispatcher, engine, keep_recordings=True) as (node, _),
@@ -144,7 +144,7 @@ async def open_local(
 
 
 def run(tasks: Task | Sequence[Task], **options: Any) -> list[Result]:
-    """Run tasks in this process until all are done; the options are those of `run_async`."""
+    """Run tasks in this process until all are done; `options` are those of `run_async`."""
     return uvloop.run(run_async(tasks, **options))
 
 
@@ -156,11 +156,11 @@ async def run_async(
     config: Path | str | None = None,
     out: Path | str | None = None,
 ) -> list[Result]:
-    """Run tasks in this process; results in the order of the tasks and their samples.
+    """Run tasks in this process; return the results in order of tasks and samples.
 
-    `engine` is its address, `config` a file with any setting. Without `out` the folder of the run
-    is a temporary one. Warnings go to stderr, unless the program has configured structlog. Raises
-    what `run_in_folder` does, and `EngineError`.
+    `engine` is the engine's address, `config` a file with any setting. Without `out` the run uses a
+    temporary folder. Warnings go to stderr, unless the program has configured structlog. Raises the
+    errors of `run_in_folder`, and `EngineError`.
     """
     if not structlog.is_configured():
         log.configure()
@@ -183,11 +183,11 @@ async def run_in_folder(
 ) -> list[ResultView]:
     """Run all samples of `tasks` and save their results in `folder`.
 
-    The folder is the run: its store, recordings and results. The same tasks in the same folder
-    continue a killed run; saved results are not run again (I3). Raises `Invalid`, `Conflict`
-    (another task of this id was run there before) and `UsageError`.
+    The folder has the store, recordings and results of the run. The same tasks in the same folder
+    continue a killed run; sessions with saved results are not run again (I3). Raises `Invalid`,
+    `Conflict` (another task with this id was run in the folder) and `UsageError`.
     """
-    # One name wherever the folder is, so that the next run takes the node's place.
+    # The same name in every process, so that the next run replaces the node.
     settings = replace(settings, node=replace(settings.node, name="run"))
     raise_file_limit()
     with folder_lock(folder, instead="choose another --out"):

@@ -1,6 +1,6 @@
-"""A node with its gateway and engine, alone or beside the server in one process.
+"""Node with its gateway and engine, in its own process or in the server's.
 
-Metrics are always collected; traces are sent where ``OTEL_EXPORTER_OTLP_ENDPOINT`` says.
+Metrics are always collected; traces are sent to ``OTEL_EXPORTER_OTLP_ENDPOINT``, if it is set.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ async def open_node(
     *,
     keep_recordings: bool = False,
 ) -> AsyncIterator[tuple[Node, NodeMetrics]]:
-    """A node that works for `server` in `folder` once it is run.
+    """Open a node of `server` in `folder`; the caller runs it.
 
-    With `keep_recordings` it never removes a recording, however old.
+    With `keep_recordings`, old recordings are not deleted.
     """
     own = replace(
         settings.node,
@@ -67,17 +67,17 @@ async def open_node(
 
 
 def name_node(settings: Settings) -> str:
-    """The node's configured name, or the machine's."""
+    """Return the configured name of the node, or the machine's name."""
     return settings.node.name or socket.gethostname()
 
 
 async def run_server_and_node(settings: Settings, folder: Path, echo: Echo) -> None:
-    """Run a server and a node that talk to each other without a socket, until a signal."""
+    """Run a server and a node in this process, without a socket between them, until a signal."""
     async with (
         open_server(settings.server, folder, echo) as (control, metrics),
-        _open_announced(settings, folder, control.dispatcher, echo) as (node, own),
+        _open_announced(settings, folder, control.dispatcher, echo) as (node, node_metrics),
     ):
-        metrics.others.append(own.render)
+        metrics.others.append(node_metrics.render)
         await node.run()
 
 
@@ -100,7 +100,7 @@ async def run_node(settings: Settings, folder: Path, url: str, token: str, echo:
 async def _open_announced(
     settings: Settings, folder: Path, server: Dispatcher, echo: Echo
 ) -> AsyncIterator[tuple[Node, NodeMetrics]]:
-    """Open a node that drains at a signal, and say what it is and lacks."""
+    """Open a node that drains at a signal; print its state and the weaknesses of its runtime."""
     raise_file_limit()
     name, slots = name_node(settings), settings.node.slots
     own_folder = folder / NODES / name
@@ -109,13 +109,13 @@ async def _open_announced(
 
     def stop() -> None:
         if node is not None:
-            echo("draining: what runs may finish; stop again to end at once")
+            echo("draining: running sessions may finish; stop again to end at once")
             node.drain()
         elif main is not None:
             main.cancel()
 
     with folder_lock(own_folder, instead="give this node another --name"), handle_signals(stop):
-        echo(f"node {name} asks its engine what it can do")
+        echo(f"node {name} probes its engine")
         async with (
             open_engine(settings.engine, slots=slots) as engine,
             open_node(settings, own_folder, server, engine) as (opened, metrics),
@@ -123,7 +123,7 @@ async def _open_announced(
             node = opened
             model, mode = opened.gateway.card.id, engine.upstream.wire.mode
             echo(f"node {name} is up: {slots} slots, {model} in {mode} mode")
-            default = PluginSpec("auto")  # the runtime of tasks that name none
+            default = PluginSpec("auto")  # the default runtime of tasks
             await opened.parts.report_weaknesses(default)
             opened.check = opened.parts.runtime(default).check_available
             async with managed_gc(lambda: opened.gateway.idle):

@@ -1,15 +1,15 @@
-"""Nodes on the machines of a Ray cluster (``--cluster ray``), alone or inside a job of another.
+"""Nodes on the machines of a Ray cluster (``--cluster ray``), alone or in another program's job.
 
-One actor on each machine keeps one ``tugline node`` running there. A machine that joins gets one;
-one that Ray drains has its node drained; one that is lost is forgotten, and its sessions are run
-elsewhere once their leases have ended. Ray only places: what must not be lost is with the server,
-so this process may be killed and started again at any time, and finds the nodes that it left.
+An actor on each machine keeps a ``tugline node`` running. A new machine gets an actor; when Ray
+drains a machine, its node is drained; sessions of a lost machine run elsewhere after their leases
+have expired. Ray only places the nodes and the server holds all state, so this process can be
+killed and restarted at any time: it finds the actors that are already running.
 
-A GCS that is restarted without Redis ends the cluster, and Ray aborts this process. The nodes
-drain; once the cluster is there again, so may this process be.
+A restart of the GCS without Redis ends the cluster, and Ray aborts this process. The nodes drain;
+this process can be restarted when the cluster is back.
 
-With ``ray.max`` the cluster grows with the server's queue: Ray's autoscaler is asked for as many
-machines as the sessions need, and nodes without work are drained so that it may remove theirs.
+With ``ray.max`` the cluster grows with the server's queue: this process requests machines for the
+sessions from Ray's autoscaler, and drains idle nodes so that it can remove their machines.
 """
 
 import math
@@ -33,25 +33,25 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tugline.atomic import write_file
 from tugline.client.sync import SyncClient
 from tugline.errors import TuglineError, first_line
-from tugline.launch.server import DIES_WITH_PARENT, Echo, absolute
+from tugline.launch.server import DIES_WITH_PARENT, Echo, encode_path
 from tugline.launch.settings import Settings
 from tugline.types import TERMINAL
 
 ANSWER_S = 10.0
-"""How long an actor, or the server, may take to answer."""
+"""Timeout of requests to an actor or the server, in seconds."""
 RESTART_S = 5.0
-"""A node that ends sooner than this after its start waits for so long before the next."""
+"""Minimum seconds between two starts of a node."""
 EVERY_S = 1.0
-"""Between two looks at the cluster."""
+"""Seconds between two checks of the cluster."""
 
 
 class NodeActor:
-    """Keeps one ``tugline node`` running on its machine, in a folder there."""
+    """Actor that keeps a ``tugline node`` running on its machine, in a local folder."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], folder: str, settings: bytes
     ) -> None:
-        """`settings` is the node's configuration file."""
+        """Start the node; `settings` is the content of its configuration file."""
         self._log = Path(folder, "node.log")
         self._log.parent.mkdir(parents=True, exist_ok=True)
         write_file(file := Path(folder, "settings.json"), settings, 0o600)
@@ -60,30 +60,30 @@ class NodeActor:
         self._env = {**os.environ, **env}
         self._draining = False
         self._start()
-        threading.Thread(target=self._outlive, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=self._follow_raylet, args=(os.getppid(),), daemon=True).start()
 
     def check(self) -> tuple[bool, str]:
-        """Whether the node is drained, and why it ended by itself; then it is started again."""
+        """Restart a node that ended; return whether it is drained, and the reason for a restart."""
         code = self._process.poll()
         if code is None or self._draining:
             return code is not None, ""
         if time.monotonic() < self._started + RESTART_S:
             return False, ""
-        said = self._log.read_text(errors="replace").strip().rpartition("\n")[2]
+        last = self._log.read_text(errors="replace").strip().rpartition("\n")[2]
         self._start()
-        return False, f"code {code}, {said}"
+        return False, f"code {code}, {last}"
 
     def drain(self) -> None:
-        """Let the node finish what it runs, and end."""
+        """Drain the node: it finishes its sessions and ends."""
         self._draining = True
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
-    def _outlive(self, raylet: int) -> None:
-        """Drain and end when Ray's part of this machine is gone, which may leave this actor behind.
+    def _follow_raylet(self, raylet: int) -> None:
+        """Drain the node and exit when this machine's raylet is gone.
 
-        As when the GCS was restarted without what it knew; then nobody would ask for the node any
-        more, and it would keep its folder from the one that a new cluster places here.
+        For example, a GCS that restarts without its state no longer knows this actor, whose node
+        would block its folder for the node that a new cluster places here.
         """
         while os.getppid() == raylet:
             time.sleep(1.0)
@@ -98,7 +98,7 @@ class NodeActor:
 
 
 class Nodes:
-    """The nodes of one server on the machines of this cluster, by the name of the machine."""
+    """Nodes of a server on the machines of this cluster, by name of the machine."""
 
     def __init__(self, settings: Settings, server: str, token: str, echo: Echo) -> None:
         self._settings, self._ray, self._echo = settings, settings.ray, echo
@@ -112,11 +112,11 @@ class Nodes:
         self._idle_since: dict[str, float] = {}
 
     def step(self, *, stopping: bool = False) -> bool:
-        """Compare machines and nodes once; whether a node is left."""
+        """Start and drain nodes as machines join and leave; return whether a node is left."""
         limit = math.inf
-        if self._ray.max and not stopping:  # without an answer of the server all stays as it is
+        if self._ray.max and not stopping:  # without the server's answer no node is added
             limit = self._scale() or 0
-        machines = {_name(one): one for one in ray.nodes() if one["Alive"] and self._fits(one)}
+        machines = {_name(m): m for m in ray.nodes() if m["Alive"] and self._fits(m)}
         for name in self._actors.keys() - machines.keys():
             self._echo(f"{name} is gone: its sessions run elsewhere once their leases have ended")
             self._forget(name)
@@ -128,8 +128,8 @@ class Nodes:
             elif name not in self._actors and len(self._actors) + len(free) < limit:
                 free[name] = machine
         if free:
-            self._place(free)
-        self._look_after()
+            self._start_nodes(free)
+        self._check_nodes()
         return bool(self._actors)
 
     def _fits(self, machine: Mapping[str, Any]) -> bool:
@@ -138,7 +138,7 @@ class Nodes:
             wanted is None or resources.get(wanted, 0) > 0
         )
 
-    def _place(self, machines: Mapping[str, Mapping[str, Any]]) -> None:
+    def _start_nodes(self, machines: Mapping[str, Mapping[str, Any]]) -> None:
         engine = self._settings.engine
         if self._ray.engine_actors:
             try:
@@ -147,7 +147,7 @@ class Nodes:
                 self._echo(f"no node yet for {', '.join(machines)}: {first_line(error)}")
                 return
         tables = {"node": self._settings.node, "gateway": self._settings.gateway, "engine": engine}
-        settings = msgspec.json.encode(tables, enc_hook=absolute)
+        settings = msgspec.json.encode(tables, enc_hook=encode_path)
         actor = ray.remote(NodeActor)
         for name, machine in machines.items():
             folder = str(self._ray.folder / name)
@@ -161,19 +161,19 @@ class Nodes:
             ).remote(("--server", self._server, "--name", name), self._env, folder, settings)
             self._echo(f"{name} runs a node, {self._settings.node.slots} slots")
 
-    def _look_after(self) -> None:
-        """Ask all actors at once, so that one that hangs costs one deadline."""
-        asked = {name: actor.check.remote() for name, actor in self._actors.items()}
+    def _check_nodes(self) -> None:
+        """Check all actors concurrently, within a single deadline."""
+        checks = {name: actor.check.remote() for name, actor in self._actors.items()}
         deadline = time.monotonic() + ANSWER_S
-        for name, answer in asked.items():
+        for name, answer in checks.items():
             try:
                 drained, ended = ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
-            except ActorDiedError as error:  # the next step places another one
+            except ActorDiedError as error:  # the next step starts a new actor
                 self._echo(f"{name}: {first_line(error)}")
                 self._forget(name)
                 continue
-            except RayError as error:  # late, or Ray does not know yet whether it is lost
-                if name not in self._silent:  # said once, until it answers again
+            except RayError as error:  # late, or Ray has not decided yet whether the actor is lost
+                if name not in self._silent:  # reported once, until the next answer
                     self._silent.add(name)
                     self._echo(f"{name} does not answer: {first_line(error)}")
                 continue
@@ -199,7 +199,7 @@ class Nodes:
 
     # ------------------------------------------------------------------ growing and shrinking
     def _scale(self) -> int | None:
-        """Ask for machines, drain what is idle; returns how many, None if the server is away."""
+        """Request machines, drain idle nodes; return the number, None if the server is down."""
         options = self._ray
         try:
             with SyncClient(self._server, deadline_s=ANSWER_S) as client:
@@ -213,16 +213,16 @@ class Nodes:
         shape = {"CPU": options.cpus} if options.resource is None else {options.resource: 1}
         request_resources(bundles=[shape] * wanted)
         now = time.monotonic()
-        idle = {one.name for one in nodes if not one.running} & self._actors.keys()
+        idle = {node.name for node in nodes if not node.running} & self._actors.keys()
         self._idle_since = {name: self._idle_since.get(name, now) for name in idle}
-        ripe = [name for name, since in self._idle_since.items() if now > since + options.idle_s]
-        for name in ripe[: max(0, len(self._actors) - wanted)]:
+        unused = [name for name, since in self._idle_since.items() if now > since + options.idle_s]
+        for name in unused[: max(0, len(self._actors) - wanted)]:
             self._drain(name)
         return wanted
 
 
 def keep_nodes(settings: Settings, server: str, token: str, echo: Echo) -> None:
-    """Keep a node of `server` on every machine until SIGTERM, then drain all of them.
+    """Keep a node of `server` on every machine until SIGTERM, then drain all nodes.
 
     Raises `TuglineError` if there is no cluster.
     """
@@ -244,21 +244,21 @@ def keep_nodes(settings: Settings, server: str, token: str, echo: Echo) -> None:
 
 
 def find_engines(prefix: str) -> tuple[str, ...]:
-    """The addresses of actors whose name begins so, such as verl's ``vllm_server_``.
+    """Return the addresses of actors whose name starts with `prefix`, such as ``vllm_server_``.
 
     Raises `LookupError` if there is none, `RayError` or `ValueError` if one does not answer.
     """
-    found = []
-    for one in ray.util.list_named_actors(all_namespaces=True):
-        if one["name"].startswith(prefix):
-            actor = ray.get_actor(one["name"], one["namespace"])
+    urls = []
+    for named in ray.util.list_named_actors(all_namespaces=True):
+        if named["name"].startswith(prefix):
+            actor = ray.get_actor(named["name"], named["namespace"])
             host, port = ray.get(actor.get_server_address.remote(), timeout=ANSWER_S)
-            found.append(f"http://{host}:{port}")
-    if not found:
+            urls.append(f"http://{host}:{port}")
+    if not urls:
         raise LookupError(f"no actor of this cluster has a name that begins with {prefix!r}")
-    return tuple(sorted(found))
+    return tuple(sorted(urls))
 
 
 def _name(machine: Mapping[str, Any]) -> str:
-    """The name of a machine, which is its address unless `ray start` was told another."""
+    """Return the name of a machine: its address, unless ``ray start`` was given a name."""
     return str(machine["NodeName"] or machine["NodeManagerAddress"])

@@ -1,8 +1,8 @@
-"""The rollout server of this process: its folder, control plane, and the API on a socket.
+"""Rollout server of this process: folder, control plane, and API on a socket.
 
-In the folder, ``server.json`` has the server's URL and ``tokens.json`` (0600) its tokens, which are
-created once and kept, so that clients and nodes go on over every restart (I6). Nothing of a gateway
-or an engine is imported here, so a killed server is back in a second.
+In the folder, ``server.json`` has the server's URL and ``tokens.json`` (mode 0600) its tokens. They
+are created once, so that clients and nodes continue after a restart (I6). This module does not
+import gateway or engine, so a killed server restarts within a second.
 """
 
 import asyncio
@@ -44,26 +44,26 @@ from tugline.web.serve import raise_file_limit
 SERVER = "server.json"
 TOKENS = "tokens.json"
 CALLBACK_KEY = "callback.key"
-"""It has the secret that signs callbacks in the form that receivers want."""
+"""File with the secret that signs callbacks, in the receivers' format."""
 STORE = "server.db"
 BLOBS = "blobs"
 CLUSTER_AGAIN_S = 5.0
-"""Pause before what places nodes on a cluster is started again."""
+"""Pause before the process that places nodes on a cluster is restarted, in seconds."""
 TOKENS_EVERY_S = 5.0
-"""How often ``tokens.json`` is read again."""
+"""Seconds between two reads of ``tokens.json``."""
 CLUSTER = "cluster.json"
-"""Settings of the nodes of a cluster."""
+"""File with the settings of a cluster's nodes."""
 DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
-"""Begins the command line of a program that shall not outlive this process."""
+"""Prefix of the command of a program that is killed when this process ends."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _log = log.get("server")
 Echo = Callable[[str], None]
-"""Prints a line for people."""
+"""Function that prints a line for people."""
 
 
 @contextlib.contextmanager
 def folder_lock(folder: Path, *, instead: str) -> Iterator[None]:
-    """Create `folder` and keep other processes out; its `UsageError` ends with `instead`."""
+    """Create and lock `folder`. Raises `UsageError` with the advice `instead`."""
     lock = FileLock(folder / ".lock", mode=0o600, preserve_lock_file=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ def handle_signals(stop: Callable[[], object]) -> Iterator[None]:
 
 
 def load_tokens(folder: Path) -> Tokens:
-    """The server's tokens, created if missing. Raises `UsageError` for a damaged file."""
+    """Read the server's tokens; create missing ones. Raises `UsageError` for a damaged file."""
     path = folder / TOKENS
     if not path.exists():
         client, join, read = (secrets.token_urlsafe(32) for _ in range(3))
@@ -113,12 +113,12 @@ def _read_tokens(path: Path) -> Tokens:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Tokens)
     except (OSError, msgspec.DecodeError) as error:
-        msg = f"{path} cannot be read: {error}; delete it to have it made again"
+        msg = f"{path} cannot be read: {error}; delete it to create it again"
         raise UsageError(msg) from error
 
 
 async def follow_tokens(app: Api, database: Database, path: Path) -> None:
-    """Take over a replaced ``tokens.json``; a missing or damaged one changes nothing."""
+    """Apply changes of ``tokens.json`` until cancelled; ignore a missing or damaged file."""
     while True:
         await asyncio.sleep(TOKENS_EVERY_S)
         try:
@@ -131,20 +131,20 @@ async def follow_tokens(app: Api, database: Database, path: Path) -> None:
 
 
 def describe_console(settings: ServerSettings, folder: Path, url: str) -> str:
-    """Where the console is: on this machine's own address a link that opens it, read-only."""
+    """Return the line about the console; on loopback it has a link with the read token."""
     if not is_local(settings.host):
         return f"the console is at {url}; it asks for a token of {folder / TOKENS}"
     return f"the console is at {url}/#token={load_tokens(folder).read}"
 
 
 def locate_data(settings: ServerSettings, folder: Path) -> tuple[Database, Blobs]:
-    """Its database, not opened, and its blobs; below `folder` unless the settings differ."""
+    """Return database, not opened, and blobs; both in `folder` unless the settings differ."""
     database = open_database(settings.store or f"sqlite:{folder / STORE}")
     return database, open_blobs(settings.blobs or str(folder / BLOBS))
 
 
 def open_control_plane(settings: ServerSettings, folder: Path) -> ControlPlane:
-    """The server without HTTP; its data is below `folder` unless the settings say otherwise."""
+    """Return the server without HTTP; its data is in `folder` unless the settings differ."""
     data = locate_data(settings, folder)
     text = read_or_make(folder / CALLBACK_KEY, lambda: f"{new_secret()}\n", 0o600)
     secret = key_of(text.strip())
@@ -157,7 +157,7 @@ def open_control_plane(settings: ServerSettings, folder: Path) -> ControlPlane:
 async def serve_control_plane(
     control: ControlPlane, settings: ServerSettings, folder: Path
 ) -> AsyncIterator[tuple[str, ServerMetrics]]:
-    """Serve the API; yields its URL, which is also in `folder` for clients on this machine."""
+    """Serve the API; yield its URL, which is also in `folder` for clients on this machine."""
     started = await control.database.read(events.latest)
     metrics = ServerMetrics(control.database, started)
     tokens = load_tokens(folder)
@@ -169,7 +169,7 @@ async def serve_control_plane(
         write_file(folder / SERVER, msgspec.json.encode({"url": url}))
         try:
             yield url, metrics
-        except BaseException:  # as when the engine cannot be used: clients find no dead server
+        except BaseException:  # such as an unusable engine: no stale address for clients
             (folder / SERVER).unlink(missing_ok=True)
             raise
 
@@ -178,7 +178,7 @@ async def serve_control_plane(
 async def open_server(
     settings: ServerSettings, folder: Path, echo: Echo, *, hint: str = ""
 ) -> AsyncIterator[tuple[ControlPlane, ServerMetrics]]:
-    """The server with its API, alone in `folder`; prints where it is, and `hint` behind that."""
+    """Open the server with its API, exclusively in `folder`; print its URL, followed by `hint`."""
     with folder_lock(folder, instead="choose another --dir"):
         async with (
             open_control_plane(settings, folder) as control,
@@ -192,7 +192,7 @@ async def open_server(
 async def run_server(
     settings: Settings, folder: Path, echo: Echo, *, cluster: bool = False
 ) -> None:
-    """Run a server for nodes elsewhere, or on the machines of a Ray cluster, until a signal."""
+    """Run a server for nodes on other machines, or with nodes of a Ray cluster, until a signal."""
     raise_file_limit()
     async with open_server(settings.server, folder, echo, hint="; it has no node yet"):
         freeze_gc()
@@ -203,11 +203,11 @@ async def run_server(
 
 
 async def _keep_nodes(settings: Settings, folder: Path, stopped: asyncio.Event, echo: Echo) -> None:
-    """Keep ``tugline node --cluster ray`` running, which drains all nodes at the end.
+    """Keep ``tugline node --cluster ray`` running; it drains all nodes at the end.
 
-    It is another process, since Ray aborts the one whose cluster is lost. Raises `UsageError`.
+    It is a separate process, since Ray aborts a process whose cluster is lost. Raises `UsageError`.
     """
-    data = msgspec.json.encode(settings, enc_hook=absolute)
+    data = msgspec.json.encode(settings, enc_hook=encode_path)
     write_file(folder / CLUSTER, data, 0o600)
     tokens, url = load_tokens(folder), msgspec.json.decode((folder / SERVER).read_bytes())["url"]
     env = {**os.environ, "TUGLINE_JOIN_TOKEN": tokens.join, "TUGLINE_TOKEN": tokens.read}
@@ -215,47 +215,47 @@ async def _keep_nodes(settings: Settings, folder: Path, stopped: asyncio.Event, 
     command += ["--cluster", "ray", "--server", url, "--config", str(folder / CLUSTER)]
     while not stopped.is_set():
         program = await asyncio.create_subprocess_exec(*command, env=env, start_new_session=True)
-        ended, asked = asyncio.ensure_future(program.wait()), asyncio.ensure_future(stopped.wait())
-        await asyncio.wait({ended, asked}, return_when=asyncio.FIRST_COMPLETED)
-        asked.cancel()
+        ended, stop = asyncio.ensure_future(program.wait()), asyncio.ensure_future(stopped.wait())
+        await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
         if stopped.is_set():
             with contextlib.suppress(ProcessLookupError):
                 program.terminate()
-            echo("draining: what runs may finish; stop again to end at once")
+            echo("draining: running sessions may finish; stop again to end at once")
             await ended
         elif await ended == 2:
             raise UsageError("the nodes cannot be placed, for the reason above")
         else:
-            echo(f"what places the nodes ended with code {await ended}; it starts again")
+            echo(f"the process that places nodes ended with code {await ended}; it starts again")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopped.wait(), CLUSTER_AGAIN_S)
 
 
-def absolute(path: Path) -> str:
-    """A path of the settings as other processes and machines find it."""
+def encode_path(path: Path) -> str:
+    """Convert a path of the settings to an absolute one for other processes and machines."""
     return str(path.absolute())
 
 
 def check_runnable(task: Task) -> None:
-    """Raises `Invalid` for a task that could not be run."""
+    """Check that a task can be run. Raises `Invalid`."""
     check_task(task)
-    Parts().check(task)  # not shared: a server that runs for weeks keeps no instances
+    Parts().check(task)  # not shared, so that a long-running server does not collect instances
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
+    """Whether `host` is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-# --------------------------------------------------------------------------- garbage
+# --------------------------------------------------------------------------- garbage collection
 def freeze_gc(young: int = 20_000, middle: int = 20) -> None:
-    """Exclude all objects made so far from garbage collection; call once a server has started.
+    """Exclude all existing objects from garbage collection; call once a server has started.
 
-    Modules, templates and vocabularies live for good, and scanning them would stop every stream
-    for some 80 ms. Session state lives long and has few cycles, so it is scanned less often.
+    Modules, templates and vocabularies are never freed, and scanning them would stop every stream
+    for about 80 ms. Session state lives long and has few cycles, so it is scanned less often.
     """
     gc.unfreeze()
     gc.collect()
@@ -267,23 +267,24 @@ def freeze_gc(young: int = 20_000, middle: int = 20) -> None:
 async def managed_gc(
     is_idle: Callable[[], bool], every_s: float = 10.0, full: int = 30
 ) -> AsyncIterator[None]:
-    """Keep garbage collections to a few milliseconds while the block lasts.
+    """Limit garbage collections to a few milliseconds during the block.
 
-    What survives two of them, such as the state of open sessions, is not scanned again: it has next
-    to no cycles. Every `full` times the few cycles that died later are found if `is_idle` says so,
-    and `every_s` glibc returns the pages that large requests left free, which it keeps otherwise,
-    since smaller blocks of open sessions lie among them: a third of what 500 sessions take.
+    Objects that survive two collections, such as the state of open sessions, are not scanned again,
+    since they have hardly any cycles. Every `full` intervals of `every_s`, if `is_idle`, all
+    objects are collected. Every interval, glibc returns free pages to the system, which it does not
+    do by itself while blocks of open sessions lie between them: a third of the memory at 500
+    sessions.
     """
 
     def exclude(phase: str, info: dict[str, int]) -> None:
         if phase == "stop" and info["generation"] == 1:
             gc.freeze()
 
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", time.sleep)  # other libraries do by themselves
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", time.sleep)  # glibc; others need no call
 
     async def tidy() -> None:
-        for times in itertools.count():
-            if times % full == 0 and is_idle():
+        for number in itertools.count():
+            if number % full == 0 and is_idle():
                 freeze_gc(young=300, middle=3)
             await asyncio.sleep(every_s)
             await asyncio.to_thread(trim, 0)

@@ -1,7 +1,7 @@
 """Settings of server, node, gateway and engine; ``up``, ``node`` and ``run`` share one file.
 
-Each command reads the tables that concern it. Defaults work on a laptop; a flag of the command line
-overrides the file.
+Each command reads the tables that it needs. The defaults work on a laptop; command-line flags
+override the file.
 """
 
 from collections.abc import Mapping
@@ -18,85 +18,85 @@ from tugline.types import Mode
 
 
 class EngineSettings(Config, frozen=True):
-    """The inference engine: running servers, or a model in this process."""
+    """Inference engine: running servers, or a model in this process."""
 
     urls: tuple[Annotated[str, Meta(pattern="^https?://[^/]")], ...] = ()
-    """Addresses of the engine's replicas; none: a model in this process."""
+    """URLs of the engine's replicas; none: a model in this process."""
     model: Path | None = None
-    """Folder of the model that is served in this process; None: the tiny one of the demo."""
+    """Folder of the model to serve in this process; None: the tiny model of the demo."""
     served_name: str | None = None
-    """The model's name at the engine; None: the first one that it lists."""
+    """Name of the model at the engine; None: the first model that the engine lists."""
     api_key_env: str | None = None
-    """Environment variable with the engine's API key; None: it wants none."""
+    """Environment variable with the engine's API key; None: no key."""
     mode: Mode | None = None
-    """Who renders prompts to ids; None: `exact` where there is a tokenizer, else `observed`."""
+    """Mode of rendering and capture; None: `exact` with a tokenizer, else `observed`."""
     tokenizer: Path | None = None
-    """A `tokenizer.json` or the folder of one, for `exact`."""
+    """Path of `tokenizer.json` or of its folder, for `exact`."""
     renderer: str | None = None
-    """The chat template, for `exact`, such as `qwen3`; None: the one of the published model."""
+    """Chat template for `exact`, such as `qwen3`; None: the template of the published model."""
     thinking_retention: Literal["all", "tool_cycle", "template"] = "all"
-    """How long reasoning stays in the context (`exact`)."""
+    """Turns whose reasoning stays in the context, for `exact`."""
     wait_s: NonNegativeFloat = 600.0
     """Seconds to wait for an engine that does not answer yet."""
     silent_s: PositiveFloat = 30.0
-    """Seconds without a token after which a replica is probed; one that does not answer hangs."""
+    """Seconds without a token until a replica is probed; without an answer, the replica hangs."""
 
 
 class GatewaySettings(Config, frozen=True):
-    """The gateway, which agents send their model calls to."""
+    """Gateway that serves the model calls of agents."""
 
     host: str = "127.0.0.1"
-    """Address that the gateway listens on; loopback suffices for agents on this machine."""
+    """Address that the gateway listens on; loopback is enough for agents on this machine."""
     port: Port = 0
-    """Its port; 0 takes any free one. Further processes have the ports after it."""
+    """Port of the gateway; 0 selects a free port. Further processes use the following ports."""
     workers: Annotated[int, Meta(ge=1, le=64)] | Literal["auto"] = 1
-    """Processes for model calls: 1 is the node's own, `auto` means one for each 16 processors."""
+    """Processes for model calls: 1: the node's process, `auto`: one per 16 processors."""
 
 
 class RaySettings(Config, frozen=True):
-    """Nodes on the machines of a Ray cluster, which ``--cluster ray`` places."""
+    """Nodes on the machines of a Ray cluster, for ``--cluster ray``."""
 
     address: str = "auto"
-    """Address of the cluster's head; `auto` finds that of this machine."""
+    """Address of the cluster's head; `auto` uses the cluster of this machine."""
     folder: Path = Path("/tmp/tugline")  # noqa: S108
-    """Folder on each machine for the data of its node, which has one of its own there."""
+    """Folder on each machine; the node's data are in a subfolder with the machine's name."""
     cpus: PositiveFloat = 1.0
-    """Processors that Ray reserves on each machine for its agents."""
+    """Processors that Ray reserves for agents on each machine."""
     resource: str | None = None
-    """Only machines that have this resource of Ray; None: all."""
+    """Ray resource that machines must have; None: all machines."""
     engine_actors: str | None = None
-    """The engines are actors whose names begin so, such as `vllm_server_`; None: `engine.urls`."""
+    """Name prefix of the actors that are engines, such as `vllm_server_`; None: `engine.urls`."""
     max: PositiveInt | None = None
-    """Ask Ray's autoscaler for so many machines at most, as the queue needs; None: ask for none."""
+    """Maximum number of machines requested from Ray's autoscaler for the queue; None: none."""
     idle_s: PositiveFloat = 60.0
-    """Seconds without a session before a machine that is too many is drained."""
+    """Seconds without a session until an unneeded machine is drained."""
 
 
 class Settings(Config, frozen=True):
-    """The configuration file of ``tugline up``, ``tugline node`` and ``tugline run``."""
+    """Configuration file of ``tugline up``, ``tugline node`` and ``tugline run``."""
 
     server: ServerSettings = ServerSettings()
-    """The rollout server."""
+    """Settings of the rollout server."""
     node: NodeSettings = NodeSettings()
-    """The node."""
+    """Settings of the node."""
     gateway: GatewaySettings = GatewaySettings()
-    """Its gateway."""
+    """Settings of the node's gateway."""
     engine: EngineSettings = EngineSettings()
-    """The engine behind it."""
+    """Settings of the gateway's engine."""
     ray: RaySettings = RaySettings()
-    """Machines of Ray that run nodes."""
+    """Settings of nodes on a Ray cluster."""
 
 
 Flags = Mapping[str, object]
-"""Values of a command's flags by configuration key; None where one was not given."""
+"""Values of a command's flags by configuration key; None for a flag that is not given."""
 
 
 def load_settings(config: Path | None, *, server: Flags, node: Flags, engine: Flags) -> Settings:
-    """The file at `config`, if any, overridden by flags. Raises `ConfigError`."""
+    """Load the file at `config`, if any, and override it with flags. Raises `ConfigError`."""
     values = (read_values(config) if config else None) or {}
     from_mapping(values, Settings, source=str(config))
     merged = {table: dict(keys) for table, keys in values.items()}
-    for table, given in (("server", server), ("node", node), ("engine", engine)):
-        flags = {key: value for key, value in given.items() if value is not None}
+    for table, overrides in (("server", server), ("node", node), ("engine", engine)):
+        flags = {key: value for key, value in overrides.items() if value is not None}
         merged.setdefault(table, {}).update(flags)
     return from_mapping(merged, Settings, source="options")

@@ -1,13 +1,13 @@
-"""A gateway of several processes, each with its own sessions, for machines with many processors.
+"""Gateway of several processes, each with its own sessions, for machines with many processors.
 
-The node starts, watches and replaces them. They share nothing but the disk: a session's address
-names its process. A call is on disk before its answer ends (I3), so a process that dies takes none
-with it: the one that replaces it listens at the same address, opens its sessions again from their
-recordings, and an agent that asks again goes on. What ends with it are the conversations that it
-kept for requests without a history (``previous_response_id``).
+The node starts, monitors and replaces the processes. They share only the disk: the URL of a session
+selects its process. A call is on disk before its response ends (I3), so a process that dies loses
+no call: its replacement listens at the same address and opens the sessions from their recordings,
+and agents continue after a retry. Conversations stored for requests without a history
+(``previous_response_id``) are lost.
 
-Node and process exchange pickled messages over a pair of sockets; they trust each other. The
-process ends when the node's end is closed, so none outlives a node that was killed.
+Node and process exchange pickled messages over a pair of sockets and trust each other. A process
+ends when the node's socket is closed, so it does not outlive a killed node.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ from tugline.web.engine_http import ModelCard
 from tugline.web.serve import raise_file_limit
 
 _CORES = 16
-"""Processors that a process suffices for: their agents keep it half busy."""
+"""Processors per process; agents on 16 processors use about half of a process."""
 _ANSWER_S = 60.0
-"""How long a process may take to listen, and to answer, its replacement included."""
+"""Timeout, in seconds, of a process's start and of a request, including a replacement."""
 _PAUSE_S = 0.5
 """Pause before a process is replaced."""
 _STOP_S = 15.0
@@ -52,12 +52,12 @@ _log = log.get("launch.workers")
 
 
 def count_workers(wanted: int | str, processors: int) -> int:
-    """Number of processes for ``gateway.workers``."""
+    """Return the number of processes for ``gateway.workers``."""
     return max(1, processors // _CORES) if isinstance(wanted, str) else wanted
 
 
 class Channel:
-    """Messages between a node and a process of its gateway."""
+    """Message channel between a node and a process of its gateway."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -68,7 +68,7 @@ class Channel:
         self._writer.write(len(data).to_bytes(8) + data)
 
     async def receive(self) -> tuple[Any, ...]:
-        """The next message. Raises `EOFError` when the other end is closed."""
+        """Receive the next message. Raises `EOFError` when the other end is closed."""
         try:
             length = int.from_bytes(await self._reader.readexactly(8))
             message: tuple[Any, ...] = pickle.loads(await self._reader.readexactly(length))  # noqa: S301
@@ -83,61 +83,61 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class GatewayStart:
-    """First message to a process: what it serves, and the state of the one before."""
+    """First message to a process: its configuration, and the state of the process before."""
 
     upstream: Upstream
     template: tuple[Path, str, str] | None
-    """Tokenizer, renderer and thinking retention; None where the engine renders."""
+    """Tokenizer, renderer and thinking retention; None if the engine renders."""
     folder: Path
     listen: dict[str, Any]
-    """Host and port."""
+    """Host and port to listen on."""
     logging: dict[str, Any]
     sessions: tuple[tuple[Session, Task, SessionTerms], ...] = ()
     version: int = 0
-    """Of the weights."""
+    """Version of the weights."""
     paused: PauseMode | None = None
 
 
 class _Worker:
-    """A process that is replaced whenever it ends."""
+    """Process that is replaced when it ends."""
 
     def __init__(self, start: GatewayStart) -> None:
         self.start = start
-        """State for a process that comes up later; its sessions are `sessions`."""
+        """State for the next process, without `sessions`."""
         self.sessions: dict[str, tuple[Session, Task, SessionTerms]] = {}
         self.on_hang: dict[str, Callable[[float], None]] = {}
         self.traffic, self.ended = Traffic(), Traffic()
-        """Of the present process, and of those that are gone."""
+        """Traffic of the current process, and of all earlier processes."""
         self.url, self.card = "", ModelCard("", 0)
         self.pid = self.load = 0
-        """Process id; sessions that are open or being opened."""
+        """Process id, and number of sessions that are open or being opened."""
         self._channel: Channel | None = None
         self.ready = asyncio.Event()
         """Set while a process listens."""
         self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._asked = 0
+        self._requests = 0
 
     async def run(self) -> None:
         """Keep a process up until cancelled."""
         while True:
-            reason: object = TimeoutError(f"it was not up within {_ANSWER_S:.0f} s")
+            reason: object = TimeoutError(f"it did not start within {_ANSWER_S:.0f} s")
             try:
                 async with self._open_process() as reading:
                     await asyncio.wait({reading}, timeout=_ANSWER_S)
                     if self.ready.is_set() or reading.done():
                         await reading
-            except Exception as error:  # noqa: BLE001 - it is replaced, whatever ended it
+            except Exception as error:  # noqa: BLE001 - logged; the process is replaced
                 reason = error
             count = len(self.sessions)
             _log.error("gateway process ended", url=self.url, sessions=count, reason=repr(reason))
             await asyncio.sleep(_PAUSE_S)
 
     async def ask(self, name: str, *args: Any, deadline_s: float = _ANSWER_S, **named: Any) -> Any:
-        """Have the process do something, or its replacement if it dies meanwhile.
+        """Call a method in the process, or in its replacement if it dies before the answer.
 
-        Raises what it raises, and `TimeoutError`.
+        Raises the errors of the method, and `TimeoutError`.
         """
-        number = self._asked = self._asked + 1
+        number = self._requests = self._requests + 1
         try:
             async with asyncio.timeout(deadline_s):
                 while await self.ready.wait() and self._channel is not None:
@@ -151,7 +151,7 @@ class _Worker:
 
     @contextlib.asynccontextmanager
     async def _open_process(self) -> AsyncIterator[asyncio.Task[None]]:
-        """A process that listens, and the task that reads its messages; both end with the block."""
+        """Start a process; yield the task that reads its messages. Both end with the block."""
         own, other = socket.socketpair()
         with other:
             command = (sys.executable, "-c", _PROCESS, str(other.fileno()))
@@ -174,7 +174,7 @@ class _Worker:
                 await process.wait()
 
     async def _read(self, channel: Channel) -> None:
-        """Handle messages until the process is gone; whoever waits then gets `EOFError`."""
+        """Handle messages until the process ends; open requests then raise `EOFError`."""
         try:
             while True:
                 message = await channel.receive()
@@ -194,7 +194,7 @@ class _Worker:
         match message:
             case ("up", url, card):
                 self.url, self.card = url, card
-                # Its replacement is found at the same address.
+                # Its replacement listens at the same address.
                 at = self.start.listen | {"port": urlsplit(url).port}
                 self.start = replace(self.start, listen=at)
             case ("traffic", traffic):
@@ -213,12 +213,12 @@ class _Worker:
 
 
 class Workers(Gateway):
-    """A gateway of `count` processes, which take its calls; see the module."""
+    """Gateway of `count` processes that serve the model calls; see the module."""
 
     def __init__(
         self, engine: EngineConnection, folder: Path, *, host: str, port: int, count: int
     ) -> None:
-        """Recordings are written to `folder`. The processes listen at `port` and those after it."""
+        """Write recordings to `folder`. The processes listen on `port` and the following ports."""
         super().__init__(engine.upstream, engine.rendering, folder, host=host, port=port)
         self._replicas, self._count = engine.upstream, count
         self.workers: list[_Worker] = []
@@ -234,14 +234,14 @@ class Workers(Gateway):
                 at = {"host": self._host, "port": self._port and self._port + number}
                 start = GatewayStart(self._replicas, template, self._folder, at, log.configured)
                 worker = _Worker(start)
-                stack.callback(worker.ready.set)  # whoever still asks is told that it is closed
+                stack.callback(worker.ready.set)  # open requests then raise an error
                 await stack.enter_async_context(run_beside(worker.run()))
                 self.workers.append(worker)
             up = (worker.ready.wait() for worker in self.workers)
             try:
                 await asyncio.wait_for(asyncio.gather(*up), _ANSWER_S)
             except TimeoutError as error:
-                msg = f"the gateway's processes do not come up at {self._host}; the log says why"
+                msg = f"the gateway's processes do not start at {self._host}; see the log"
                 raise errors.UsageError(msg) from error
             self.url, self._engine.card = self.workers[0].url, self.workers[0].card
             self._stack = stack.pop_all()
@@ -249,7 +249,7 @@ class Workers(Gateway):
 
     @property
     def traffic(self) -> Traffic:
-        """See `Gateway.traffic`; of running processes a second old."""
+        """See `Gateway.traffic`; the traffic of running processes is up to a second old."""
         every = [part for worker in self.workers for part in (worker.ended, worker.traffic)]
         return Traffic.total(every)
 
@@ -270,7 +270,7 @@ class Workers(Gateway):
             worker.sessions[session.id] = session, task, replace(terms, key=opened.key)
             worker.on_hang[session.id] = on_hang
             yield opened
-        finally:  # also where nobody waited for it to open
+        finally:  # also if `open` was cancelled
             await asyncio.shield(self._end(worker, session))
 
     async def _end(self, worker: _Worker, session: Session) -> None:
@@ -286,7 +286,7 @@ class Workers(Gateway):
             raise errors.CaptureError(f"session {session.id!r} could not be opened again")
 
     def describe(self, session: str) -> SessionState:
-        """See `Gateway.describe`; of a live session only where its recording is."""
+        """See `Gateway.describe`; for a live session only the path of its recording."""
         for worker in self.workers:
             if session in worker.sessions:
                 return SessionState(self.recording_path(worker.sessions[session][0]))
@@ -294,8 +294,8 @@ class Workers(Gateway):
 
     async def pause(self, mode: PauseMode = PauseMode.WAIT, *, within_s: float = 600.0) -> None:
         """See `Gateway.pause`."""
-        asked = {"deadline_s": within_s + _ANSWER_S, "within_s": within_s}
-        await self._ask_all({"paused": mode}, "pause", mode, **asked)
+        limits = {"deadline_s": within_s + _ANSWER_S, "within_s": within_s}
+        await self._ask_all({"paused": mode}, "pause", mode, **limits)
 
     async def resume(self) -> None:
         """See `Gateway.resume`."""
@@ -306,7 +306,7 @@ class Workers(Gateway):
         await self._ask_all({"version": version}, "set_weights_version", version)
 
     async def _ask_all(self, state: dict[str, Any], name: str, *args: Any, **named: Any) -> None:
-        """Ask every process, and keep the state for those that come up later."""
+        """Call a method in every process; store the state for processes that start later."""
         for worker in self.workers:
             worker.start = replace(worker.start, **state)
         await asyncio.gather(*(worker.ask(name, *args, **named) for worker in self.workers))
@@ -314,7 +314,7 @@ class Workers(Gateway):
 
 # --------------------------------------------------------------------------- in a process
 class _Process:
-    """Does what the node asks for: its own methods, and those of the gateway."""
+    """Executor of the node's requests: methods of its own, and of the gateway."""
 
     def __init__(self, start: GatewayStart, channel: Channel) -> None:
         self._start, self._channel = start, channel
@@ -327,7 +327,7 @@ class _Process:
         self.gateway = Gateway(*parts, **start.listen, prepare=self._restore)
 
     async def _restore(self, gateway: Gateway) -> None:
-        """Bring the gateway to the state of the process before, before it listens."""
+        """Restore the state of the previous process, before the gateway listens."""
         await gateway.set_weights_version(self._start.version)
         if self._start.paused is not None:
             await gateway.pause(self._start.paused)
@@ -356,11 +356,11 @@ class _Process:
     async def answer(
         self, number: int, name: str, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
-        asked = getattr(self if name in {"open", "close"} else self.gateway, name)
+        method = getattr(self if name in {"open", "close"} else self.gateway, name)
         answer = error = None
         try:
-            answer = await asked(*arguments, **options)
-        except Exception as raised:  # noqa: BLE001 - the other sessions go on
+            answer = await method(*arguments, **options)
+        except Exception as raised:  # noqa: BLE001 - sent to the node
             error = type(raised).__name__, str(raised)
         self._channel.send("answer", number, answer, error)
 
@@ -384,12 +384,12 @@ async def _serve(end: socket.socket) -> None:
                 while True:
                     tasks.create_task(process.answer(*await channel.receive()))
         except* EOFError:
-            pass  # the node has closed its end
+            pass  # the node has closed its socket
 
 
 def run_process() -> None:
-    """Run a process of a gateway; its argument is the descriptor of its end of the sockets."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # of the whole group: the node says when
+    """Run a process of a gateway; its argument is the file descriptor of its socket."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the process group; the node decides
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(EOFError):
         uvloop.run(_serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -1,1 +1,1 @@
-"""The sessions of one machine: leased from a server, run, committed."""
+"""Nodes: they lease sessions from a server, run them on one machine and commit the results."""

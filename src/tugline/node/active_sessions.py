@@ -14,19 +14,19 @@ from tugline.types import Status, Trajectory
 
 STARTED = frozenset({Status.RUN, Status.BUILD, Status.EVAL})
 CHUNK = 64 << 10
-"""Bytes per request, and how much is sent of what was written before anybody followed a log."""
+"""Bytes per request, and the maximum sent of output from before a log was followed."""
 _FOLLOW_INTERVAL_S = 0.5
 _SEND_TIMEOUT_S = 5.0
 _log = log.get("node.logs")
 
 
 class StopReason(Enum):
-    """Why a rollout was cancelled without a result."""
+    """Reason why a rollout was cancelled without a result."""
 
     DROP = "dropped"
-    """Another node holds the session now."""
+    """The node does not hold the session any more, or has it with a newer epoch."""
     STALE = "stale"
-    """Its weights are too old."""
+    """The session's weights are too old."""
     DRAIN = "drained"
     """The node stops before the session could end."""
 
@@ -39,15 +39,15 @@ class ActiveSession:
     slots: StageSlots
     directory: Path
     stages: list[tuple[Status, float]] = field(default_factory=list)
-    """Stages that have begun, each with its start (Unix seconds)."""
+    """Stages so far, each with its start (Unix seconds)."""
     stop_reason: StopReason | None = None
     rollout: asyncio.Task[Trajectory] | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when nothing of it is left on this node."""
+    """Set when the session has ended on this node."""
     log_start: int = 0
-    """Bytes at the start of its log that are not sent."""
+    """Bytes at the start of the log that are not sent."""
     log_sent: int = 0
-    """Bytes of its log after these that the server has."""
+    """Bytes of the log after `log_start` that the server has."""
     log_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -57,16 +57,16 @@ class ActiveSession:
 
     @property
     def epoch(self) -> int:
-        """Epoch of its lease."""
+        """Epoch of the session's lease."""
         return self.work.session.epoch
 
     @property
     def status(self) -> Status:
-        """The stage that it is in."""
+        """Current stage."""
         return self.stages[-1][0] if self.stages else Status.INIT
 
     def stop(self, reason: StopReason) -> None:
-        """Cancel its rollout; no effect on one that has its trajectory."""
+        """Cancel the rollout, unless it has its trajectory already."""
         if self.rollout is None or not self.rollout.done():
             self.stop_reason = self.stop_reason or reason
             if self.rollout is not None:
@@ -74,7 +74,7 @@ class ActiveSession:
 
 
 class LogSender:
-    """Sends the logs of active sessions: followed ones as they grow, of the others the end."""
+    """Sends logs of active sessions: followed logs as they grow, of others only the end."""
 
     def __init__(self, server: Dispatcher, sessions: Mapping[str, ActiveSession]) -> None:
         self._server, self._sessions = server, sessions
@@ -82,22 +82,22 @@ class LogSender:
         self._following = asyncio.Event()
 
     def follow(self, sessions: Collection[str]) -> None:
-        """Send the logs of these sessions from now on, and of no others."""
+        """Follow the logs of these sessions and of no others."""
         self._followed = frozenset(sessions)
         (self._following.set if sessions else self._following.clear)()
 
     async def run(self) -> None:
-        """Send what is new, twice a second while any log is followed."""
+        """Send new output, twice a second while any log is followed."""
         while True:
             await self._following.wait()
-            for session in [one for name, one in self._sessions.items() if name in self._followed]:
+            for session in [each for each in self._sessions.values() if each.id in self._followed]:
                 await self.send(session)
             await asyncio.sleep(_FOLLOW_INTERVAL_S)
 
     async def send(self, session: ActiveSession) -> None:
-        """Send what is new; at first, of a log that was not followed, the last 64 KiB.
+        """Send new output; the first time, at most the last 64 KiB.
 
-        An error is only logged: a result never waits long for its log.
+        Errors, and a timeout of 5 s, are only logged, so that a result does not wait for its log.
         """
         if session.slots.agent_log is None:
             return
@@ -116,7 +116,7 @@ class LogSender:
                 return
             length = await self._server.log(session.id, session.epoch, session.log_sent, chunk)
             if length <= session.log_sent:
-                return  # the server takes no more
+                return  # the server accepts no more
             session.log_sent = length
 
 

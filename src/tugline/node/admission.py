@@ -1,12 +1,12 @@
 """Engine load, and admission of new agents by it.
 
-An engine whose queue or KV memory is full serves every agent worse: turns wait, and caches of
-running sessions are evicted. A new agent waits until at least one engine is below its limits
-(sessions stay with one engine, so one is enough), and each poll admits only as many as fit. Running
-agents never wait, and engines that report no load hold nobody.
+An engine whose queue or KV memory is full slows all agents: turns wait, and prefix caches of
+running sessions are evicted. A new agent waits until at least one engine is below its limits (a
+session stays with one engine, so one is enough), and each poll admits only as many agents as fit.
+Running agents never wait. Agents do not wait for engines that report no load.
 
-The load is read from the engines' Prometheus pages. The embedded engine counts its working time
-itself; for the others the time since the last poll counts if requests ran.
+The load is read from the engines' Prometheus metrics. The embedded engine reports its busy time;
+for other engines, the time since the last poll counts as busy if requests were running.
 """
 
 import asyncio
@@ -25,43 +25,43 @@ from tugline import log
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "tugline:num_requests_waiting")
 _KV = (
     "vllm:kv_cache_usage_perc",
-    "vllm:gpu_cache_usage_perc",  # its name before vLLM 0.10
+    "vllm:gpu_cache_usage_perc",  # vLLM before 0.10
     "sglang:token_usage",
 )
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "tugline:num_requests_running")
 _FORWARD = ("tugline:forward_seconds_total",)
 _INTERVAL_S = 2.0
-"""Between polls for metrics."""
+"""Seconds between polls for metrics."""
 POLL_S = 0.25
-"""Maximum age of the last poll while an agent waits."""
+"""Maximum age of the last poll, in seconds, while an agent waits."""
 _log = log.get("node.admission")
 
 
 @dataclass(slots=True)
 class EngineLoad:
-    """The last poll of an engine, and its working time."""
+    """Load of an engine at the last poll, and its busy time."""
 
     waiting: float | None = None
-    """Requests in its queue; None if it does not answer or does not report it."""
+    """Requests in the queue; None if the engine does not answer or report the number."""
     kv: float = 0.0
-    """Share of its KV memory in use, from 0 to 1; 0 if not reported."""
+    """Fraction of the KV memory in use, from 0 to 1; 0 if not reported."""
     up: bool = False
     running: float = 0.0
     busy_s: float = 0.0
-    """Time in which it worked, since the first poll."""
+    """Busy seconds since the first poll."""
     _polled: float | None = None
     _forward_s: float | None = None
 
     def update(self, page: str, now: float) -> None:
-        """Read a metrics page at monotonic time `now`; an empty one if the engine did not answer.
+        """Update from a metrics page of monotonic time `now`, empty if the engine did not answer.
 
-        A gap of many polls counts as two.
+        A gap between polls counts as at most two intervals of busy time.
         """
         waiting, kv = _read_values(page, _WAITING), _read_values(page, _KV)
         running, forward = sum(_read_values(page, _RUNNING)), _read_values(page, _FORWARD)
         if forward:
             total, before = sum(forward), self._forward_s
-            if before is not None:  # a smaller total is that of a restarted engine
+            if before is not None:  # a smaller total means that the engine was restarted
                 self.busy_s += total - before if total >= before else total
             self._forward_s = total
         elif running and self._polled is not None:
@@ -72,13 +72,13 @@ class EngineLoad:
 
 
 def _read_values(page: str, names: Sequence[str]) -> list[float]:
-    """The values of a metric under one of `names`, over all its labels."""
+    """Return the values of a metric with one of `names`, for all labels."""
     pattern = rf"^(?:{'|'.join(names)})(?:\{{.*\}})?\s+(\S+)"
     return [float(value) for value in re.findall(pattern, page, re.MULTILINE)]
 
 
 class Engines:
-    """Polls engines at their base URLs every two seconds while the block lasts."""
+    """Polls engines at their base URLs every two seconds during the block."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self.loads = {url: EngineLoad() for url in urls}
@@ -95,7 +95,7 @@ class Engines:
         await self._http.close()
 
     async def poll(self) -> list[EngineLoad]:
-        """Poll all engines now; returns those that report their queue."""
+        """Poll all engines now; return the loads of those that report their queue."""
         await asyncio.gather(*(self._poll(url, load) for url, load in self.loads.items()))
         return [load for load in self.loads.values() if load.waiting is not None]
 
@@ -113,33 +113,33 @@ class Engines:
 
 
 Poll = Callable[[], Awaitable[Sequence[EngineLoad]]]
-"""Returns the load of every engine that reports its queue."""
+"""Returns the loads of all engines that report their queue."""
 
 
 class Admission:
-    """A gate before RUN. Without `poll` it is always open."""
+    """Admits sessions to RUN; without `poll` all at once."""
 
     clock: Callable[[], float] = time.monotonic
     every_s = POLL_S
 
     def __init__(self, poll: Poll | None = None, *, waiting: int = 8, kv: float = 0.95) -> None:
-        """Agents wait while more than `waiting` requests are queued or more than `kv` is in use."""
+        """Set the limits: queued requests (`waiting`) and KV memory in use (`kv`) of an engine."""
         self._poll, self._waiting, self._kv = poll, waiting, kv
         self._lock = asyncio.Lock()
         self._polled = -math.inf
         self._admissible = 0.0
-        """Sessions that may still enter after the last poll."""
+        """Number of sessions that may be admitted until the next poll."""
         self._reported = True
         self.running = 0
-        """Agents that were admitted and run."""
+        """Number of running agents."""
         self.waiting = 0
-        """Sessions that wait right now."""
+        """Number of waiting sessions."""
         self.waited_s = 0.0
-        """Total time that sessions have waited."""
+        """Total seconds that sessions have waited."""
 
     @contextlib.asynccontextmanager
     async def admit(self) -> AsyncIterator[None]:
-        """Enter when a new agent may start, in the order of arrival."""
+        """Wait until a new agent may start, in the order of arrival; count it in the block."""
         if self._poll is not None:
             await self._wait(self._poll)
         self.running += 1
@@ -167,7 +167,7 @@ class Admission:
         return self._admissible >= 1
 
     def _count_admissible(self, engines: Sequence[EngineLoad]) -> float:
-        """How many new agents the engines can take until the next poll."""
+        """Return the number of new agents that the engines can take until the next poll."""
         if bool(engines) is not self._reported:
             self._reported = bool(engines)
             if engines:
@@ -181,6 +181,6 @@ class Admission:
         if engine.kv >= self._kv or queued > self._waiting:
             return 0
         by_queue = self._waiting - queued + 1 if queued else math.inf
-        # The node's agents may grow by the factor by which the KV memory in use may grow.
+        # The number of agents may grow by the same factor as the KV memory in use.
         by_kv = self.running * (self._kv / engine.kv - 1) if engine.kv else math.inf
         return max(1, min(by_queue, by_kv))

@@ -1,11 +1,11 @@
-"""A node: leases sessions from a server, runs them, commits their results.
+"""A node, which leases sessions from a server, runs them and commits their results.
 
-`Node.run` reads like its life: reap what a dead predecessor left, offer its results, register, work
-until drained. Leasing (one request is always open), renewing, housekeeping and log transfer go on
-in tasks of their own, so that none delays another.
+`Node.run` cleans up after a dead process, offers its results, registers, and works until drained.
+Leasing (one request is always open), renewing, housekeeping and log transfer run in separate tasks,
+so that none delays another.
 
-The server may be away for any time: sessions go on and their results wait in the journal (I3).
-Whether a lease was lost meanwhile is the server's decision; epochs fence late results.
+The server may be unreachable for any time: sessions continue, and their results wait in the journal
+(I3). The server decides whether a lease was lost meanwhile; epochs fence late results.
 """
 
 import asyncio
@@ -38,22 +38,22 @@ from tugline.schema import copy_fields
 from tugline.types import Status
 
 _CONTROL_POLL_S = 0.25
-"""How often the server is asked while a control is being applied."""
+"""Seconds between lease requests while a control is being applied."""
 _PAUSE_LOG_S = 5.0
-"""How often it is logged that calls in flight delay a pause."""
+"""Seconds between log messages while calls in flight delay a pause."""
 _log = log.get("node")
 
 
 class Controls:
-    """Applies the server's newest control: hold model calls while weights change, then resume.
+    """Applies the server's newest control: pause model calls while weights change, then resume.
 
     A control is applied in the background and reported only once it is in force, because the
-    server's barrier relies on that. A newer one replaces one that is still being applied.
+    server's barrier relies on that. A newer control replaces one that is still being applied.
     """
 
     def __init__(self, gateway: Gateway, pause_timeouts: Callable[..., None]) -> None:
         self._gateway, self._pause_timeouts = gateway, pause_timeouts
-        self._wanted, self._current = protocol.Control(), protocol.Control()
+        self._requested, self._current = protocol.Control(), protocol.Control()
         self._applying: asyncio.Task[None] | None = None
 
     @property
@@ -67,15 +67,15 @@ class Controls:
         return self._applying is None or self._applying.done()
 
     def apply(self, control: protocol.Control) -> None:
-        """Start to apply `control` unless it is the newest already."""
-        if control == self._wanted:
+        """Start to apply `control`, unless it is the last one requested."""
+        if control == self._requested:
             return
         self.close()
-        self._wanted = control
+        self._requested = control
         self._applying = asyncio.create_task(self._apply(control), name="node-control")
 
     async def wait(self, within_s: float) -> None:
-        """Wait until it is applied, but no longer than that."""
+        """Wait until the control is applied, at most `within_s` seconds."""
         if self._applying is not None:
             await asyncio.wait({self._applying}, timeout=within_s)
 
@@ -104,7 +104,7 @@ class Controls:
 
 
 async def _run_until_one_ends(*works: Coroutine[Any, Any, object]) -> None:
-    """Run all of them until the first one ends, end the others, and raise what it raised."""
+    """Run coroutines until the first one ends, cancel the others, raise the first one's error."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -120,9 +120,9 @@ class Node:
     """Runs sessions in ``folder/sessions`` and keeps results in ``folder/journal``; see `run`."""
 
     leave_s = 10.0
-    """For results to reach the server when the grace of a drain is over."""
+    """Seconds for results to reach the server after the grace time of a drain."""
 
-    def __init__(  # noqa: PLR0913 - the server, what sessions need, and what is measured
+    def __init__(  # noqa: PLR0913 - the server, the parts of sessions, and telemetry
         self,
         server: protocol.Dispatcher,
         gateway: Gateway,
@@ -134,7 +134,7 @@ class Node:
         tracer: Tracer | None = None,
         engines: Engines | None = None,
     ) -> None:
-        """`recordings` is the gateway's folder, subject to the same retention as the sessions.
+        """Create a node; `recordings`, the gateway's folder, has the same retention as sessions.
 
         `engines` are polled for admission.
         """
@@ -166,17 +166,17 @@ class Node:
         self._disk = Housekeeping(sessions, recordings, settings, self.stats, is_needed)
         self._draining = asyncio.Event()
         self._drain_reported = ""
-        """Id under which it has told the server that it drains."""
+        """Node id with which the drain was reported to the server; empty before."""
         self.id = ""
-        """Id at the server, once it has registered."""
+        """Id at the server; empty before the registration."""
         self.check: Callable[[], str | None] = lambda: None
-        """Says why its sandboxes cannot start, at each registration. Blocks."""
+        """Returns why sandboxes cannot start; called at each registration. Blocks."""
 
-    # ----------------------------------------------------------------------- its life
+    # ----------------------------------------------------------------------- life cycle
     async def run(self) -> None:
-        """Work until drained; when cancelled, end all sessions and leave what is not committed.
+        """Work until drained; if cancelled, end all sessions and leave results in the journal.
 
-        Raises `ServerError` when the server refuses this node.
+        Raises `ServerError` if the server refuses this node.
         """
         log.bind(node=self.settings.name)
         pending = self.runner.journal.list_pending()
@@ -192,13 +192,13 @@ class Node:
                 await self.runner.close()
 
     def drain(self) -> None:
-        """Take no more work, finish what runs within the grace, release the rest, end."""
+        """Take no more work, let sessions finish within the grace time, release the rest, end."""
         self._draining.set()
         self._changed.set()
 
     @property
     def draining(self) -> bool:
-        """Whether it takes no more work."""
+        """Whether the node takes no more work."""
         return self._draining.is_set()
 
     async def _work(self) -> None:
@@ -207,10 +207,10 @@ class Node:
             self.stats.rejoined += 1
 
     async def _work_as_member(self) -> bool:
-        """Register and work; True when drained, False if its lease was lost."""
+        """Register and work; return True when drained, False if the node's lease was lost."""
         problem = await asyncio.to_thread(self.check) or ""
         if problem:
-            _log.error("no sandboxes here: the node begins in quarantine", problem=problem)
+            _log.error("sandboxes do not start: the node begins in quarantine", problem=problem)
         registration = copy_fields(
             protocol.NodeRegistration,
             self.settings,
@@ -233,19 +233,19 @@ class Node:
         return True
 
     async def _wait_until_drained(self) -> None:
-        """After `drain`: release what has not started, the rest when the grace is over."""
+        """Wait for `drain`; release sessions before RUN, and the others after the grace time."""
         await self._draining.wait()
         _log.info("draining", node=self.id, sessions=len(self.runner.sessions))
         self.runner.stop_all(StopReason.DRAIN, started=False)
         await self.runner.wait_until_empty(self.settings.grace_s)
         self.runner.stop_all(StopReason.DRAIN)
         await self.runner.wait_until_empty(self.leave_s)
-        if self.id:  # `_lease` ends first, unless the server is away
+        if self.id:  # `_lease` ends before this, unless the server is unreachable
             await asyncio.sleep(self.leave_s)
 
     # ----------------------------------------------------------------------- the lease
     async def _lease(self, node: str) -> None:
-        """Keep one lease request open; returns when the node is drained."""
+        """Keep one lease request open; return when the node is drained."""
         while not (self.draining and not self.runner.sessions):
             if self.draining and self._drain_reported != node:
                 await self._dispatcher.call(lambda: self._server.drain(node))
@@ -256,18 +256,18 @@ class Node:
             await self._controls.wait(_CONTROL_POLL_S)
 
     async def _request_lease(self, node: str) -> protocol.LeaseResponse | None:
-        """The server's answer; None if the request was outdated before it came."""
+        """Request work; return the response, or None if the request was outdated before it came."""
         self._changed.clear()
         room = self._count_room()
-        # While a control is being applied the server would answer at once, again and again.
+        # While a control is being applied, a waiting request would be answered at once.
         wait_s = protocol.LEASE_WAIT_S if self._controls.is_settled else 0.0
 
-        def ask() -> Awaitable[protocol.LeaseResponse]:
+        def lease() -> Awaitable[protocol.LeaseResponse]:
             held, applied = self.runner.list_held(), self._controls.applied
-            asked = protocol.LeaseRequest(capacity=room, held=held, applied=applied, wait_s=wait_s)
-            return self._server.lease(node, asked)
+            body = protocol.LeaseRequest(capacity=room, held=held, applied=applied, wait_s=wait_s)
+            return self._server.lease(node, body)
 
-        request = asyncio.create_task(self._dispatcher.call(ask))
+        request = asyncio.create_task(self._dispatcher.call(lease))
         request.add_done_callback(lambda _: self._changed.set())
         try:
             while not request.done() and not self._is_outdated(room):
@@ -279,7 +279,7 @@ class Node:
             await asyncio.wait({request})
 
     def _is_outdated(self, room: int) -> bool:
-        """Whether an open request for so much room should be replaced."""
+        """Return whether an open lease request with capacity `room` should be replaced."""
         if self.draining:
             return room > 0 or not self.runner.sessions or self._drain_reported != self.id
         return room == 0 and self._count_room() > 0
@@ -315,24 +315,24 @@ _LEASE_EVENTS = ("leased", "committed", "requeued", "fenced", "released")
 
 
 class NodeMetrics:
-    """The metrics of one node and of its gateway and engines; docs/observability.md has them all.
+    """Metrics of a node and of its gateway and engines; docs/observability.md lists them.
 
-    The parts count by themselves; their numbers are read when a page is requested.
+    The numbers are read when a page is requested.
     """
 
     def __init__(self, node: Node, engines: Engines) -> None:
         self._node, self._engines = node, engines
 
     async def render(self) -> bytes:
-        """All of them as text."""
+        """Return all metrics as text."""
         return page(self.collect())
 
     def collect(self) -> list[Metric]:
-        """All of them."""
+        """Return all metrics."""
         return families(self._read_node() | self._read_gateway_and_engines())
 
     def make_app(self) -> Starlette:
-        """``/metrics`` and ``/healthz``, for a node without a server in its process."""
+        """Return an app with ``/metrics`` and ``/healthz``, for a node in its own process."""
 
         async def metrics(_request: Request) -> Response:
             return Response(await self.render(), headers={"content-type": CONTENT_TYPE})
@@ -379,7 +379,7 @@ class NodeMetrics:
             "tugline_gateway_tokens_total": tokens,
             "tugline_gateway_first_token_seconds": traffic.first_token_s,
             "tugline_gateway_answer_seconds": traffic.answer_s,
-            "tugline_engine_up": {url: one.up for url, one in loads.items()},
-            "tugline_engine_running": {url: one.running for url, one in loads.items()},
-            "tugline_engine_busy_seconds_total": {url: one.busy_s for url, one in loads.items()},
+            "tugline_engine_up": {url: load.up for url, load in loads.items()},
+            "tugline_engine_running": {url: load.running for url, load in loads.items()},
+            "tugline_engine_busy_seconds_total": {url: load.busy_s for url, load in loads.items()},
         }

@@ -1,9 +1,9 @@
-"""A node's disk: its journal of results, orphans of a dead predecessor, retention, a full disk.
+"""Disk of a node: journal of results, cleanup after a dead process, retention, low disk space.
 
-Folders of sessions (``<session>.<epoch>``) and recordings stay after their commit for inspection,
-until they are too old, too large in total, or free space is low; then the oldest are removed. A
-session that runs or is not committed is never touched. At the start, a folder without the mark of a
-committed session is an orphan: its programs are ended and it is removed.
+Folders of sessions (``<session>.<epoch>``) and recordings are kept after the commit for inspection,
+until they are too old, too large in total, or free space is low; then the oldest are removed. The
+files of a running or uncommitted session are never removed. At the start, a folder without the mark
+of a committed session is an orphan: its programs are ended and it is removed.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ from tugline.sandbox.resource_monitor import folder_bytes
 from tugline.types import PluginSpec
 
 _INTERVAL_S, _LOW_INTERVAL_S = 60.0, 5.0
-"""Between sweeps, and while the disk is nearly full."""
+"""Seconds between sweeps, normally and while free space is low."""
 COMMITTED = ".done"
-"""File that marks the folder of a session that is committed, or that others have."""
+"""Marker file in the folder of a session that is committed or held by another node."""
 _GB = 1 << 30
 _log = log.get("node.disk")
 
@@ -42,19 +42,19 @@ class Housekeeping:
     settings: NodeSettings
     stats: Stats
     is_needed: Callable[[str], bool]
-    """Says whether ``<session>.<epoch>`` must stay."""
+    """Returns whether ``<session>.<epoch>`` must be kept."""
     read_free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free
     _sizes: dict[str, int] = field(default_factory=dict)
-    """Of committed sessions, whose folders do not change any more."""
+    """Sizes of the folders of committed sessions, which do not change any more."""
 
     def reap(self, parts: Parts, journaled: Collection[str]) -> int:
-        """End the programs of a dead node and remove its folders; returns the number ended.
+        """End the programs of a dead process and remove its folders; return the number ended.
 
-        The folders of sessions in `journaled` stay.
+        The folders of sessions in `journaled` are kept.
         """
         self.sessions.mkdir(parents=True, exist_ok=True)
-        # Committed ones have no programs, and may be too many to inspect.
-        orphans = [one for one in self.sessions.iterdir() if not (one / COMMITTED).exists()]
+        # Committed sessions have no programs, and may be too many to inspect.
+        orphans = [path for path in self.sessions.iterdir() if not (path / COMMITTED).exists()]
         ended = sum(_reap(parts, name, orphans) for name in list_names("runtime"))
         for folder in orphans:
             if folder.name not in journaled:
@@ -64,16 +64,16 @@ class Housekeeping:
         return ended
 
     async def run(self) -> None:
-        """Sweep for as long as the node runs."""
+        """Sweep repeatedly until cancelled."""
         while True:
             try:
                 await asyncio.to_thread(self.sweep)
-            except OSError as error:  # a folder that vanished meanwhile, a failing disk
+            except OSError as error:  # a folder was removed meanwhile, or the disk fails
                 _log.warning("sweep failed", error=str(error))
             await asyncio.sleep(_LOW_INTERVAL_S if self.stats.disk_low else _INTERVAL_S)
 
     def sweep(self) -> None:
-        """Remove what is too old or too much, oldest first. Blocks."""
+        """Remove the oldest files beyond the limits and update the statistics. Blocks."""
         candidates = sorted(self._list_candidates())
         total = sum(size for _, size, _ in candidates)
         for changed, size, path in candidates:
@@ -94,7 +94,7 @@ class Housekeeping:
         return self.read_free_bytes(self.sessions) < self.settings.disk_floor_gb * _GB
 
     def _list_candidates(self) -> list[tuple[float, int, Path]]:
-        """Time of the last change, size and path of each folder or recording that may go."""
+        """Return (time of last change, size, path) of all removable folders and recordings."""
         candidates = []
         for folder in self.sessions.iterdir():
             if (folder / COMMITTED).exists() and not self.is_needed(folder.name):
@@ -118,36 +118,36 @@ def _reap(parts: Parts, runtime: str, folders: Sequence[Path]) -> int:
 
 
 def _remove(path: Path) -> None:
-    """Remove what an agent may have made so deep, or with such a mode, that rmtree fails."""
+    """Remove a file or folder, whose depth or modes may be such that rmtree fails."""
     with contextlib.suppress(OSError):
         remove(path.parent, path.name)
 
 
 # --------------------------------------------------------------------------- journal
 class Journal:
-    """Results that are not committed yet, one file each, safe from the death of this process (I3).
+    """Results that are not committed yet, one file each, which survive this process (I3).
 
-    A result is written before it is offered to the server, and removed when the server has it. What
-    a killed node left is offered by the next one in the same folder. Its name is
-    ``<session>.<epoch>``, so a result whose lease was lost meanwhile is fenced as usual.
+    A result is written before it is offered to the server, and removed when the server has it.
+    After a node was killed, the next node with the same folder offers its results. Names are
+    ``<session>.<epoch>``, so a result whose lease was lost meanwhile is fenced.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def list_pending(self) -> list[str]:
-        """Names of the results in the folder; half-written ones are removed."""
+        """Return the names of the results in the folder; remove partly written ones."""
         for part in self._folder.glob("*.part"):
             part.unlink(missing_ok=True)
         names = (path.stem for path in sorted(self._folder.glob("*.result")))
         return [name for name in names if name.rpartition(".")[2].isdecimal()]
 
     def contains(self, name: str) -> bool:
-        """Whether a result is in the folder."""
+        """Return whether a result is in the folder."""
         return self._path(name).exists()
 
     async def write(self, name: str, data: bytes) -> None:
-        """Write a result. If the disk refuses, it is in memory only, which is logged."""
+        """Write a result. On an error of the disk, only log it: the result is in memory."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             await asyncio.to_thread(write_file, self._path(name), data)
@@ -155,7 +155,7 @@ class Journal:
             _log.error("result not journaled", result=name, error=str(error))
 
     async def read(self, name: str) -> bytes:
-        """A result that was written. Raises `OSError`."""
+        """Return a result. Raises `OSError`."""
         return await asyncio.to_thread(self._path(name).read_bytes)
 
     def remove(self, name: str) -> None:

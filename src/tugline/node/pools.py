@@ -1,10 +1,9 @@
-"""Pools of stage slots, and how many sessions a node prepares ahead of a free slot.
+"""Pools of stage slots, and the number of sessions that a node prepares before a slot is free.
 
-RUN is the stage that counts: an engine without an agent is idle. Sessions are prepared before a
-slot is free, as many as slots x (time in INIT / time in RUN), with a margin because both vary
-widely; at most `ready_max`, and none while memory is short. Slots go to the oldest group first, so
-that whole groups finish. BUILD and EVAL have pools of their own; the node takes no new work when
-too many sessions wait there.
+An engine is idle while no agent is in RUN. So sessions are prepared before a slot is free: slots x
+(time in INIT / time in RUN), with a margin because both times vary widely; at most `ready_max`, and
+none while memory is low. The oldest group gets slots first, so that whole groups finish. BUILD and
+EVAL have separate pools; the node takes no new work while too many sessions wait there.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _MB = 1 << 20
 
 
 class Pool:
-    """`size` slots; waiting sessions get them by turn, not by arrival."""
+    """A pool of `size` slots, given to waiting sessions in the order of their turns."""
 
     def __init__(self, size: int) -> None:
         self.size, self.busy = size, 0
@@ -41,12 +40,12 @@ class Pool:
 
     @property
     def waiting(self) -> int:
-        """How many wait for a slot."""
+        """Number of sessions that wait for a slot."""
         return sum(not future.done() for _, _, future in self._queue)
 
     @contextlib.asynccontextmanager
     async def acquire(self, turn: Turn) -> AsyncIterator[None]:
-        """Hold a slot; waits until there is one."""
+        """Wait for a slot and hold it during the block."""
         if self.busy < self.size:
             self.busy += 1
         else:
@@ -62,7 +61,7 @@ class Pool:
         try:
             await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():  # it got the slot as it was cancelled
+            if future.done() and not future.cancelled():  # the slot was assigned already
                 self._release()
             future.cancel()
             raise
@@ -77,7 +76,7 @@ class Pool:
 
 
 class RunningMean:
-    """A mean in which the last few dozen values count."""
+    """Exponential moving mean over about 32 values."""
 
     def __init__(self) -> None:
         self.value: float | None = None
@@ -92,12 +91,12 @@ class RunningMean:
 
 @dataclass(eq=False)
 class Pools:
-    """Pools by stage, and the room that they leave."""
+    """Pools by stage, and the node's capacity for more sessions."""
 
     settings: NodeSettings
     admission: Admission
     on_room: Callable[[], None] = lambda: None
-    """Called whenever there may be more room than before."""
+    """Called when the capacity may have grown."""
     read_available_mb: Callable[[], float] = lambda: psutil.virtual_memory().available / _MB
 
     def __post_init__(self) -> None:
@@ -111,15 +110,15 @@ class Pools:
         """The slots of all sessions on the node."""
         self.mean_s = {Status.INIT: RunningMean(), Status.RUN: RunningMean()}
         self._numbers = itertools.count()
-        """Of groups, in the order of arrival."""
+        """Numbers of groups in the order of arrival."""
         self._memory = (-math.inf, True)
-        """Time of the last look, and whether there was enough."""
+        """Monotonic time of the last check, and whether memory was sufficient."""
 
     @contextlib.contextmanager
     def enter(self, task: str, sample: int, total_s: float | None) -> Iterator[PooledSlots]:
-        """The slots of one more session, counted while the block lasts."""
-        own = [one.turn for one in self.members if one.task == task]
-        number = own[0][0] if own else next(self._numbers)
+        """Return the slots of a new session, which counts as a member during the block."""
+        turns = [member.turn for member in self.members if member.task == task]
+        number = turns[0][0] if turns else next(self._numbers)
         slots = PooledSlots(self, task, (number, sample), total_s)
         self.members.add(slots)
         try:
@@ -129,21 +128,21 @@ class Pools:
             self.on_room()
 
     def count(self, passed: Collection[Status | None]) -> int:
-        """How many sessions have passed one of these stages last; None: none yet."""
-        return sum(one.passed in passed for one in self.members)
+        """Return the number of sessions whose `PooledSlots.passed` is in `passed`."""
+        return sum(member.passed in passed for member in self.members)
 
     @property
     def target(self) -> int:
-        """How many sessions should be in INIT or READY while all slots are taken."""
+        """Number of sessions that should be in INIT or READY while all slots are taken."""
         init, run = (self.mean_s[stage].value for stage in (Status.INIT, Status.RUN))
         if init is None or not run:
             return min(1, self.settings.ready_limit)
-        # Slots become free about like a Poisson process: a margin of two standard deviations.
+        # Free slots are roughly a Poisson process: add a margin of two standard deviations.
         mean = self.settings.slots * init / run
         return min(math.ceil(mean + 2 * math.sqrt(mean)) + 1, self.settings.ready_limit)
 
     def count_room(self) -> int:
-        """How many more sessions could begin INIT now."""
+        """Return the number of sessions that could start INIT now."""
         running = self.by_stage[Status.RUN].busy - self.admission.waiting
         free = self.settings.slots - running
         ahead = self.target if self._has_memory() else 0
@@ -157,11 +156,11 @@ class Pools:
         )
 
     def _has_memory(self) -> bool:
-        looked, enough = self._memory
-        if time.monotonic() - looked > _MEMORY_POLL_S:
-            enough = self.read_available_mb() >= self.settings.memory_floor_mb
-            self._memory = (time.monotonic(), enough)
-        return enough
+        checked, sufficient = self._memory
+        if time.monotonic() - checked > _MEMORY_POLL_S:
+            sufficient = self.read_available_mb() >= self.settings.memory_floor_mb
+            self._memory = (time.monotonic(), sufficient)
+        return sufficient
 
 
 class PooledSlots(StageSlots):
@@ -171,11 +170,11 @@ class PooledSlots(StageSlots):
         super().__init__(total_s)
         self._pools, self.task, self.turn = pools, task, turn
         self.passed: Status | None = None
-        """INIT once that is over, RUN once that has begun."""
+        """INIT after INIT has ended, RUN after RUN has started; None before."""
 
     @contextlib.asynccontextmanager
     async def acquire(self, status: Status) -> AsyncIterator[None]:
-        """Hold a slot in the pool of this stage, for RUN after admission."""
+        """Hold a slot of the stage during the block; for RUN, also wait for admission."""
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._pools.by_stage[status].acquire(self.turn))
             if status is Status.RUN:

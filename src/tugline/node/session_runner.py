@@ -1,8 +1,8 @@
-"""Runs the sessions that a node holds, and commits or releases them.
+"""Run the sessions that a node holds, and commit or release them.
 
-A session is held until the server has its result or has it back. Whatever breaks in a session is a
-result of that session and does not affect the others (I5). A result is in the journal before it is
-offered to the server (I3).
+A session is held until the server has its result or the session was released. Any failure in a
+session is a result of that session and does not affect the others (I5). A result is written to the
+journal before it is offered to the server (I3).
 """
 
 import asyncio
@@ -32,20 +32,20 @@ from tugline.types import Call, Cause, Ledger, Status, Trajectory
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
 _BUSY = frozenset({408, 425, 429})
 _RELEASE_S = 10.0
-"""How long releasing a session may take; then its lease expires instead."""
+"""Timeout in seconds for releasing a session, whose lease expires if that fails."""
 _log = log.get("node")
 T = TypeVar("T")
 
 
 class RetryingDispatcher:
-    """A dispatcher that may be away for any time: calls are repeated until it answers."""
+    """Client of a dispatcher that retries calls until the server answers, for any time."""
 
     def __init__(self, server: Dispatcher, stats: Stats) -> None:
         self.server, self._stats = server, stats
         self._away = False
 
     async def call(self, request: Callable[[], Awaitable[T]]) -> T:
-        """Repeat `request` until it is answered. Raises `ServerError` for a refusal."""
+        """Retry `request` until it is answered. Raises `ServerError` for a refusal."""
         pause = FIRST_RETRY_S
         while True:
             try:
@@ -71,25 +71,25 @@ class RetryingDispatcher:
 
 
 def _is_refusal(error: ServerError | StoreError) -> bool:
-    """Whether the same request would be refused again: a status from 400 to 499."""
+    """Return whether the request would be refused again: status 400 to 499, but not `_BUSY`."""
     status = error.status if isinstance(error, ServerError) else None
     return status is not None and 400 <= status < 500 and status not in _BUSY
 
 
 @dataclass(eq=False)
 class SessionRunner:
-    """All sessions of a node, by id."""
+    """Runs all sessions of a node, which `sessions` has by id."""
 
     dispatcher: RetryingDispatcher
     gateway: Gateway
     parts: Parts
     folder: Path
-    """Of the node."""
+    """Folder of the node."""
     pools: Pools
     stats: Stats
     tracer: Tracer | None
     on_ended: Callable[[], None]
-    """Called when there is a session less."""
+    """Called when a session has ended on this node."""
 
     def __post_init__(self) -> None:
         self._directories = self.folder / "sessions"
@@ -101,19 +101,19 @@ class SessionRunner:
 
     # ----------------------------------------------------------------------- orders
     def list_held(self) -> tuple[HeldSession, ...]:
-        """Every session that this node holds."""
+        """Return all sessions that this node holds."""
         sessions = self.sessions.values()
-        return tuple(HeldSession(one.id, one.epoch, one.status) for one in sessions)
+        return tuple(HeldSession(each.id, each.epoch, each.status) for each in sessions)
 
     def is_needed(self, name: str) -> bool:
-        """Whether ``<session>.<epoch>`` is active or not committed yet."""
+        """Return whether ``<session>.<epoch>`` is active or not committed yet."""
         session, _, epoch = name.rpartition(".")
         active = self.sessions.get(session)
         is_active = active is not None and str(active.epoch) == epoch
         return is_active or self.journal.contains(name)
 
     def start(self, work: Work) -> None:
-        """Start a session; no effect on one that is already here under this lease."""
+        """Start a session; do nothing if it is already held with this epoch or a newer one."""
         older = self.sessions.get(work.session.id)
         if older is not None and older.epoch >= work.session.epoch:
             return
@@ -122,13 +122,13 @@ class SessionRunner:
         stack = contextlib.ExitStack()
         slots = stack.enter_context(self.pools.enter(task.id, session.sample, task.limits.total_s))
         slots.pause_timeout(paused=self._paused)
-        # A path of constant length: agents tell the model where they are.
+        # A path of constant length, because agents include it in prompts.
         directory = self._directories / f"{session.id}.{session.epoch}"
         active = self.sessions[session.id] = ActiveSession(work, slots, directory)
         self._spawn(self._run(active, stack, older), f"session-{session.id}")
 
     def stop(self, order: Stop) -> None:
-        """Stop a session as ordered; no effect on one that is no longer here."""
+        """Stop a session as ordered; do nothing if it is not held any more."""
         session = self.sessions.get(order.session)
         if session is None or session.epoch != order.epoch:
             return
@@ -140,7 +140,7 @@ class SessionRunner:
             session.stop(StopReason.STALE if stale else StopReason.DROP)
 
     def stop_all(self, reason: StopReason, *, started: bool = True) -> None:
-        """Stop all sessions; without `started` only those that have not started RUN."""
+        """Stop all sessions; if not `started`, only those that have not started RUN."""
         for session in list(self.sessions.values()):
             if started or session.status not in STARTED:
                 session.stop(reason)
@@ -152,21 +152,21 @@ class SessionRunner:
             session.slots.pause_timeout(paused=paused)
 
     async def offer_pending(self) -> None:
-        """Offer the results that an earlier process left; returns once all are answered.
+        """Offer the results that an earlier process left; return when all are answered.
 
-        However long the server is away: to register would give their sessions to others.
+        Waits for the server for any time: registering first would lease their sessions to others.
         """
         offers = [self._spawn(self._offer(name), "offer") for name in self.journal.list_pending()]
         if offers:
             await asyncio.wait(offers)
 
     async def wait_until_empty(self, within_s: float) -> None:
-        """Wait until all sessions of now have ended, but no longer than that."""
+        """Wait until all present sessions have ended, at most `within_s` seconds."""
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=within_s)
 
     async def close(self) -> None:
-        """Cancel everything; what is in the journal stays there."""
+        """Cancel all sessions; results in the journal are kept."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -201,11 +201,11 @@ class SessionRunner:
             self.on_ended()
 
     async def _roll_out(self, session: ActiveSession) -> Trajectory | None:
-        """Its trajectory; None if it was stopped without a result."""
+        """Run a session; return its trajectory, or None if it was stopped without a result."""
         if session.stop_reason is not None:
             return None
         directory = session.directory
-        if directory.exists():  # of a run that a restored store has forgotten
+        if directory.exists():  # left by a run that is unknown to a store restored from a backup
             await asyncio.to_thread(remove, directory.parent, directory.name)
         session.rollout = asyncio.create_task(
             roll_out(
@@ -259,10 +259,10 @@ class SessionRunner:
     async def _trace(
         self, tracer: Tracer, session: ActiveSession, trajectory: Trajectory, ended: float
     ) -> None:
-        """Export the trace of a session that is committed. An error is only logged and counted."""
+        """Export the trace of a committed session. Errors are only logged and counted."""
         calls: Sequence[Call] = ()
         try:
-            with contextlib.suppress(KeyError):  # the gateway never opened it
+            with contextlib.suppress(KeyError):  # never opened in the gateway
                 calls = await asyncio.to_thread(self.gateway.read_calls, session.id)
             rollout = Rollout(
                 task=session.work.task,
@@ -281,7 +281,7 @@ class SessionRunner:
     async def _offer(self, name: str) -> None:
         try:
             data = await self.journal.read(name)
-        except OSError as error:  # it stays there, for the next start of this node
+        except OSError as error:  # the file is kept for the next start of this node
             _log.error("result not read", result=name, error=str(error))
             return
         if not await self._try_to_commit(name, data):
@@ -289,11 +289,11 @@ class SessionRunner:
 
     async def _commit(self, name: str, data: bytes) -> None:
         """Offer a result until the server has it or refuses it."""
-        while not await self._try_to_commit(name, data):  # noqa: ASYNC110 - the server tells nobody
+        while not await self._try_to_commit(name, data):  # noqa: ASYNC110 - nothing to wait for
             await asyncio.sleep(LAST_RETRY_S)
 
     async def _try_to_commit(self, name: str, data: bytes) -> bool:
-        """Offer a result; False if the server takes it only once the node has registered again."""
+        """Offer a result; return False if the node must register again first."""
         session, _, epoch = name.rpartition(".")
         commit, settle = self.dispatcher.server.commit, self.journal.remove
         try:
@@ -315,13 +315,13 @@ class SessionRunner:
         return True
 
     def _mark_done(self, directory: Path) -> None:
-        """Let housekeeping remove the folder of a session that is committed or lost."""
-        with contextlib.suppress(OSError):  # it never had a folder, or it is gone already
+        """Mark the folder of a committed or lost session as removable by housekeeping."""
+        with contextlib.suppress(OSError):  # there is no folder
             (directory / COMMITTED).touch()
 
 
 def _make_failed(session: ActiveSession, error: BaseException) -> Trajectory:
-    """The result of a rollout that raised: a failure of the node, so it is retried elsewhere."""
+    """Return the result of a rollout that raised: a node failure, retried on another node."""
     return Trajectory(
         session=session.id,
         task=session.work.task.id,

@@ -1,6 +1,6 @@
-"""Counters of a node's sessions, and the tracing that ``OTEL_EXPORTER_OTLP_ENDPOINT`` switches on.
+"""Counters of a node's sessions, and tracing, which ``OTEL_EXPORTER_OTLP_ENDPOINT`` enables.
 
-The exporter, `tracing`, is an extra that is imported only then.
+The exporter, `tracing`, needs an extra and is imported only if tracing is enabled.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from tugline.plugins import import_extra
 from tugline.types import STAGES, Boundary, Call, Reason, Session, Status, Task, Trajectory
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-"""The URL itself, and one that the path of traces is appended to."""
+"""Variables with the URL of the traces endpoint, and with a base URL for ``/v1/traces``."""
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _SUPPORTED = "http/protobuf"
 
@@ -30,25 +30,25 @@ class Stats:
     requeued: int = 0
     """Results after which the server retries the session."""
     fenced: int = 0
-    """Results and sessions whose lease had been lost."""
+    """Results and sessions whose lease was lost."""
     released: int = 0
     rejoined: int = 0
-    """Times that the node had lost its lease and registered again."""
+    """Number of times that the node lost its lease and registered again."""
     outages: int = 0
-    """Times that the server could not be reached."""
+    """Number of periods in which the server could not be reached."""
     ends: Counter[Status] = field(default_factory=Counter)
     failures: Counter[Boundary] = field(default_factory=Counter)
     stage_s: dict[Status, Distribution] = field(
         default_factory=lambda: {status: Distribution() for status in STAGES}
     )
-    """Seconds in each stage, without the wait for a slot."""
+    """Seconds in each stage, without waiting for a slot."""
     trained: int = 0
     masked: Counter[Reason] = field(default_factory=Counter)
     dropped: Counter[Reason] = field(default_factory=Counter)
     untraced: int = 0
-    """Sessions without a trace, because it could not be made."""
+    """Sessions whose trace could not be exported."""
     disk_bytes: int = 0
-    """Size of sessions and recordings."""
+    """Size of the folders of sessions and of the recordings."""
     disk_low: bool = False
 
     def count_result(self, trajectory: Trajectory) -> None:
@@ -72,25 +72,25 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     session: Session
     trajectory: Trajectory
     stages: Sequence[tuple[Status, float]]
-    """Stages in their order with their start (Unix seconds)."""
+    """Stages in order, each with its start (Unix seconds)."""
     ended: float
     calls: Sequence[Call] = ()
     model: str = ""
-    """Its name at the engine."""
+    """Name of the model at the engine."""
 
 
 class Tracer(Protocol):
     """Exports sessions that have ended."""
 
     def export(self, rollout: Rollout) -> None:
-        """Queue the spans of a session. Blocks while they are made; call it in a thread."""
+        """Queue the spans of a session. Blocks while creating them; call it in a thread."""
 
     def close(self) -> None:
-        """Send what is queued, for a bounded time."""
+        """Send the queued spans for a limited time."""
 
 
 def open_tracer(environ: Mapping[str, str], *, node: str) -> Tracer | None:
-    """The tracer of the node called `node`; None unless asked for. Raises `UsageError`."""
+    """Return a tracer for the node named `node`; None if not enabled. Raises `UsageError`."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
     whole, base = (environ.get(name, "") for name in ENDPOINTS)
@@ -100,7 +100,7 @@ def open_tracer(environ: Mapping[str, str], *, node: str) -> Tracer | None:
     if protocol != _SUPPORTED:
         msg = f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; traces are sent by {_SUPPORTED} alone"
         raise UsageError(msg)
-    what = f"sending traces, for which {' or '.join(ENDPOINTS)} asks,"
+    what = f"tracing, enabled by {' or '.join(ENDPOINTS)},"
     tracing = import_extra("tugline.node.tracing", "otel", what)
     tracer: Tracer = tracing.Otlp(whole or f"{base.rstrip('/')}/v1/traces", node=node)
     return tracer

@@ -4,9 +4,9 @@ A session is one trace: ``rollout``, its stages, and the model calls of its agen
 GenAI conventions of OpenTelemetry, version 1.41; attributes without a convention begin with
 ``tugline.``. Spans contain no text of prompts or answers.
 
-The SDK's queue is bounded and emptied by a thread of its own: a slow or missing collector costs the
-spans that do not fit, and no session waits for it. Headers, sampling and timeouts come from the
-standard variables of OpenTelemetry.
+The SDK has a bounded queue and sends in its own thread: with a slow or missing collector, spans
+that do not fit are dropped, and no session waits. Headers, sampling and timeouts are set by
+OpenTelemetry's standard variables.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ from tugline.node.telemetry import Rollout
 from tugline.types import Call, CallOutcome, Status
 
 _MAX_QUEUED = 16_384
-"""Spans that wait to be sent; a session has one for each of its calls."""
+"""Maximum spans in the queue; a session has one for each of its calls, among others."""
 _CLOSE_S = 3.0
 
 Attributes = Mapping[str, str | bool | int | float | Sequence[str] | None]
 
 
 class Otlp:
-    """A `Tracer` that leaves the process-wide provider to programs that embed Tugline."""
+    """A `Tracer` that does not set the process-wide provider, for programs that embed Tugline."""
 
     def __init__(self, url: str, *, node: str) -> None:
-        """`url` takes traces, `node` is the instance id of the service."""
+        """Export to the traces endpoint `url`, with `node` as instance id of the service."""
         self._node = node
         release = version("tugline")
         service = {
@@ -65,7 +65,7 @@ class Otlp:
                 self._export_stage(rollout, status, (start, max(start, end)), root)
 
     def close(self) -> None:
-        """Send what is queued, for three seconds at most; the rest is dropped."""
+        """Send the queued spans for at most three seconds; drop the rest."""
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(_CLOSE_S)
@@ -75,7 +75,7 @@ class Otlp:
     def _export_stage(
         self, rollout: Rollout, status: Status, times: tuple[float, float], root: trace.Span
     ) -> None:
-        """A stage; RUN has the conventional name of an agent's work, and the calls as children."""
+        """Export a stage; RUN is named ``invoke_agent`` and has the calls as children."""
         reward, failure = rollout.trajectory.reward, rollout.trajectory.failure
         name, attributes = status.value, {"tugline.stage": status.value}
         calls: Sequence[Call] = ()
@@ -102,7 +102,7 @@ class Otlp:
                 self._export_call(call, rollout.model, span)
 
     def _export_call(self, call: Call, model: str, run: trace.Span) -> None:
-        """A model call, from its arrival at the gateway to its last token."""
+        """Export a model call, from its arrival at the gateway to its last token."""
         times = call.timings
         end = max(times.received, times.last_token or times.sent or times.received)
         with self._span(
@@ -127,7 +127,7 @@ class Otlp:
         kind: trace.SpanKind = trace.SpanKind.INTERNAL,
         error: str | None = None,
     ) -> Iterator[trace.Span]:
-        """A span from `times[0]` to `times[1]`, Unix seconds; empty attributes are left out."""
+        """Create a span from `times[0]` to `times[1]` (Unix seconds), without empty attributes."""
         span = self._tracer.start_span(
             name,
             trace.set_span_in_context(parent),
@@ -194,7 +194,7 @@ def _describe_call(call: Call, model: str) -> Attributes:
         "tugline.mode": call.mode.value,
         "tugline.dialect": call.dialect,
         "tugline.replayed": call.replayed or None,
-        "tugline.versions": tuple(str(one.version) for one in call.versions) or None,
+        "tugline.versions": tuple(str(span.version) for span in call.versions) or None,
     }
 
 

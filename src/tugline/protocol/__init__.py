@@ -5,7 +5,7 @@ and calls inside one process. Times are Unix seconds, durations seconds. A `posi
 events in commit order; it never repeats or goes back, so "after position N" is a cursor that
 survives every restart (I3).
 
-`Dispatcher` is all that a node needs of a server, over HTTP or in the same process.
+`Dispatcher` is the interface of a server to its nodes, over HTTP or in the same process.
 """
 
 from tugline.protocol.clients import *

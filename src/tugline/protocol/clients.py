@@ -1,4 +1,4 @@
-"""What clients send and read: tasks, sessions, results, events, webhooks, problems."""
+"""Messages of clients: tasks, sessions, results, events, webhooks, problems."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -10,7 +10,7 @@ from tugline.types import TERMINAL, Failure, Status
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True):
-    """A task that is stored durably."""
+    """Acknowledgement that a task is stored durably."""
 
     task: str
     sessions: tuple[str, ...]
@@ -42,9 +42,9 @@ class TaskView(msgspec.Struct, frozen=True, kw_only=True):
     missing: tuple[int, ...] = ()
     """Samples without a usable result, once the task is released."""
     reason: str = ""
-    """Why it was closed early: ``min_usable``, ``deadline`` or ``cancelled by ...``."""
+    """Reason for an early close: ``min_usable``, ``deadline`` or ``cancelled by ...``."""
     released: int | None = None
-    """Position of its release."""
+    """Position of the release event."""
     tags: dict[str, str] = {}
 
     @property
@@ -68,9 +68,9 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
     created: float
     updated: float
     stopping: str = ""
-    """Who asked it to stop, until it has."""
+    """Originator of a pending request to stop the session; empty if there is none."""
     note: str = ""
-    """What a person wrote on it."""
+    """Note of a person."""
 
 
 class SessionNote(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class SessionNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResultView(msgspec.Struct, frozen=True, kw_only=True):
-    """A result without its tokens; those are in the `Trajectory`."""
+    """Result without tokens, which are in the `Trajectory`."""
 
     position: int
     session: str
@@ -91,18 +91,18 @@ class ResultView(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     status: Status
     version: int | None = None
-    """Of the weights when it was leased; None in results of older releases."""
+    """Version of the weights when it was leased; None in results of older releases."""
     reward: float | None
     failure: Failure | None
     sampled: int
-    """Tokens."""
+    """Sampled tokens."""
     trained: int
     bytes: int
     """Size of the encoded, compressed trajectory; 0 for a session that never ran."""
     seconds: dict[str, float]
     created: float
     node: str | None = None
-    """Where it ended; None if it never ran."""
+    """Node that ran it last; None if it never ran."""
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +111,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     tasks: tuple[TaskView, ...] = ()
     sessions: tuple[SessionView, ...] = ()
     results: tuple[ResultView, ...] = ()
-    """Of those `sessions` that have ended."""
+    """Results of the finished sessions in `sessions`."""
     next: str | None = None
 
 
@@ -119,16 +119,16 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """Summary of the server's state."""
 
     sessions: dict[str, int]
-    """By status."""
+    """Sessions by status."""
     tasks_open: int
     nodes: int
     """Live nodes."""
     slots: int
-    """Sessions that the live nodes may run at once."""
+    """Sessions that the live nodes can run at the same time."""
     position: int
     """Position of the latest event."""
     version: int
-    """Of the weights."""
+    """Version of the weights."""
     paused: bool
     dead_deliveries: int
 
@@ -137,11 +137,11 @@ class Cancelled(msgspec.Struct, frozen=True, kw_only=True):
     """Effect of a cancellation."""
 
     ended: tuple[str, ...]
-    """Sessions that had not started and are CANCELLED now."""
+    """Sessions that had not started and are now CANCELLED."""
     stopping: tuple[str, ...]
-    """Running sessions; their nodes are asked to stop them."""
+    """Running sessions, whose nodes will stop them."""
     final: int
-    """Sessions that were final before."""
+    """Sessions that were already final."""
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,13 +149,13 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 
     items: tuple[ResultView, ...]
     groups: tuple[TaskView, ...] = ()
-    """If whole groups were requested: the groups that `items` belong to."""
+    """Groups that `items` belong to, if whole groups were requested."""
     cursor: int
-    """Acknowledge this once the items are safe; the next request starts after it."""
+    """Position to acknowledge once the items are stored; the next request starts after it."""
 
 
 class Consumer(msgspec.Struct, frozen=True, kw_only=True):
-    """A reader of results and its acknowledged position."""
+    """Reader of results, with its acknowledged position."""
 
     name: str
     acked: int
@@ -202,7 +202,7 @@ class RunStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = {}
     """Lines of text, such as the result of an evaluation."""
     rewound: bool = False
-    """The run goes on from this step: what was reported of later ones is deleted."""
+    """The run continues from this step: reports of later steps are deleted."""
 
 
 class RunView(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,7 +210,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     step: int
-    """The last that it reported."""
+    """Latest reported step."""
     updated: float
 
 
@@ -232,7 +232,7 @@ class DeliveryState(StrEnum):
     PENDING = "pending"
     DELIVERED = "delivered"
     DEAD = "dead"
-    """Given up; kept until it is retried by hand."""
+    """Given up after the last try; stored until it is retried manually."""
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,7 +247,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     tries: int
     next_try: float
     error: str = ""
-    """Of the last try."""
+    """Error of the last try."""
 
 
 class WebhookBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -256,7 +256,7 @@ class WebhookBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     id: str
     """The same on every retry, and equal to the header ``webhook-id``."""
     delivery: int
-    """Its number in the outbox."""
+    """Id of the delivery in the outbox."""
     kind: EventKind
     task: str
     result: ResultView | None = None
@@ -272,47 +272,47 @@ Cursor = Annotated[str, Meta(max_length=256, description="`next` of the previous
 
 
 class PageQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which page of a list."""
+    """Parameters of a page of a list."""
 
     newest: bool = False
-    """Begin with what was submitted last."""
+    """Start with the most recently submitted."""
     after: Cursor | None = None
     limit: Limit = 100
 
 
 class TaskQuery(PageQuery, frozen=True, kw_only=True):
-    """Which tasks to list."""
+    """Filter of a list of tasks."""
 
     state: TaskState | None = None
-    """Only open ones, or only released ones."""
+    """Only open tasks, or only released tasks."""
     tenant: Annotated[str, Meta(max_length=64)] | None = None
-    """Only those of this tenant."""
+    """Only tasks of this tenant."""
     tag: Annotated[str, Meta(max_length=1200, pattern="^[^=]+=")] | None = None
-    """``key=value``."""
+    """Only tasks with this tag, ``key=value``."""
 
 
 class SessionQuery(PageQuery, frozen=True, kw_only=True):
-    """Which sessions to list."""
+    """Filter of a list of sessions."""
 
     task: Name | None = None
-    """Only those of this task."""
+    """Only sessions of this task."""
     status: Status | None = None
-    """Only those in this state."""
+    """Only sessions with this status."""
     node: Annotated[str, Meta(max_length=160)] | None = None
-    """Only those that this node holds."""
+    """Only sessions leased to this node."""
     q: Annotated[str, Meta(max_length=160)] = ""
-    """Only those with this in their id, or whose task's instruction or tags, failure or note have
-    words that begin with each of its words."""
+    """Search text: part of the session's id, or words (prefixes match, too) that all occur in the
+    instruction and tags of its task, or in its failure and note."""
     recent: bool = False
-    """Only those that have begun, what changed last first: one page, of which `q`, `newest` and
-    `after` are no part."""
+    """Only sessions that have started, the last changed first. One page; `q`, `newest` and `after`
+    do not apply."""
 
 
 class LogQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which part of a log, and whether to follow it."""
+    """Range of a log, and whether to follow it."""
 
     offset: Position = 0
-    """Byte to start at."""
+    """Byte offset to start at."""
     tail: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
     """Start this many bytes before the end instead."""
     follow: bool = False
@@ -320,44 +320,44 @@ class LogQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which steps of a run."""
+    """Range of the steps of a run."""
 
     after: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
-    """Only those after this one."""
+    """Only steps after this step."""
     limit: Limit = 1000
 
 
 class ResultQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which results."""
+    """Filter of results."""
 
     consumer: Name | None = None
-    """Start after what this consumer has acknowledged."""
+    """Start after the acknowledged position of this consumer."""
     after: Position | None = None
     """Start after this position instead."""
     limit: Limit = 100
     wait_s: Wait = 0.0
     task: Annotated[tuple[Name, ...], Meta(max_length=1000)] = ()
-    """Only those of these tasks."""
+    """Only results of these tasks."""
     groups: bool = False
-    """Whole groups, once they are released."""
+    """Return whole groups, once they are released."""
 
 
 class EventQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which events."""
+    """Filter of events."""
 
     after: Position | None = None
-    """Start after this position; a page starts at the first event, a stream with new ones."""
+    """Start after this position (default: a page at the first event, a stream at new events)."""
     limit: Limit = 100
     wait_s: Wait = 0.0
     task: Name | None = None
-    """Only those of this task."""
+    """Only events of this task."""
 
 
 class DeliveryQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which deliveries."""
+    """Filter of webhook deliveries."""
 
     state: DeliveryState | None = None
-    """Only those in this state."""
+    """Only deliveries in this state."""
     after: Position = 0
     """Start after this id."""
     limit: Limit = 100
@@ -369,18 +369,18 @@ PROBLEM = "urn:tugline:problem:"
 
 
 class FieldError(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One mistake of a request."""
+    """Error in a field of a request."""
 
     detail: str
-    """The field, its value and what would be right."""
+    """Message with the field, its value and the accepted values."""
     field: str = ""
-    """The wrong field, dotted, such as ``0.limits.agent_s``."""
+    """Path of the invalid field, such as ``0.limits.agent_s``."""
     known: tuple[str, ...] = ()
     """Accepted values, if they are a list."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error body, RFC 9457; `field` and `known` are those of the first of `errors`."""
+    """Error body, RFC 9457; `field` and `known` are copied from the first of `errors`."""
 
     type: str
     """``urn:tugline:problem:<name>``; docs/api.md lists the names."""
@@ -388,8 +388,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     status: int
     detail: str
     field: str = ""
-    """The wrong field, dotted, such as ``0.limits.agent_s``."""
+    """Path of the invalid field, such as ``0.limits.agent_s``."""
     known: tuple[str, ...] = ()
     """Accepted values, if they are a list."""
     errors: tuple[FieldError, ...] = ()
-    """Every mistake, the first 50, of a request with invalid fields (422)."""
+    """Errors of a request with invalid fields (422), at most 50."""

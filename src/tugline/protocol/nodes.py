@@ -1,4 +1,4 @@
-"""Nodes, their leases, and the weights state that all of them share."""
+"""Messages of nodes: registration, leases, results, and the shared state of the weights."""
 
 from enum import StrEnum
 from typing import Annotated, Protocol
@@ -11,7 +11,7 @@ from tugline.types.task import BIG, Labels
 
 
 class PauseMode(StrEnum):
-    """What happens to model calls in flight when the weights are about to change."""
+    """Treatment of model calls in flight when the weights are about to change."""
 
     WAIT = "wait"
     ABORT = "abort"
@@ -27,22 +27,22 @@ class Control(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeRegistration(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of a node to join. It replaces an earlier process of the same node."""
+    """Request of a node to join; the node replaces an earlier process of the same node."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,100}$")]
     slots: Annotated[int, Meta(ge=1, le=100_000)]
-    """Sessions that may be in RUN at once."""
+    """Maximum number of sessions in stage RUN."""
     capacity: Annotated[int, Meta(ge=1, le=1_000_000)]
-    """Sessions it can hold in all stages together."""
+    """Maximum number of sessions in all stages together."""
     gateway: Annotated[str, Meta(max_length=2048)] = ""
-    """URL of its gateway as sandboxes see it."""
+    """URL of the node's gateway for programs in sandboxes."""
     labels: Labels = {}
     versions: Labels = {}
-    """Of Tugline, of the engine, of its harnesses."""
+    """Versions of Tugline, the engine and the harnesses."""
     instance: Annotated[str, Meta(max_length=64)] = ""
-    """Id of the node's folder. A live node of this name and of another folder is not replaced."""
+    """Id of the node's folder; a live node of the same name in another folder is not replaced."""
     problem: Annotated[str, Meta(max_length=2000)] = ""
-    """Why its sandboxes cannot start: it begins in quarantine."""
+    """Reason why sandboxes cannot start; the node then starts in quarantine."""
 
 
 class NodeRegistered(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,9 +50,9 @@ class NodeRegistered(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     token: str
-    """Opens what this node may do, and nothing else."""
+    """Token that permits only the requests of this node."""
     lease_s: float
-    """Unless the node renews within this time, its sessions are given to other nodes."""
+    """Seconds within which the node must renew, or its sessions are given to other nodes."""
     control: Control
 
 
@@ -73,17 +73,17 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     capacity: int
     running: int
-    """Sessions it holds."""
+    """Sessions that are leased to the node."""
     gateway: str
     labels: dict[str, str]
     versions: dict[str, str]
     registered: float
     deadline: float
-    """When its lease ends."""
+    """End of the node's lease."""
     applied: int
-    """Generation of the `Control` that it has applied."""
+    """Generation of the applied `Control`."""
     fault: str = ""
-    """Why it is in quarantine; empty: it is not."""
+    """Reason for the quarantine; empty without quarantine."""
 
 
 class Version(msgspec.Struct, frozen=True):
@@ -107,7 +107,7 @@ class Barrier(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     applied: tuple[str, ...]
     missing: tuple[str, ...]
-    """Names of live nodes that had not answered in time."""
+    """Names of live nodes that did not confirm in time."""
 
 
 LEASE_WAIT_S = 30.0
@@ -125,16 +125,15 @@ class HeldSession(msgspec.Struct, frozen=True):
 
 
 class Renewal(msgspec.Struct, frozen=True, kw_only=True):
-    """Heartbeat of a node, with everything it holds."""
+    """Heartbeat of a node, with all sessions that it holds."""
 
     held: tuple[HeldSession, ...] = ()
     applied: Annotated[int, Meta(ge=0, le=BIG)] = 0
-    """Generation of the applied `Control`; a request is answered at once if there is a newer one.
-    """
+    """Generation of the applied `Control`; if there is a newer one, the answer comes at once."""
 
 
 class LeaseRequest(Renewal, frozen=True, kw_only=True):
-    """Request for up to `capacity` sessions; it also renews, so `held` lists all that are held."""
+    """Request for up to `capacity` sessions; also renews the leases of all sessions in `held`."""
 
     capacity: Annotated[int, Meta(ge=0, le=1_000_000)]
     wait_s: Annotated[float, Meta(ge=0, le=2 * LEASE_WAIT_S)] = LEASE_WAIT_S
@@ -148,14 +147,14 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class StopKind(StrEnum):
-    """Why a node must stop a session, and what it does with it."""
+    """Reason to stop a session, which decides the node's next step."""
 
     CANCELLED = "cancelled"
-    """Commit what there is, as CANCELLED."""
+    """Commit the partial result as CANCELLED."""
     STALE = "stale"
-    """Its weights are too old: release it."""
+    """The weights are too old: release the session."""
     FENCED = "fenced"
-    """Another node holds it now: drop it."""
+    """Another node holds the session: discard it."""
 
 
 class Stop(msgspec.Struct, frozen=True):
@@ -174,9 +173,9 @@ class LeaseResponse(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[Stop, ...] = ()
     control: Control = Control()
     draining: bool = False
-    """The node should finish what it holds and leave."""
+    """True if the node is to finish its sessions and exit."""
     follow: tuple[str, ...] = ()
-    """Sessions whose log is being read."""
+    """Sessions whose log has readers."""
 
 
 class CommitOutcome(StrEnum):
@@ -185,41 +184,41 @@ class CommitOutcome(StrEnum):
     COMMITTED = "committed"
     ALREADY = "already"
     REQUEUED = "requeued"
-    """The failure is retried."""
+    """The session failed and is queued for another attempt."""
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """Answer to a result."""
+    """Response to a committed result."""
 
     outcome: CommitOutcome
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):
-    """Return of a session that its node will not finish. Draining costs it no attempt."""
+    """Return of an unfinished session. A release due to draining does not count as an attempt."""
 
     epoch: Epoch
     reason: Annotated[str, Meta(min_length=1, max_length=4096)]
     boundary: Boundary | None = None
-    """Where it failed; None if nothing failed."""
+    """Boundary of the failure; None if nothing failed."""
 
 
 class LogLength(msgspec.Struct, frozen=True):
-    """Length of a log in bytes, where the next piece starts."""
+    """Length of a log in bytes, which is the offset of the next chunk."""
 
     length: int
 
 
 class Dispatcher(Protocol):
-    """The server as a node sees it. All raise `ServerError` if it cannot be reached in time."""
+    """Interface of the server to nodes. All methods raise `ServerError` if it is unreachable."""
 
     async def register(self, registration: NodeRegistration) -> NodeRegistered:
-        """Join. Sessions held by an earlier process of the node are given to others."""
+        """Join. Sessions of an earlier process of the node are given to other nodes."""
 
     async def lease(self, node: str, request: LeaseRequest) -> LeaseResponse:
         """Wait up to `request.wait_s` for work or orders. Raises `FencedError` for a lost node."""
 
     async def renew(self, node: str, renewal: Renewal) -> LeaseResponse:
-        """Keep the lease. Raises `FencedError` for a lost node, which must register again."""
+        """Renew the lease. Raises `FencedError` for a lost node, which must register again."""
 
     async def commit(self, session: str, epoch: int, trajectory: bytes) -> Commit:
         """Store a result (`types.encode`, zstd). Raises `FencedError` for a lost lease."""
@@ -228,7 +227,7 @@ class Dispatcher(Protocol):
         """Return a session to the queue. Raises `FencedError` for a lost lease."""
 
     async def drain(self, node: str) -> None:
-        """Give this node no more work."""
+        """Lease no more sessions to this node."""
 
     async def log(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
         """Append to the log of a session; returns its length, where the next chunk starts."""

@@ -1,1 +1,1 @@
-"""Keep what was sampled: a growing answer becomes a `Call`, calls become a recording file."""
+"""Recordings: the calls, events and result of a session, in one file."""

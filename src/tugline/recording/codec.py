@@ -1,11 +1,11 @@
-"""Encode records as bytes and decode calls: only what is new of each, in one zstd stream.
+"""Encode records to bytes and decode them: only the new part of each call, in a zstd stream.
 
-The prompt of a call is stored as the longest prefix that it shares with an earlier call, plus the
-rest (I7); tools are stored where they change, an image once. A section is one zstd stream that is
-flushed after every record, so that repeated text costs next to nothing.
+The prompt of a call is stored as a reference to the longest prefix shared with an earlier call,
+plus the rest (I7); tools are stored when they change, an image once. A section is one zstd stream
+that is flushed after every record, so that repeated text costs almost nothing.
 
-Decoding shares memory as the file shares bytes: the ids of calls that continue each other are
-views of one buffer, so a conversation of T turns takes O(tokens) of memory, not O(T x tokens).
+Decoded calls share memory as well: the ids of calls that extend each other are views of one buffer,
+so a conversation of T turns takes O(tokens) of memory, not O(T x tokens).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from tugline.recording.records import Header, RecordedEvent, RecordedResult
 from tugline.types import Call, Ids, Message, Tool, decode, encode
 
 _CANDIDATES = 8
-"""Calls that a prompt is compared with."""
+"""Number of calls with which a prompt is compared."""
 _PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
     3, window_log=16, hash_log=13, chain_log=13
 )
-"""Chosen for little memory, 190 kB a session, since a stream stays open as long as its session."""
+"""Parameters for low memory, 190 kB a session: a stream stays open as long as its session."""
 _FLUSH = zstandard.COMPRESSOBJ_FLUSH_BLOCK
 _NO_IDS = np.empty(0, np.int32)
 
 
 class ImageRecord(msgspec.Struct, frozen=True, tag="image"):
-    """An image's URL, once, before the first call that holds it."""
+    """An image's URL, stored once, before the first call that contains the image."""
 
     digest: str
     """SHA-256 of the URL in hex."""
@@ -41,17 +41,17 @@ class ImageRecord(msgspec.Struct, frozen=True, tag="image"):
 
 
 class CallRecord(msgspec.Struct, frozen=True, tag="call"):
-    """A call reduced to what is new."""
+    """A call reduced to its new part."""
 
     call: Call
-    """Without the ids that its prompt shares with `base`, and without tools that are the same; the
-    `url` of an image is its digest."""
+    """The call without the prompt ids shared with `base` and without unchanged tools; the `url` of
+    an image is its digest."""
     base: int
     """Number of the call whose ids (prompt, then answer) the prompt starts with; -1 for none."""
     keep: int
-    """How many of those ids."""
+    """Number of ids shared with `base`."""
     same_tools: bool
-    """The tools are those of the call before."""
+    """Whether the tools are those of the previous call."""
 
 
 Record = Header | CallRecord | ImageRecord | RecordedEvent | RecordedResult
@@ -59,30 +59,30 @@ Record = Header | CallRecord | ImageRecord | RecordedEvent | RecordedResult
 
 # --------------------------------------------------------------------------- writing
 class Packer:
-    """Encodes the records of one section; remembers the last calls' ids and tools."""
+    """Encoder of the records of a section; keeps the ids and tools of the last calls."""
 
     def __init__(self) -> None:
         self._calls: dict[int, TokenSequence] = {}
-        """Ids of the last calls by their numbers, prompt and answer."""
+        """Ids (prompt, then answer) of the last calls, by number."""
         self._tools: tuple[Tool, ...] = ()
         self._images: set[str] = set()
         self._stream = zstandard.ZstdCompressor(compression_params=_PARAMETERS).compressobj()
 
     def pack(self, *records: Record) -> list[bytes]:
-        """Return what each record adds to the stream.
+        """Return the bytes that each record adds to the stream.
 
-        All are encoded before any enters the stream, so that a failure leaves nothing in it.
+        All records are encoded before the first is compressed, so that a failure adds nothing.
         """
         encoded = [encode(record) for record in records]
-        return [self._stream.compress(one) + self._stream.flush(_FLUSH) for one in encoded]
+        return [self._stream.compress(data) + self._stream.flush(_FLUSH) for data in encoded]
 
     def pack_call(self, call: Call, tokens: TokenSequence | None = None) -> list[bytes]:
-        """Encode a call, after the images that it is the first to hold.
+        """Encode a call, preceded by its images that are new.
 
-        `tokens` are its ids, prompt and answer, if they share a buffer with those of other calls;
-        then `call.prompt_ids` is not looked at.
+        `tokens` are the ids of prompt and answer, if they share a buffer with other calls; then
+        `call.prompt_ids` is ignored.
         """
-        names = {one.url: one.digest for message in call.messages for one in message.images}
+        names = {image.url: image.digest for m in call.messages for image in m.images}
         new = [ImageRecord(name, url) for url, name in names.items() if name not in self._images]
         if tokens is None:
             tokens = TokenSequence(np.concatenate((call.prompt_ids, call.sampled_ids)))
@@ -106,7 +106,7 @@ class Packer:
         return packed
 
     def _find_base(self, parent: int | None, tokens: TokenSequence, size: int) -> tuple[int, int]:
-        """The call whose ids begin this prompt, or -1, and how many; preferably its parent."""
+        """Return the call that shares most leading ids, or -1, and their number; parent first."""
         base, keep = -1, 0
         latest_first = reversed(self._calls.items())
         for number, known in sorted(latest_first, key=lambda known: known[0] != parent):
@@ -121,21 +121,21 @@ class Packer:
 def _replace_urls(message: Message, urls: Mapping[str, str]) -> Message:
     if not message.images:
         return message
-    images = tuple(replace(one, url=urls[one.url]) for one in message.images)
+    images = tuple(replace(image, url=urls[image.url]) for image in message.images)
     return replace(message, images=images)
 
 
 # --------------------------------------------------------------------------- reading
 @dataclass(slots=True)
 class _TokenChain:
-    """The ids of calls that continue each other."""
+    """Ids of calls that extend each other."""
 
     base: tuple[_TokenChain, int] | None = None
-    """The chain that it forks from, and how many ids they share."""
+    """The chain from which this one forks, and the number of shared ids."""
     length: int = 0
     pieces: list[Ids] = field(default_factory=list)
     ids: Ids = field(default_factory=lambda: _NO_IDS)
-    """All ids, after `join`."""
+    """All ids; set by `join`."""
 
     def add(self, ids: Ids) -> None:
         self.pieces.append(ids)
@@ -148,7 +148,7 @@ class _TokenChain:
 
 
 class Unpacker:
-    """Decodes what `Packer` encoded, section by section."""
+    """Decoder of the output of `Packer`, section by section."""
 
     def __init__(self) -> None:
         self.images: dict[str, str] = {}
@@ -158,7 +158,7 @@ class Unpacker:
         self.begin_section()
 
     def begin_section(self) -> None:
-        """Forget what came before: no record of a section refers to an earlier one."""
+        """Reset the state: no record of a section refers to an earlier section."""
         self._stream = zstandard.ZstdDecompressor().decompressobj()
         self._ends: dict[int, tuple[_TokenChain, int]] = {}
         self._tools: tuple[Tool, ...] = ()
@@ -166,8 +166,8 @@ class Unpacker:
     def unpack(self, packed: bytes) -> Header | RecordedEvent | RecordedResult | None:
         """Decode a record; calls and images are collected, and None is returned for them.
 
-        Raises `msgspec.DecodeError`, `zstandard.ZstdError`, `KeyError` or `ValueError` on one that
-        this format does not have.
+        Raises `msgspec.DecodeError`, `zstandard.ZstdError`, `KeyError` or `ValueError` on an
+        invalid record.
         """
         record: Record = decode(self._stream.decompress(packed), Record)  # type: ignore[arg-type]
         if isinstance(record, CallRecord):
@@ -179,7 +179,7 @@ class Unpacker:
         return None
 
     def calls(self) -> tuple[Call, ...]:
-        """Return all calls so far; their ids are read-only views of shared buffers."""
+        """Return all calls so far, whose ids are read-only views of shared buffers."""
         for chain in self._chains:
             chain.join()
         calls = []
@@ -203,7 +203,7 @@ class Unpacker:
         self._calls.append((call, chain, chain.length))
 
     def _find_chain(self, record: CallRecord) -> _TokenChain:
-        """Return the chain that this call's new ids continue, or a new one."""
+        """Return the chain that this call's new ids extend, or a new chain."""
         base = None
         if record.keep:
             chain, end = self._ends[record.base]

@@ -1,13 +1,13 @@
-"""One append-only file per session, in which every byte of a call is written once.
+"""Recording files: append-only, one per session, with every byte of a call written once.
 
 Layout (`docs/format.md` specifies it): sections, each of which begins with an 8-byte magic that
 holds the format's version, followed by records of ``<u32 length> <u32 crc32 of the bytes> <u32
-crc32 of these two>`` and the bytes. `codec` defines their content. Opening a file to append begins
-a new section, which refers to nothing before it.
+crc32 of these two>`` and the bytes. `codec` defines their content. Opening a file to append starts
+a new section, which refers to no earlier one.
 
-When `Writer.append` returns, the operating system has the record, so the death of a process does
-not lose it (I3). A power failure may lose what was written since the last `flush` or `close`. A
-record that a crash cut short is a torn tail: it is dropped when the file is opened, and everything
+When `Writer.append` returns, the operating system has the record, so a crash of the process does
+not lose it (I3). A power failure may lose records written since the last `flush` or `close`. A
+record truncated by a crash is a torn tail: it is dropped when the file is opened, and everything
 before it is intact. Any other damage is a `CaptureError` that names file and offset.
 """
 
@@ -44,19 +44,19 @@ class Recording:
 
     header: Header | None = None
     calls: tuple[Call, ...] = ()
-    """Their arrays are read-only; ids of calls that continue each other share memory."""
+    """Calls with read-only arrays; ids of calls that extend each other share memory."""
     events: tuple[RecordedEvent, ...] = ()
     result: RecordedResult | None = None
-    """The last one, if there are several."""
+    """The last result, if there are several."""
     images: dict[str, str] = field(default_factory=dict)
     """URL of every image in the calls, by its `Image.digest`."""
     torn_bytes: int = 0
     """Length of a torn tail that was ignored."""
     damage: str = ""
-    """Where and why a salvaging read stopped; empty if it reached the end."""
+    """Offset and reason at which a salvaging read stopped; empty if it reached the end."""
 
     def describe_gaps(self) -> Iterator[str]:
-        """Yield what is missing, a line each."""
+        """Yield a line for each missing part."""
         if self.torn_bytes:
             yield f"a torn tail of {self.torn_bytes} bytes was not read"
         if self.damage:
@@ -66,7 +66,7 @@ class Recording:
 
 
 def read(path: Path, *, salvage: bool = False) -> Recording:
-    """Read a recording. Raises `CaptureError` on any damage but a torn tail.
+    """Read a recording. Raises `CaptureError` on any damage except a torn tail.
 
     With `salvage` the records before the damage are returned instead.
     """
@@ -95,7 +95,7 @@ def read(path: Path, *, salvage: bool = False) -> Recording:
 
 
 class Frame(NamedTuple):
-    """Position and bytes of a record, or of the start of a section, which has none."""
+    """Position and bytes of a record; a section start has no bytes."""
 
     start: int
     end: int
@@ -127,7 +127,7 @@ def read_frames(path: Path, data: bytes) -> Iterator[Frame]:
     if len(data) < len(MAGIC) and MAGIC.startswith(data):
         return
     if not data.startswith(_NAME):
-        raise CaptureError(f"{path} is no recording: it begins with {data[:8]!r} (offset 0)")
+        raise CaptureError(f"{path} is not a recording: it begins with {data[:8]!r} (offset 0)")
     at = 0
     while at + len(MAGIC) <= len(data):
         section = data.startswith(_NAME, at)
@@ -180,17 +180,17 @@ def _make_damage_error(path: Path, at: int, what: str) -> CaptureError:
 
 
 class Writer:
-    """Appends to one file; opening an existing one truncates its torn tail."""
+    """Writer that appends to a file; opening an existing file truncates its torn tail."""
 
     def __init__(self, path: Path, header: Header | None = None) -> None:
         """Open `path`; `header` is written if the file is new."""
         self.path = path
         self.dirty = False
-        """Whether something was written since the last flush."""
+        """Whether anything was written since the last flush."""
         self.size = 0
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         self._lock = threading.RLock()
-        """Held while the file is flushed or closed: both may be asked for in different threads."""
+        """Held during a flush or close, which may run in different threads."""
         for frame in read_frames(path, _read_bytes(path) if path.exists() else b""):
             self.size = frame.end
         try:
@@ -211,11 +211,11 @@ class Writer:
         return self._fd < 0
 
     def append(self, call: Call, tokens: TokenSequence | None = None) -> int:
-        """Write one call; returns the bytes it took. See `Packer.pack_call`."""
+        """Write a call; return the number of bytes written. See `Packer.pack_call`."""
         return self._write_records(self._packer.pack_call(call, tokens))
 
     def append_record(self, record: RecordedEvent | RecordedResult) -> int:
-        """Write an event or the session's result; returns the bytes it took."""
+        """Write an event or the session's result; return the number of bytes written."""
         return self._write_records(self._packer.pack(record))
 
     def _write_records(self, packed: Iterable[bytes]) -> int:
@@ -236,7 +236,7 @@ class Writer:
             raise self._close_failed(error) from error
 
     def flush(self) -> None:
-        """Wait until everything written would survive a power failure."""
+        """Write everything to the disk, so that it survives a power failure."""
         with self._lock:
             if not self.dirty or self.closed:
                 return
@@ -258,7 +258,7 @@ class Writer:
                 self._fd = -1
 
     def _close_failed(self, error: OSError) -> CaptureError:
-        self._release()  # the part of the last record that was written is a torn tail
+        self._release()  # a partly written record is a torn tail
         return CaptureError(
             f"cannot write recording {self.path}: {error.strerror}; free some space and resume"
         )
@@ -276,6 +276,6 @@ def _frame(data: bytes) -> bytes:
 
 
 def write_result(path: Path, result: RecordedResult) -> None:
-    """Append the session's result to its recording and flush it to the disk."""
+    """Append the session's result to its recording and flush to the disk."""
     with Writer(path) as writer:
         writer.append_record(result)

@@ -1,7 +1,7 @@
-"""Find recordings: by path, by folder, or by the id of a session in a run.
+"""Find recordings by path, by folder, or by the id of a session.
 
-A run keeps its recordings in one folder as ``<session>.<epoch>.rec``. The tokenizer of their ids
-is written there once, as ``tokenizer-<first 16 hex digits of its SHA-256>.json``.
+A run stores its recordings in one folder as ``<session>.<epoch>.rec``, and the tokenizer of their
+ids there once, as ``tokenizer-<first 16 hex digits of its SHA-256>.json``.
 """
 
 import io
@@ -12,7 +12,7 @@ from tugline.errors import UsageError
 from tugline.types import Session
 
 RUNS = Path("runs")
-"""Where commands look for a session that is named by its id."""
+"""Folder in which commands search for a session id."""
 _PATTERN = "*.rec"
 
 
@@ -22,7 +22,7 @@ def file_name(session: Session) -> str:
 
 
 def parse_name(path: Path) -> tuple[str, int]:
-    """Return the session and the epoch in a recording's file name; epoch 0 if it has none."""
+    """Return the session and epoch in a recording's file name; epoch 0 if there is none."""
     session, _, epoch = path.stem.rpartition(".")
     return (session, int(epoch)) if session and epoch.isdecimal() else (path.stem, 0)
 
@@ -42,7 +42,7 @@ def tokenizer_name(digest: str) -> str:
 
 
 def list_recordings(where: Path) -> list[Path]:
-    """Return `where` if it is a file, else all recordings below it. Raises `UsageError` if none."""
+    """Return a file `where`, or all recordings below a folder. Raises `UsageError` if none."""
     if where.is_file():
         return [where]
     paths = sorted(where.rglob(_PATTERN)) if where.is_dir() else []
@@ -53,18 +53,18 @@ def list_recordings(where: Path) -> list[Path]:
 
 
 def resolve(name: str) -> list[Path]:
-    """Return the recordings of a file, of a folder or of the session with this id.
+    """Return the recordings of a file, a folder or a session id.
 
-    An id is looked up below ``runs``: the last attempt, in the run written to last. Raises
-    `UsageError`.
+    An id is searched below ``runs``; the result is the last attempt in the most recently written
+    run. Raises `UsageError`.
     """
     path = Path(name)
     if path.exists():
         return list_recordings(path)
     attempts = [
-        (one.parent.stat().st_mtime, str(one.parent), parse_name(one)[1], one)
-        for one in (RUNS.rglob(_PATTERN) if RUNS.is_dir() else ())
-        if parse_name(one)[0] == name
+        (file.parent.stat().st_mtime, str(file.parent), parse_name(file)[1], file)
+        for file in (RUNS.rglob(_PATTERN) if RUNS.is_dir() else ())
+        if parse_name(file)[0] == name
     ]
     if not attempts:
         raise UsageError(f"there is no recording {name!r}, and no session of that id below {RUNS}/")

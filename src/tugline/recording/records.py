@@ -1,7 +1,7 @@
-"""Records of a recording: one header, then calls and events, and at the end the result.
+"""Records of a recording: a header, then calls and events, and at the end the result.
 
-They hold everything that a trainer, the viewer or a replay needs: the task and its harness, how
-prompts were made, every call, and the outcome. The server that wrote them is not needed.
+They contain everything that a trainer, the viewer or a replay needs, without the server: the task
+and its harness, the template of prompts, every call, and the outcome.
 """
 
 import time
@@ -32,50 +32,50 @@ from tugline.types import (
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
-    """The session, and how its prompts were made: the first record of a recording."""
+    """First record of a recording: the session, its task, and how prompts were made."""
 
     session: Session
     task: Task
     created: float
     """Unix seconds."""
     tugline: str
-    """Version of the package that wrote it."""
+    """Version of the package that wrote the recording."""
     model: str = ""
-    """The name that the engine gave it."""
+    """Name of the model, as the engine reports it."""
     window: int = 0
-    """The model's context window in tokens; 0 where the engine does not say."""
+    """Context window in tokens; 0 if the engine does not report it."""
     engine: str = ""
     """Engine format, such as ``vllm``."""
     mode: Mode = Mode.EXACT
     template: str = ""
-    """The chat template of exact mode, by its name in `docs/templates.md`; else empty."""
+    """Name of the chat template of exact mode (see `docs/templates.md`); else empty."""
     thinking_retention: str = ""
     tokenizer: str = ""
     """SHA-256, in hex, of the ``tokenizer.json`` beside the recordings (see
-    `tugline.recording.tokenizer_file`); empty if the engine makes the ids."""
+    `tugline.recording.tokenizer_file`); empty if the engine renders prompts."""
     workdir: str = ""
-    """The agent's working folder as its programs saw it; a replay uses the same path."""
+    """The agent's working folder inside its sandbox; a replay uses the same path."""
     home: str = ""
     forked_from: str = ""
-    """``session@call`` if this session is a replay that was sampled from that call on; else
+    """``session@call`` if this session replays another one and samples from that call on; else
     empty."""
 
 
 class RecordedEventKind(StrEnum):
-    """Kinds of events beside the model calls."""
+    """Kinds of events other than model calls."""
 
     REFUSED = "refused"
-    """A request was answered with an error before anything was sampled; `detail` has its status,
-    the class of the error and the field that it names."""
+    """A request was answered with an error before anything was sampled; `detail` has the status,
+    the class of the error and the field named in it."""
     REPEATED = "repeated"
-    """A request was repeated and got the answer to `call`, live or from its end."""
+    """A repeated request received the answer to `call`, while it was sampled or afterwards."""
     REPAIRED = "repaired"
-    """The request of `call` held the text in `detail`, which is no Unicode, and was mended."""
+    """Invalid Unicode in the request of `call`, named in `detail`, was repaired."""
     ENGINE_FAULT = "engine_fault"
-    """A replica failed in the middle of `call`, which failed over to another one or ended;
-    `detail` has its address and the number of tokens so far."""
+    """A replica failed during `call`, which failed over to another replica or ended; `detail`
+    has the address and the number of tokens so far."""
     PAUSED = "paused"
-    """New calls are held; `detail` has the policy for those in flight."""
+    """New calls are held; `detail` has the policy for calls in flight."""
     RESUMED = "resumed"
     WEIGHTS = "weights"
     """The engine serves the policy version in `detail`."""
@@ -91,7 +91,7 @@ class RecordedEvent(msgspec.Struct, frozen=True, tag="event"):
 
 
 class RecordedResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
-    """The outcome of a session: a trajectory without its traces, which a builder can rebuild."""
+    """The outcome of a session: a trajectory without traces, which a builder can rebuild."""
 
     status: Status
     builder: str
@@ -105,13 +105,13 @@ class RecordedResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     """Wall-clock time by stage."""
 
 
-# --------------------------------------------------------------------------- an answer
+# --------------------------------------------------------------------------- answers
 class SampledTokens(msgspec.Struct, gc=False):
-    """The answer so far; a reply is the part that one engine request gave.
+    """Sampled tokens of an answer so far; a reply is the part from one engine request.
 
-    They are added to arrays in place, so this costs O(tokens) (I7), and the garbage collector has
-    nothing to look at. Ids, logprobs and policy versions must cover the same tokens; a gap is an
-    error at once, because a token without its logprob cannot be trained (I2).
+    Tokens are appended to arrays in place, which costs O(tokens) (I7) and no garbage collection.
+    Ids, logprobs and policy versions must cover the same tokens; a gap is an error at once,
+    because a token without its logprob cannot be trained (I2).
     """
 
     ids: "array[int]" = msgspec.field(default_factory=lambda: array("i"))
@@ -122,9 +122,9 @@ class SampledTokens(msgspec.Struct, gc=False):
     unreported_tokens: int = 0
     """Tokens whose ids the engine did not report."""
     cut_tokens: int = 0
-    """Tokens that `truncate` dropped."""
+    """Tokens dropped by `truncate`."""
     prompt_count: int = 0
-    """Tokens of the prompt, where the engine only counts them."""
+    """Number of prompt tokens if the engine does not report their ids."""
     reply_start: int = 0
     """Index of the current reply's first token."""
     first_at: float | None = None
@@ -132,13 +132,13 @@ class SampledTokens(msgspec.Struct, gc=False):
 
     @property
     def length(self) -> int:
-        """How many tokens have ids."""
+        """Number of tokens with ids."""
         return len(self.ids)
 
     def add(self, ids: list[int], logprobs: list[float], version: int) -> None:
         """Append tokens sampled under one policy version.
 
-        Raises `OverflowError` for an id that no vocabulary has.
+        Raises `OverflowError` for an id that does not fit int32.
         """
         if len(ids) != len(logprobs):
             msg = f"the engine sent {len(ids)} token ids but {len(logprobs)} logprobs; ask for all"
@@ -153,9 +153,9 @@ class SampledTokens(msgspec.Struct, gc=False):
         self._add_span(version, start, len(self.ids))
 
     def set_versions(self, spans: Iterable[VersionSpan]) -> None:
-        """Set the versions of the current reply; spans count from its first token.
+        """Set the versions of the current reply; spans are relative to its first token.
 
-        Raises `EngineError` if they do not cover it.
+        Raises `EngineError` if the spans do not cover the reply.
         """
         shift, before = self.reply_start, self.versions
         self._trim_versions(shift)
@@ -180,7 +180,7 @@ class SampledTokens(msgspec.Struct, gc=False):
     def join(self) -> tuple[Ids, Logprobs]:
         """Return all ids (int32) and logprobs (float32), each of shape ``(length,)``.
 
-        Raises `OverflowError` for an id that no vocabulary has.
+        Raises `OverflowError` for a negative id.
         """
         ids = np.array(self.ids, np.int32)
         if len(ids) and ids.min() < 0:
@@ -203,7 +203,7 @@ class SampledTokens(msgspec.Struct, gc=False):
 
 
 def mark_replayed(call: Call, old: Call) -> Call:
-    """Return `call` as a replay of `old`, with the sampling and the engine of that call."""
+    """Return `call` marked as a replay of `old`, with that call's sampling and engine."""
     return msgspec.structs.replace(
         call,
         replayed=True,

@@ -1,6 +1,6 @@
-"""The tokenizer of a run's recordings, kept once beside them.
+"""Save and load the tokenizer of a run's recordings, stored once beside them.
 
-Apart from `folder`, so that a command that only finds recordings imports no tokenizer.
+Separate from `folder`, so that commands that only find recordings import no tokenizer.
 """
 
 import functools
@@ -15,7 +15,7 @@ from tugline.recording.records import Header
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
-    """Write the tokenizer's file into `folder` unless it is there; returns its SHA-256 in hex."""
+    """Write the tokenizer's file into `folder` if missing; return its SHA-256 in hex."""
     text = tokenizer.to_json().encode()
     digest = hashlib.sha256(text).hexdigest()
     path = folder / tokenizer_name(digest)
@@ -26,9 +26,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
 
 
 def load_tokenizer(recording: Path, header: Header, other: Path | None = None) -> Tokenizer | None:
-    """Load the tokenizer of a recording: `other` if given, else the one beside it, else None.
+    """Load the tokenizer of a recording: `other` if given, else the file beside it, else None.
 
-    Raises `CaptureError` if the file beside it is not the one that the header names.
+    Raises `CaptureError` if the file beside the recording is not the one named in the header.
     """
     if other is not None:
         return _load(other, "")

@@ -1,10 +1,10 @@
-"""Trajectories and results on disk, for a trainer to load, and rebuilt from recordings alone.
+"""Trajectory and result files: write, read, and rebuild them from recordings alone.
 
 A trajectory file holds one `Trajectory`: msgpack in one zstd frame, the same bytes for equal
-trajectories. ``index.json`` beside them names each file with its digest, so that a damaged or
-missing file is an error and not a smaller batch (I2). A rebuilt outcome comes from the recorded
-result, never from a clock, so the same recordings and the same builder give the same bytes. One
-session is in memory at a time.
+trajectories. ``index.json`` beside the files names each with its digest, so that a damaged or
+missing file is an error and not a smaller batch (I2). A rebuilt outcome is taken from the recorded
+result, never from a clock, so equal recordings and builders give equal bytes. One session is in
+memory at a time.
 """
 
 import filecmp
@@ -33,30 +33,30 @@ TRAJECTORIES = "trajectories"
 
 
 class IndexEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A session, and the trajectory file that was made of it."""
+    """A session and its trajectory file."""
 
     session: str
     recording: str = ""
-    """Path of its recording below the folder that was read."""
+    """Path of the recording, relative to the folder that was read."""
     file: str = ""
-    """Path below the index; empty if none was made."""
+    """Path of the trajectory file, relative to the index; empty if there is none."""
     sha256: str = ""
     """Digest of the file in hex."""
     traces: int = 0
     tokens: int = 0
-    """In all its traces, context included."""
+    """Number of tokens in all traces, context included."""
     ledger: Ledger = Ledger()
     note: str = ""
-    """Anything unusual, such as a torn tail or a missing result."""
+    """Irregularities such as a torn tail or a missing result."""
     error: str = ""
-    """Why no file was made."""
+    """Reason why there is no file."""
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of a folder of trajectories, in the order of the recordings."""
+    """Contents of a folder of trajectories, in the order of the recordings."""
 
     builder: PluginSpec | None
-    """None if each session's own was used."""
+    """Builder of all trajectories; None if each session's own was used."""
     entries: tuple[IndexEntry, ...]
 
 
@@ -83,7 +83,7 @@ def describe(trajectory: Trajectory, file: str, data: bytes) -> IndexEntry:
 
 
 def read(path: Path, sha256: str = "") -> Trajectory:
-    """Read a trajectory file and compare its digest, if one is given.
+    """Read a trajectory file and check its digest, if given.
 
     Raises `CaptureError` naming the file.
     """
@@ -95,7 +95,7 @@ def read(path: Path, sha256: str = "") -> Trajectory:
     except OSError as error:
         raise CaptureError(f"cannot read trajectory {path}: {error.strerror}") from error
     except (zstandard.ZstdError, msgspec.DecodeError) as error:
-        raise CaptureError(f"{path} holds no trajectory: {error}") from error
+        raise CaptureError(f"{path} is not a trajectory file: {error}") from error
 
 
 def read_index(folder: Path) -> Index:
@@ -107,9 +107,9 @@ def read_index(folder: Path) -> Index:
 
 
 def read_folder(folder: Path) -> Iterator[Trajectory]:
-    """Yield every trajectory that the folder's index names, one at a time and checked.
+    """Yield every trajectory in the folder's index, one at a time, with its digest checked.
 
-    Raises `UsageError` for a folder without index, `CaptureError` for a file that is not as named.
+    Raises `UsageError` for a folder without index, `CaptureError` for a missing or altered file.
     """
     for entry in read_index(folder).entries:
         if entry.file:
@@ -128,11 +128,11 @@ def read_results(path: Path) -> list[ResultView]:
 
 
 class ResultFolder:
-    """Results of a run: a line of ``results.jsonl`` each, trajectories in ``trajectories/``.
+    """Results of a run: one line of ``results.jsonl`` each, trajectories in ``trajectories/``.
 
-    A result counts as saved once its line is on the disk, and the line is written after the
-    trajectory. If the process dies in between, or a line is torn, the result is saved again (I3).
-    All methods block on the disk.
+    A result is saved once its line is on the disk; the line is written after the trajectory. If
+    the process dies in between, or a line is torn, the result is saved again (I3). All methods
+    block on the disk.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -146,10 +146,10 @@ class ResultFolder:
             os.truncate(self._lines, len(whole))
         views = [msgspec.json.decode(line, type=ResultView) for line in whole.splitlines()]
         self.views = {view.session: view for view in views}
-        """By session, in the order in which they were saved."""
+        """Results by session, in the order in which they were saved."""
 
     def add(self, view: ResultView, packed: bytes) -> None:
-        """Save a result and its packed trajectory (empty if it has none), once."""
+        """Save a result and its packed trajectory (empty for none), unless saved before."""
         if view.session in self.views:
             return
         if packed:
@@ -165,7 +165,7 @@ class ResultFolder:
         return self._folder / TRAJECTORIES / f"{session}.traj"
 
     def write_index(self) -> Path:
-        """Write the index that `read_folder` reads; returns the folder of the trajectories."""
+        """Write the index for `read_folder`; return the folder of trajectories."""
         folder = self._folder / TRAJECTORIES
         entries = tuple(self._make_entry(view) for view in self.views.values())
         write_file(folder / INDEX, msgspec.json.encode(Index(builder=None, entries=entries)))
@@ -188,10 +188,10 @@ NO_RESULT = RecordedResult(
 
 
 def rebuild(recording: Recording, spec: PluginSpec | None = None) -> Trajectory:
-    """Build the trajectory of a session with its task's own builder or the one of `spec`.
+    """Build the trajectory of a session with the builder of `spec`, by default its task's own.
 
-    A session without a recorded result is a failed one, so that no trainer learns from it. Rewards
-    per trace are omitted if another builder makes other traces. Raises `CaptureError` on an
+    A session without a recorded result counts as failed, so that no trainer uses it. Rewards per
+    trace are omitted with another builder, which makes other traces. Raises `CaptureError` on an
     incomplete call or recording, `UsageError` on an unknown builder.
     """
     header, result = recording.header, recording.result or NO_RESULT
@@ -226,8 +226,8 @@ def rebuild_all(
 ) -> Index:
     """Write ``<session>.traj`` for each recording, and the index; names are relative to `root`.
 
-    `spec` is the builder of all, None each session's own. Of several attempts at a session the
-    last one counts. A recording that cannot be read or built has an entry with the error.
+    `spec` is the builder for all sessions; None uses each session's own. Only the last attempt at
+    a session counts. A recording that cannot be read or built has an entry with the error.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out {out} must be a new or an empty folder")
@@ -271,7 +271,7 @@ def _rebuild_one(
 
 
 def find_superseded(paths: Iterable[Path]) -> set[Path]:
-    """Return the recordings of sessions with a later attempt in the same folder, and copies."""
+    """Return recordings with a later attempt in the same folder, and copies of recordings."""
     latest: dict[tuple[Path, str], tuple[int, Path]] = {}
     for path in paths:
         session, epoch = parse_name(path)
@@ -279,7 +279,7 @@ def find_superseded(paths: Iterable[Path]) -> set[Path]:
         latest[key] = max(latest.get(key, (epoch, path)), (epoch, path))
     counts: dict[tuple[str, int], list[Path]] = {}
     for _, path in latest.values():
-        alike = counts.setdefault((path.name, path.stat().st_size), [])
-        if not any(filecmp.cmp(path, one, shallow=False) for one in alike):
-            alike.append(path)
+        distinct = counts.setdefault((path.name, path.stat().st_size), [])
+        if not any(filecmp.cmp(path, other, shallow=False) for other in distinct):
+            distinct.append(path)
     return set(paths).difference(*counts.values())

@@ -1,1 +1,1 @@
-"""Replay a recorded session with its real harness, or continue it live from any call."""
+"""Replay a recorded session with its real harness, or fork it from any call."""

@@ -1,9 +1,9 @@
-"""Recorded responses with their whole conversations, and how a request differs from one. Pure.
+"""Match requests with recorded responses, and describe differences. Pure functions.
 
-A recording holds what each request added; here conversations are whole again, so that a request
-can be recognised by its messages. An answer that was cut off and resumed is one response. What two
-runs of a program may differ in, such as dates, durations and folders, is masked on both sides
-before they are compared; masked values that did differ are reported.
+A recording stores the messages that each request added; here conversations are whole again, so that
+a request is recognized by its messages. An interrupted and resumed answer is one response. Values
+that may differ between two runs, such as dates, durations and folders, are masked on both sides
+before the comparison; masked values that differ are reported.
 """
 
 import functools
@@ -36,11 +36,11 @@ BUILT_IN: dict[str, str] = {
     "process": r"(?<=PGID: )\d+|(?i:\bpid[=: ] ?)\d+",
     "generated": r"(?<=Chunk ID: )[0-9a-f]+|(?<=\"nickname\":\")[^\"]+",
 }
-"""Pattern by name."""
+"""Regular expressions by name."""
 
 
 def folder_patterns(workdir: str, home: str) -> dict[str, str]:
-    """Return patterns of a session's folders, also with dashes for special characters."""
+    """Return patterns of a session's folders, also with dashes in place of special characters."""
     patterns: dict[str, str] = {}
     parent = str(PurePath(workdir).parent) if workdir and home else ""
     folder = parent if parent == str(PurePath(home).parent) and parent != "/" else ""
@@ -52,20 +52,20 @@ def folder_patterns(workdir: str, home: str) -> dict[str, str]:
 
 
 class Normalizer:
-    """Patterns of one side: its folders first, then custom ones, then the built-in ones."""
+    """Mask of one side's values: folders first, then custom patterns, then built-in ones."""
 
     def __init__(self, folders: Mapping[str, str], custom: Sequence[str] = ()) -> None:
-        """Raises `UsageError` for a custom pattern that is no regular expression."""
+        """Raises `UsageError` for an invalid regular expression in `custom`."""
         for pattern in custom:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise UsageError(f"--mask {pattern!r} is no regular expression: {error}") from error
-        numbered = {f"mask{number}": one for number, one in enumerate(custom, start=1)}
+                raise UsageError(f"--mask {pattern!r} is an invalid regex: {error}") from error
+        numbered = {f"mask{number}": pattern for number, pattern in enumerate(custom, start=1)}
         named = {**folders, **numbered, **BUILT_IN}
-        self._pattern = re.compile("|".join(f"(?P<{name}>{one})" for name, one in named.items()))
+        self._pattern = re.compile("|".join(f"(?P<{name}>{p})" for name, p in named.items()))
         self.mask_message = functools.cache(self._mask_message)
-        """Mask the text and the tool calls of a message."""
+        """Cached function that masks the text and tool calls of a message."""
 
     def mask_text(self, text: str) -> str:
         """Replace every match by the name of its pattern."""
@@ -93,26 +93,26 @@ class Normalizer:
         return tuple(digests)
 
     def mask_tools(self, tools: Sequence[Tool]) -> dict[str, str]:
-        """Return each tool's masked declaration by its name."""
-        return {one.name: self.mask_text(msgspec.json.encode(one).decode()) for one in tools}
+        """Return the masked declaration of each tool, by name."""
+        return {tool.name: self.mask_text(msgspec.json.encode(tool).decode()) for tool in tools}
 
 
 # --------------------------------------------------------------------------- responses
 _BEFORE, _AFTER = 40, 80
-"""Characters shown around the first one that differs."""
+"""Number of characters shown before and after the first difference."""
 _SHORT = 60
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedResponse:
-    """One recorded answer, and the request that it answers."""
+    """A recorded answer and its request."""
 
     call: Call
-    """With all tokens of the answer."""
+    """The call, with all tokens of the answer."""
     messages: tuple[Message, ...]
-    """As sorted by `sort_tool_results`."""
+    """Messages of the request, sorted by `sort_tool_results`."""
     result_order: tuple[str, ...]
-    """Ids of tool calls in the order in which their results came."""
+    """Tool call ids in the original order of their results."""
     digests: tuple[MessageDigest, ...]
     tools: dict[str, str]
 
@@ -122,7 +122,7 @@ class RecordedResponse:
 
     @property
     def required(self) -> bool:
-        """False for an answer that the harness hung up on: another run may never request it."""
+        """Whether a replay must request the answer; false if the client left before its end."""
         return self.call.outcome is not CallOutcome.CLIENT_GONE
 
 
@@ -130,20 +130,20 @@ def list_responses(calls: Sequence[Call], normalizer: Normalizer) -> list[Record
     """Return every response in the order of the requests."""
     answered: list[tuple[tuple[Message, ...], Call]] = []
     """Conversations and the calls that answer them."""
-    place_of: dict[int, int] = {}
-    """Where in `answered` the answer of a call is, by its number."""
+    index_of: dict[int, int] = {}
+    """Index in `answered` of a call's answer, by call number."""
     for call in sorted(calls, key=lambda call: call.number):
-        place = place_of.get(call.parent) if call.parent is not None else None
-        if place is None or not adds_to_parent(call):
-            place_of[call.number] = len(answered)
+        index = index_of.get(call.parent) if call.parent is not None else None
+        if index is None or not adds_to_parent(call):
+            index_of[call.number] = len(answered)
             answered.append((call.messages, call))
             continue
-        before, earlier = answered[place]
+        before, earlier = answered[index]
         if call.resumed:
-            place_of[call.number] = place
-            answered[place] = before, _join_resumed(earlier, call)
+            index_of[call.number] = index
+            answered[index] = before, _join_resumed(earlier, call)
         else:
-            place_of[call.number] = len(answered)
+            index_of[call.number] = len(answered)
             answer = () if earlier.answer is None else (earlier.answer,)
             answered.append(((*before, *answer, *call.messages), call))
     responses = []
@@ -166,7 +166,7 @@ def sort_tool_results(messages: Sequence[Message]) -> tuple[Message, ...]:
             positions, start = call_positions(message), len(ordered)
         elif len(ordered) - start > 1:
             ordered[start:] = sorted(
-                ordered[start:], key=lambda each: positions.get(each.tool_call_id or "", 0)
+                ordered[start:], key=lambda result: positions.get(result.tool_call_id or "", 0)
             )
     return tuple(ordered)
 
@@ -177,7 +177,7 @@ def list_result_ids(messages: Sequence[Message]) -> tuple[str, ...]:
 
 
 def _join_resumed(call: Call, rest: Call) -> Call:
-    """Join an answer and the call that resumed it."""
+    """Join an interrupted answer and the call that resumed it."""
     shift = len(call.sampled_ids)
     later = (VersionSpan(v.version, v.start + shift, v.end + shift) for v in rest.versions)
     return msgspec.structs.replace(
@@ -195,19 +195,19 @@ def _join_resumed(call: Call, rest: Call) -> Call:
 
 # --------------------------------------------------------------------------- differences
 class Difference(msgspec.Struct, frozen=True):
-    """One difference of a request from the recording."""
+    """A difference between a request and the recording."""
 
     request: int
     """Position among the requests of this run, from 0."""
     call: int | None
-    """The recorded call that it was compared with; None if there is none left."""
+    """Number of the recorded call compared with the request; None if none is left."""
     where: str
-    """Such as ``message 5 (tool), the result of bash {"command": "ls"}``."""
+    """Position, such as ``message 5 (tool), the result of bash {"command": "ls"}``."""
     recorded: str = ""
-    """Text around the first character that differs."""
+    """Text around the first difference."""
     replayed: str = ""
     id_at: int | None = None
-    """Position of the first prompt id that differs, if ids are compared."""
+    """Position of the first different prompt id, if ids are compared."""
 
 
 def compare_messages(
@@ -217,7 +217,7 @@ def compare_messages(
     new: Normalizer,
     digests: Sequence[MessageDigest],
 ) -> tuple[str, str, str]:
-    """Return where the first tool or message differs, with both texts."""
+    """Return the position of the first different tool or message, and both texts."""
     tools = new.mask_tools(request.tools)
     for name in [*response.tools, *tools]:
         if response.tools.get(name) != tools.get(name):
@@ -240,7 +240,7 @@ def compare_messages(
 def compare_sampling(
     response: RecordedResponse, requested: Sampling
 ) -> tuple[str, str, str] | None:
-    """Return the first requested sampling field that differs; None if all are equal."""
+    """Return the first different field of requested sampling, and both values; None if equal."""
     for field in Sampling.__struct_fields__:
         theirs, ours = getattr(response.call.requested, field), getattr(requested, field)
         if theirs != ours:
@@ -252,7 +252,7 @@ def _name_call(message: Message, before: Sequence[Message]) -> str:
     """Name the tool call that a result belongs to."""
     if message.tool_call_id is None:
         return ""
-    calls = (call for one in reversed(before) for call in one.tool_calls)
+    calls = (call for earlier in reversed(before) for call in earlier.tool_calls)
     call = next((call for call in calls if call.id == message.tool_call_id), None)
     return "" if call is None else f", the result of {call.name} {call.arguments[:_SHORT]}"
 
@@ -266,7 +266,7 @@ def _format(message: Message, normalizer: Normalizer) -> str:
 
 
 def _clip_difference(old: str, new: str) -> tuple[str, str]:
-    """Return both texts around the first character that differs."""
+    """Return both texts clipped around the first difference."""
     at = count_shared(old, new)
     start, end = max(0, at - _BEFORE), at + _AFTER
     front = "..." if start else ""

@@ -1,7 +1,7 @@
-"""Replay a recorded session, or fork from it: a whole rollout on a recording instead of an engine.
+"""Replay a recorded session, or fork from it: a rollout on a recording instead of an engine.
 
-Runtime, budgets and evaluator are those of any rollout, and so is the new recording, from which a
-fork builds like any other session.
+Runtime, budgets and evaluator are those of any rollout. The new recording is an ordinary one, which
+builders, exports and forks can use.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ class RecordedSession:
 
 
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one replay or fork."""
+    """Result of a replay or fork."""
 
     session: str
     harness: str
     version: str | None
-    """Version of the harness that ran."""
+    """Version of the harness."""
     recorded: int
-    """Responses to replay."""
+    """Number of responses to replay."""
     replayed: int
     exact: int | None
-    """Of the replayed, requests with the recorded prompt ids; None if the engine renders."""
+    """Number of replayed requests with the recorded prompt ids; None if the engine renders."""
     adapted: int
-    """Of the replayed, answers in which a recorded value became this run's."""
+    """Number of replayed answers in which a recorded value was replaced by this run's."""
     live: int
-    """Answers of the engine."""
+    """Number of answers from the engine."""
     differences: tuple[Difference, ...]
     masked: dict[str, dict[str, str]]
-    """Mask to recorded value to this run's, where the two differ."""
+    """Differing values: mask name to recorded value to this run's value."""
     recording: str
     """Path of the new recording; empty if it was not kept."""
     status: Status
@@ -84,31 +84,31 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def broken(self) -> bool:
-        """Whether it failed for another reason than a missing verdict."""
+        """Whether the session failed for a reason other than its evaluator."""
         return self.failure is not None and self.failure.boundary is not Boundary.EVALUATOR
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to replay."""
+    """Options of a replay."""
 
     go_on: bool = False
-    """Answer a request that differs with the most similar response."""
+    """Whether a different request is answered with the most similar response."""
     masks: tuple[str, ...] = ()
-    """Regular expressions to mask, besides the built-in ones."""
+    """Regular expressions to mask in addition to the built-in ones."""
     harness_version: str | None = None
 
 
 async def replay(
     session: RecordedSession, folder: Path, options: Options | None = None
 ) -> ReplayReport:
-    """Run the harness again in the new `folder`, on the recorded responses alone."""
+    """Run the harness again in the new `folder`, with recorded responses only."""
     (report,) = await _run_all(session, folder, [session.header.session], options or Options())
     return report
 
 
 def check_fork(session: RecordedSession, at: int) -> None:
-    """Raise `UsageError` if the session has no call from which it could go live at `at`."""
+    """Raise `UsageError` if the session cannot be forked at call `at`."""
     if not 0 <= at <= len(session.calls):
         msg = f"--fork-at is {at}, must be from 0 to {len(session.calls)}, all its calls"
         raise UsageError(msg)
@@ -117,10 +117,10 @@ def check_fork(session: RecordedSession, at: int) -> None:
 async def fork(
     session: RecordedSession, folder: Path, live: Live, options: Options | None = None
 ) -> list[ReplayReport]:
-    """Run sessions that are replayed up to call `live.at` and sampled from there on.
+    """Run sessions that are replayed up to call `live.at` and sampled from then on.
 
-    Each has a recording in the new `folder`, with the replayed calls marked. The samples are
-    numbered after those of the task, so that none uses a seed again.
+    Each has a recording in the new `folder`, with the replayed calls marked. Sample numbers follow
+    those of the task, so that no seed is used twice.
     """
     check_fork(session, live.at)
     old = session.header.session
@@ -163,7 +163,7 @@ async def _run_all(
                 task, session, gateway=gateway, directory=directory, parts=parts
             )
         state = source.state(session.id)
-        missing = [one for one in state.remaining if one.required]
+        missing = [response for response in state.remaining if response.required]
         if missing and state.requests and not state.ended:
             where = f"the end: {len(missing)} of the recorded requests were not made"
             state.add_difference(Difference(state.requests, missing[0].call.number, where))
@@ -185,7 +185,7 @@ async def _run_all(
 
 
 def _make_task(task: Task, version: str | None) -> Task:
-    """Return the recorded task, with another version of its harness if one is given."""
+    """Return the recorded task, with another version of its harness if given."""
     if version is None:
         return task
     spec = PluginSpec(task.harness.name, {**task.harness.options, "version": version})

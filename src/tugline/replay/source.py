@@ -1,10 +1,10 @@
-"""A recording in place of an engine; the gateway cannot tell the difference.
+"""Token source that answers from a recording in place of an engine.
 
-A request is recognised by its masked messages and tools; among equal ones by the ids of its prompt,
-then by order, so parallel agents may arrive in any order. It is answered with the recorded ids, log
-probabilities and versions. A request that is not recorded ends the session, or is sampled if there
-is an engine and the fork is reached. Replayed calls are marked (`Call.replayed`), so no token is
-trained twice (I2), and live tokens are sampled in the context that this run really has (I1).
+A request is recognized by its masked messages and tools; among equal ones by the ids of its prompt,
+then by order, so requests of parallel agents may come in any order. It is answered with the
+recorded ids, log probabilities and versions. A request that is not recorded ends the session, or is
+sampled if there is an engine and the fork is reached. Replayed calls are marked (`Call.replayed`),
+so no token is trained twice (I2), and live tokens are sampled in the context of this run (I1).
 """
 
 import contextlib
@@ -42,50 +42,50 @@ from tugline.web.engine_http import ModelCard
 
 _DELTA_TOKENS = 16
 _NOT_IN_ANSWERS = frozenset({"time", "duration", "order"})
-"""Masks whose values no answer refers to."""
+"""Names of masks whose values are not replaced in answers."""
 _texts = attrgetter("where", "recorded", "replayed")
 _MIN_VALUE = 4
-"""Characters of the shortest value that is looked for in answers."""
+"""Minimum length of a value that is replaced in answers, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The engine that answers from the recorded call `at` on."""
+    """Engine and settings of a fork, which is sampled from the recorded call `at` on."""
 
     engine: TokenSource
-    """Not open yet; in the recording's mode."""
+    """Engine in the recording's mode, not opened yet."""
     at: int
     samples: int = 1
-    """Sessions that fork there."""
+    """Number of sessions to fork."""
     slots: int = 1
-    """How many of them run at a time."""
+    """Number of sessions that run at a time."""
     first: int = 0
-    """Number of the first; earlier forks from the same call have lower ones."""
+    """Number of the first session; earlier forks from the same call have lower numbers."""
 
 
 @dataclass(slots=True)
 class ReplayState:
-    """One session that is answered from the recording."""
+    """Progress of a session that is answered from the recording."""
 
     normalizer: Normalizer
     remaining: list[RecordedResponse]
-    """Responses that were not requested yet."""
+    """Responses not requested yet."""
     requests: int = 0
     replayed: int = 0
     exact: int = 0
-    """Of the replayed, those whose request had the recorded prompt ids."""
+    """Number of replayed responses whose request had the recorded prompt ids."""
     adapted: int = 0
-    """Of the replayed, those in which a recorded value became this run's."""
+    """Number of replayed responses in which a recorded value was replaced by this run's."""
     live: int = 0
     ended: bool = False
     differences: list[Difference] = field(default_factory=list)
     masked: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Mask to recorded value to this run's, where the two differ."""
+    """Differing values: mask name to recorded value to this run's value."""
     aliases: dict[MessageDigest, MessageDigest] = field(default_factory=dict)
-    """Messages that were reported to differ, and the recorded ones that they stand for."""
+    """Digest of the recorded message by digest of a message reported as different."""
 
     def add_difference(self, difference: Difference) -> None:
-        """Add a difference, unless an equal one was added before."""
+        """Add a difference, unless an equal one was added already."""
         if _texts(difference) not in map(_texts, self.differences):
             self.differences.append(difference)
 
@@ -109,7 +109,7 @@ class ReplayState:
                     self.masked.setdefault(name, {})[was] = now
 
     def compare_order(self, theirs: Sequence[str], ours: Sequence[str]) -> None:
-        """Note that results of parallel calls came in another order."""
+        """Record in `masked` that results of parallel calls came in another order."""
         if theirs != ours and sorted(theirs) == sorted(ours):
             moved = [(a, b) for a, b in zip(theirs, ours, strict=True) if a != b]
             was, now = (", ".join(ids) for ids in zip(*moved, strict=True))
@@ -118,17 +118,17 @@ class ReplayState:
 
 @dataclass(eq=False)
 class RecordedSource(TokenSource):
-    """The responses of one recording, for any number of sessions that each start anew."""
+    """Source of the responses of one recording, for any number of independent sessions."""
 
     header: Header
     calls: Sequence[Call]
     masks: Sequence[str] = ()
-    """Regular expressions; one that is none raises `UsageError`."""
+    """Regular expressions; an invalid one raises `UsageError`."""
     _: KW_ONLY
     tokenizer: Tokenizer | None = None
     spent_status: int = 400
     go_on: bool = False
-    """Give a request that differs the most similar response."""
+    """Whether a different request is answered with the most similar response."""
     live: Live | None = None
 
     def __post_init__(self) -> None:
@@ -137,8 +137,8 @@ class RecordedSource(TokenSource):
         self._live: TokenSource | None = live.engine if live else None
         fork = live.at if live else len(self.calls)
         responses = list_responses(self.calls, self._normalizer)
-        self.responses = [one for one in responses if one.call.number < fork]
-        self._after_fork = [one for one in responses if one.call.number >= fork]
+        self.responses = [recorded for recorded in responses if recorded.call.number < fork]
+        self._after_fork = [recorded for recorded in responses if recorded.call.number >= fork]
         self._states: dict[str, ReplayState] = {}
         self.wire: EngineFormat = live.engine.wire if live else _make_format(header)
         self.forked_from = f"{header.session.id}@{fork}" if live else ""
@@ -159,21 +159,21 @@ class RecordedSource(TokenSource):
         return ModelCard(self.header.model, self.header.window)
 
     def choose(self, session: str, avoid: Sequence[str] = ()) -> Replica:
-        """Let the engine choose; a recording has one replica."""
+        """See `TokenSource.choose`; a recording has one replica."""
         return self._live.choose(session, avoid) if self._live else Replica("recorded:")
 
     async def abort(self, request_id: str, url: str) -> None:
-        """Abort at the engine; a recorded answer is complete at once."""
+        """See `TokenSource.abort`; recorded answers are complete at once."""
         if self._live is not None:
             await self._live.abort(request_id, url)
 
     def open_session(self, header: Header) -> None:
-        """Begin a session's replay; its folders are masked like those of the recording."""
+        """Start a session's replay; its folders are masked like those of the recording."""
         state = ReplayState(self._make_normalizer(header), list(self.responses))
         self._states[header.session.id] = state
 
     def state(self, session: str) -> ReplayState:
-        """Return the state of a session's replay; one that was never opened asked for nothing."""
+        """Return the state of a session's replay; an initial state if it was never opened."""
         return self._states.get(session) or ReplayState(self._normalizer, list(self.responses))
 
     def _make_normalizer(self, header: Header) -> Normalizer:
@@ -182,7 +182,7 @@ class RecordedSource(TokenSource):
     async def sample(
         self, ask: EngineRequest, session: str, used: list[str], avoid: Sequence[str] = ()
     ) -> AsyncGenerator[Delta]:
-        """Yield the recorded answer or the engine's. Raises `BudgetExhausted` without either."""
+        """Yield the recorded or the engine's answer. Raises `BudgetExhausted` without either."""
         state = self.state(session)
         response = self._find_response(state, ask)
         if response is not None:
@@ -199,7 +199,7 @@ class RecordedSource(TokenSource):
 
     # ----------------------------------------------------------------------- matching
     def _find_response(self, state: ReplayState, ask: EngineRequest) -> RecordedResponse | None:
-        """Return the response to a request; None if there is none, or the engine shall answer."""
+        """Return the response to a request; None if there is none or the engine must answer."""
         if state.ended:
             return None
         result_order, number = list_result_ids(ask.request.messages), state.requests
@@ -236,7 +236,7 @@ class RecordedSource(TokenSource):
         digests: tuple[MessageDigest, ...],
         number: int,
     ) -> RecordedResponse | None:
-        """Report a request that is not recorded; returns the response to give with `go_on`."""
+        """Report a request that is not recorded; with `go_on`, return the most similar response."""
         if self._live is not None and self._is_after_fork(state, request, digests):
             return None
         candidates = state.remaining or self.responses
@@ -265,19 +265,19 @@ class RecordedSource(TokenSource):
         tools = state.normalizer.mask_tools(request.tools)
         return (
             bool(state.live)
-            or not any(one.required for one in state.remaining)
-            or any(one.answers(digests, tools) for one in self._after_fork)
+            or not any(response.required for response in state.remaining)
+            or any(response.answers(digests, tools) for response in self._after_fork)
         )
 
     # ----------------------------------------------------------------------- answering
     def _make_deltas(self, call: Call) -> Iterator[Delta]:
-        """Yield the answer in pieces, the first of which marks it as replayed."""
+        """Yield the answer in pieces; the first piece marks it as replayed."""
         yield Delta(replayed=call, unreported_tokens=call.unreported_tokens)
         if call.mode is not Mode.EXACT:
             prompt = msgspec.json.encode(call.prompt_ids.tolist()) if len(call.prompt_ids) else None
             answer = call.answer or Message(Role.ASSISTANT)
             calls = [
-                CallDelta(i, one.name, one.arguments) for i, one in enumerate(answer.tool_calls)
+                CallDelta(i, tool.name, tool.arguments) for i, tool in enumerate(answer.tool_calls)
             ]
             thought = answer.reasoning or ""
             yield Delta(prompt=prompt, reasoning=thought, text=answer.content, calls=calls)
@@ -291,8 +291,8 @@ class RecordedSource(TokenSource):
     def _adapt(self, state: ReplayState, call: Call) -> Call:
         """Replace recorded values in an answer, such as ids of sub-agents or folders.
 
-        Its text is then tokenized again and has no log probabilities, so 0 stands for them; like
-        every replayed answer it is context and never trained.
+        A changed text is tokenized again and has log probabilities of 0, because none are known;
+        like every replayed answer it is context and never trained.
         """
         tokenizer = self.tokenizer if call.mode is Mode.EXACT else None
         text = (
@@ -314,7 +314,7 @@ class RecordedSource(TokenSource):
 
 
 def _first_different_id(response: RecordedResponse, ask: EngineRequest) -> int | None:
-    """Return the position of the first prompt id that differs; None if none does or is known."""
+    """Return the position of the first different prompt id; None if equal or unknown."""
     if ask.prompt is None:
         return None
     theirs, ours = response.call.prompt_ids, ask.prompt.to_array()
@@ -323,7 +323,7 @@ def _first_different_id(response: RecordedResponse, ask: EngineRequest) -> int |
 
 
 def _make_format(header: Header) -> EngineFormat:
-    """Return a format with the recorded engine's name and mode; nothing is sent with it."""
+    """Make a format with the recorded engine's name and mode, which sends no requests."""
     wire = Embedded()
     wire.name = header.engine
     wire.features = frozenset(Feature)

@@ -1,1 +1,1 @@
-"""One session from its task to its trajectory."""
+"""Rollouts: running one session from its task to its trajectory."""

@@ -1,11 +1,11 @@
-"""What a session is made of: the plug-ins that its task names, and the sandboxes it opens.
+"""Plug-ins and sandboxes of sessions.
 
-Plug-ins are made once and shared by all sessions that name the same, which lets a harness install
-once and an evaluator cache its verdicts.
+A plug-in instance is created once for each name and options and shared by all sessions, so that a
+harness is installed once and an evaluator can cache verdicts.
 
-The first sandbox of an evaluation is prewarmed: opened empty while the agent still runs, filled
-when the evaluator asks for it. Runtimes that do not isolate sessions would let an agent write into
-it meanwhile, so a prewarmed sandbox that has changed is not used.
+The first sandbox of an evaluation is prewarmed: opened empty while the agent runs, and filled when
+the evaluator opens it. With a runtime that does not isolate sessions, an agent could write to it,
+so a prewarmed sandbox that has changed is not used.
 """
 
 import asyncio
@@ -31,18 +31,18 @@ P = TypeVar("P")
 
 
 class Parts:
-    """Plug-in instances by kind, name and options; a task cannot have any other class called.
+    """Plug-in instances by kind, name and options; tasks cannot name other classes.
 
-    Each method but `check` raises `UnknownPlugin` or `ConfigError` for one that cannot be made.
+    Methods except `check` raise `UnknownPlugin` or `ConfigError` if creating a plug-in fails.
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, str, bytes], Any] = {}
+        self._instances: dict[tuple[str, str, bytes], Any] = {}
         self._reported: set[str] = set()
         self._reporting = asyncio.Lock()
 
     def check(self, task: Task) -> None:
-        """Make every plug-in that `task` names. Raises one `Invalid` for all that cannot be."""
+        """Create all plug-ins of `task`. Raises one `Invalid` for all that fail."""
         problems: list[Invalid] = []
         for kind in ("harness", "runtime", "evaluator", "builder"):
             try:
@@ -54,23 +54,23 @@ class Parts:
             raise Invalid.combine(problems)
 
     def harness(self, spec: PluginSpec) -> Harness:
-        """The agent program."""
+        """Return the harness of `spec`."""
         return self._make("harness", spec, Harness)
 
     def runtime(self, spec: PluginSpec) -> Runtime:
-        """The runtime of its sandboxes."""
+        """Return the runtime of `spec`."""
         return self._make("runtime", spec, Runtime)
 
     def evaluator(self, spec: PluginSpec) -> Evaluator:
-        """The evaluator of its outcome."""
+        """Return the evaluator of `spec`."""
         return self._make("evaluator", spec, Evaluator)
 
     def builder(self, spec: PluginSpec) -> Builder:
-        """The builder of its traces."""
+        """Return the builder of `spec`."""
         return self._make("builder", spec, Builder)
 
     async def report_weaknesses(self, spec: PluginSpec) -> None:
-        """Log once what this runtime does not isolate on this machine."""
+        """Log once the gaps of a runtime's isolation on this machine."""
         async with self._reporting:
             if spec.name in self._reported:
                 return
@@ -86,10 +86,10 @@ class Parts:
     def _make(self, kind: str, spec: PluginSpec, contract: type[P]) -> P:
         options = pack_options(f"{kind} {spec.name!r}: options", spec.options)
         key = (kind, spec.name, options)
-        made: P | None = self._made.get(key)
-        if made is None:
-            made = self._made[key] = make(kind, spec, contract)
-        return made
+        instance: P | None = self._instances.get(key)
+        if instance is None:
+            instance = self._instances[key] = make(kind, spec, contract)
+        return instance
 
 
 # --------------------------------------------------------------------------- sandboxes
@@ -103,13 +103,13 @@ class TaskSandboxes:
         self._evaluations = 0
 
     def open_agent(self, mounts: tuple[Mount, ...]) -> AbstractAsyncContextManager[Sandbox]:
-        """The agent's sandbox, with the task's files, `mounts` and what the evaluator asks for."""
+        """Open the agent's sandbox, with the task's files, `mounts` and the evaluator's mounts."""
         mounts += self._evaluator.agent_mounts(self._task)
         spec = SandboxSpec(workspace=self._task.workspace, files=self._task.files, mounts=mounts)
         return self._runtime.open(self._directory / "agent", spec)
 
     def open_evaluation(self) -> AbstractAsyncContextManager[Sandbox]:
-        """A new sandbox for the evaluator, without the task's files."""
+        """Open a new sandbox for the evaluator, without the task's files."""
         self._evaluations += 1
         mounts = self._evaluator.mounts(self._task)
         spec = SandboxSpec(workspace=self._task.workspace, mounts=mounts)
@@ -117,7 +117,7 @@ class TaskSandboxes:
 
 
 class PrewarmedSandbox:
-    """Sandboxes from `open_sandbox`, the first of them opened ahead by `prepare`."""
+    """Opens sandboxes by `open_sandbox`; `prepare` opens the first in advance."""
 
     def __init__(self, open_sandbox: Callable[[], AbstractAsyncContextManager[Sandbox]]) -> None:
         self._open_sandbox = open_sandbox
@@ -126,15 +126,15 @@ class PrewarmedSandbox:
         self._release = asyncio.Event()
 
     def prepare(self) -> None:
-        """Start to open one."""
+        """Start a task that opens a sandbox."""
         self._ready = asyncio.get_running_loop().create_future()
-        # If nobody asks for it, its failure is not worth a warning.
+        # Retrieve the exception: asyncio warns about one that is never retrieved.
         self._ready.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._holder = asyncio.create_task(self._hold(self._ready))
 
     @contextlib.asynccontextmanager
     async def open(self, files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
-        """The prewarmed sandbox the first time, if unchanged, else a new one; with `files`."""
+        """Open a sandbox with `files`: first the prewarmed one if unchanged, else a new one."""
         sandbox = await self._take_prewarmed()
         async with contextlib.AsyncExitStack() as stack:
             if sandbox is None:
@@ -169,12 +169,12 @@ class PrewarmedSandbox:
         return sandbox
 
     async def _hold(self, ready: asyncio.Future[tuple[Sandbox, object]]) -> None:
-        # An asynchronous context manager must be entered and left by the same task.
+        # An asynchronous context manager must be entered and exited by the same task.
         try:
             async with self._open_sandbox() as sandbox:
                 ready.set_result((sandbox, await asyncio.to_thread(sandbox.read_folder_state)))
                 await self._release.wait()
-        except Exception as error:  # noqa: BLE001 - raised where the sandbox is asked for
+        except Exception as error:  # noqa: BLE001 - raised by `open`, through `ready`
             if ready.done():
                 _log.warning("prewarmed sandbox not closed", error=str(error))
             else:
@@ -182,5 +182,5 @@ class PrewarmedSandbox:
 
 
 def read_tail(log_file: Path) -> str:
-    """The end of a program's output."""
+    """Return the end of a program's output."""
     return read_ends(log_file, 0, _LOG_TAIL).decode(errors="replace").strip()

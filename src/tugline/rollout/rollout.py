@@ -1,12 +1,12 @@
-"""One rollout: from a task to a trajectory.
+"""Run one session from its task to a trajectory.
 
-`roll_out` goes through the stages INIT, READY, RUN, BUILD and EVAL and returns a trajectory
-whatever happens (I5); only cancellation and the caller's own errors are raised. A failure is
-classified by the stage it happened in and by the type of its error (`failures`).
+`roll_out` runs the stages INIT, READY, RUN, BUILD and EVAL and returns a trajectory in any case
+(I5); it raises only cancellation and errors of the caller. A failure is classified by its stage and
+the type of its error (`stages`).
 
-Each stage has its own timeout, which starts when the session gets a slot (`stages`): waiting counts
-towards `total_s` only. An agent that times out is still built and evaluated, and a cancelled one is
-still built, because a partial trajectory is data (I2).
+Each stage has its own timeout, which starts when the session gets a slot; waiting for a slot counts
+only for `total_s`. After an agent's timeout, BUILD and EVAL still run; after a cancellation, BUILD
+still runs, because a partial trajectory is data (I2).
 """
 
 import asyncio
@@ -45,12 +45,12 @@ from tugline.types import (
 )
 
 MODEL = "tugline-policy"
-"""The model name that agents see; no harness has special cases for it."""
+"""Model name that agents are given; no harness has special cases for it."""
 
 _INSTALL_S = 1800.0
-"""Limit of a harness's first installation."""
+"""Timeout of a harness's first installation."""
 _MIN_FREE = 32 << 20
-"""Bytes; with less free space a disk counts as full."""
+"""Minimum free bytes; with less, a disk counts as full."""
 _log = log.get("node")
 
 OnStage = Callable[[Status], None]
@@ -65,7 +65,7 @@ class _EarlyEnd(Exception):
         self.failure, self.status = failure, status
 
 
-async def roll_out(  # noqa: PLR0913 - a session, where it runs, and who follows it
+async def roll_out(  # noqa: PLR0913 - a session, its environment and its observers
     task: Task,
     session: Session,
     *,
@@ -77,8 +77,8 @@ async def roll_out(  # noqa: PLR0913 - a session, where it runs, and who follows
 ) -> Trajectory:
     """Run one attempt in `directory`, an empty or new folder that is kept.
 
-    Without `slots` no stage waits. Raises what `on_stage` raises, and `ConfigError` or
-    `UnknownPlugin` for a task whose plug-ins cannot be made.
+    Without `slots` no stage waits. Raises errors of `on_stage`, and `ConfigError` or
+    `UnknownPlugin` if creating a plug-in of the task fails.
     """
     rollout = _Rollout(task, session, gateway, directory, parts, on_stage, slots or StageSlots())
     end = None
@@ -101,7 +101,7 @@ async def roll_out(  # noqa: PLR0913 - a session, where it runs, and who follows
 
 @dataclass(eq=False)
 class _Rollout:
-    """One method per stage, and what the stages have produced so far."""
+    """Stages of one rollout, one method for each, and their results so far."""
 
     task: Task
     session: Session
@@ -111,7 +111,7 @@ class _Rollout:
     on_stage: OnStage
     slots: StageSlots
     sandbox: Sandbox | None = None
-    """The agent's."""
+    """The agent's sandbox."""
     log_tail: str = ""
     calls: Sequence[Call] = ()
     verdict: Verdict | None = None
@@ -126,12 +126,12 @@ class _Rollout:
         self.sandboxes = TaskSandboxes(self.task, self.directory, self.parts)
         self.sandbox_stack = AsyncExitStack()
         self.exit, self.patch = Exit(0, timed_out=False, seconds=0.0), Patch()
-        """How the agent's program ended and what it changed; so far it did not run."""
+        """Exit and changes of the agent's program, here those of a program that did nothing."""
         self.built = Built((), Ledger())
         self.prewarmed = PrewarmedSandbox(self.sandboxes.open_evaluation)
 
     async def initialize(self, model: AsyncExitStack) -> tuple[Sandbox, Launch]:
-        """INIT: install the harness, open sandbox and gateway (until `model` closes)."""
+        """Run INIT: install the harness, open sandbox and gateway (until `model` closes)."""
         async with self._stage(Status.INIT):
             await self._install()
             async with asyncio.timeout(self.task.limits.init_s):
@@ -155,41 +155,41 @@ class _Rollout:
         return sandbox, launch
 
     async def run_agent(self, sandbox: Sandbox, launch: Launch) -> None:
-        """READY and RUN: the agent works until it ends or `agent_s` is over."""
+        """Run READY and RUN: the agent works until it ends or `agent_s` is over."""
         async with self._stage(Status.RUN):
             if self.evaluator.opens_sandbox and not self.evaluator.in_place:
                 self.prewarmed.prepare()
             timeout = self.slots.start_agent_timeout(self.task.limits.agent_s)
             self.exit = await sandbox.run(launch.argv, env=launch.env, timeout_s=timeout)
             _check_disk(self.directory)
-            home = self.directory / "agent" / "home"  # where built-in runtimes have it
+            home = self.directory / "agent" / "home"  # of the built-in runtimes
             await asyncio.to_thread(collect_artifacts, home, self.harness.log_globs, sandbox.logs)
             self.patch = await sandbox.diff()
             self.log_tail = await asyncio.to_thread(read_tail, sandbox.logs / "agent.log")
 
     async def build(self) -> None:
-        """BUILD: traces from the recorded calls."""
+        """Run BUILD: build traces from the recorded calls."""
         async with self._stage(Status.BUILD):
             self.calls, self.built = await asyncio.to_thread(self._build)
 
     async def build_remaining(self) -> None:
-        """Account for what was sampled before an end ahead of BUILD (I2)."""
+        """Build what was recorded before a rollout ended without BUILD (I2)."""
         if not self.recording or Status.BUILD.value in self.seconds:
             return
-        # The end has its failure already.
+        # The rollout has its failure already.
         with contextlib.suppress(errors.CaptureError, errors.EngineError, OSError):
             self.calls, self.built = await asyncio.to_thread(self._build)
 
     def check_engine_and_harness(self) -> None:
         """End the rollout if the engine failed or the harness crashed.
 
-        A program that gave up after it had called the model is evaluated.
+        A program that exited with an error after a model call is still evaluated.
         """
         failure = self.gateway.describe(self.session.id).failure
         if failure is not None:
             raise _EarlyEnd(failure)
         if any(call.outcome is CallOutcome.ENGINE_LOST for call in self.calls):
-            msg = "the engine was lost in the middle of an answer, which the agent saw cut short"
+            msg = "the engine was lost during an answer, which the agent received cut short"
             raise _EarlyEnd(make_failure(Cause.ENGINE_LOST, msg))
         end, tail, name = self.exit, self.log_tail, self.task.harness.name
         if end.cause is not None:
@@ -198,12 +198,12 @@ class _Rollout:
         if crash is not None:
             raise _EarlyEnd(make_failure(Cause.CRASH, f"{name} broke: {crash}: {tail}"))
         if not self.calls:
-            how = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
-            msg = f"{name} {how} and made no model call: {tail}"
+            ending = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
+            msg = f"{name} {ending} and made no model call: {tail}"
             raise _EarlyEnd(make_failure(Cause.CRASH, msg))
 
     async def evaluate(self) -> None:
-        """EVAL, repeated once if the first evaluation gave no verdict."""
+        """Run EVAL, with one repetition if the first evaluation gave no verdict."""
         async with self._stage(Status.EVAL):
             try:
                 self.verdict = await self._evaluate_once()
@@ -212,7 +212,7 @@ class _Rollout:
                 self.verdict = await self._evaluate_once()
 
     async def commit(self, end: _EarlyEnd | None) -> Trajectory:
-        """The trajectory, its result written to the recording if there is one."""
+        """Return the trajectory, after writing the result to the recording if there is one."""
         trajectory = self._make_trajectory(end)
         if not self.recording:
             return trajectory
@@ -228,12 +228,12 @@ class _Rollout:
         """Close the agent's sandbox. An error here does not change the outcome."""
         try:
             await self.sandbox_stack.aclose()
-        except Exception as error:  # noqa: BLE001 - a plug-in's, too; `reap` removes what is left
+        except Exception as error:  # noqa: BLE001 - also a plug-in's; `reap` cleans up later
             _log.warning("sandbox not closed", session=self.session.id, error=str(error))
 
     @contextlib.asynccontextmanager
     async def _stage(self, status: Status) -> AsyncIterator[None]:
-        """Wait for a slot (before RUN, that is READY), time the stage, classify its failure."""
+        """Wait for a slot (for RUN, this is READY), time the stage, classify its failure."""
         current: Status = Status.READY if status is Status.RUN else status
         self.on_stage(current)
         began, started = time.monotonic(), False
@@ -259,19 +259,19 @@ class _Rollout:
             self.seconds[current.value] = time.monotonic() - began
 
     async def _install(self) -> None:
-        """Part of neither `init_s` nor `total_s`: a first installation may take minutes."""
+        """Install the harness, outside of `init_s` and `total_s`: it may take minutes at first."""
         self.slots.cancel_scope.pause()
         try:
             async with asyncio.timeout(_INSTALL_S):
                 await self.harness.install()
-        except errors.UsageError as error:  # such as a missing Node: the node's, not the task's
+        except errors.UsageError as error:  # such as a missing Node: a fault of the node
             raise errors.HarnessError(str(error)) from error
         finally:
             self.slots.cancel_scope.resume()
 
     @property
     def _spent(self) -> SpentLimit | None:
-        """Which budget was spent, so that the last answer was cut or refused."""
+        """Budget that was spent, so that the last answer was cut or refused; None if none was."""
         return self.gateway.describe(self.session.id).spent if self.recording else None
 
     def _open_gateway(self, sandbox: Sandbox) -> AbstractAsyncContextManager[Opened]:
@@ -287,7 +287,7 @@ class _Rollout:
     def _build(self) -> tuple[Sequence[Call], Built]:
         try:
             calls = self.gateway.read_calls(self.session.id)
-        # The file is the node's; what is in it is the engine's.
+        # Reading errors are the node's; errors in the content, raised by `build`, the engine's.
         except errors.CaptureError as error:
             raise OSError(str(error)) from error
         return calls, self.builder.build(calls)
@@ -309,7 +309,7 @@ class _Rollout:
             return await self.evaluator.evaluate(outcome)
 
     def _find_agent_failure(self) -> Failure | None:
-        """The limit that ended the agent; its work was evaluated all the same."""
+        """Return a failure for the limit that ended the agent, whose work was still evaluated."""
         end = self.exit
         if not (end.timed_out or end.cause):
             return None
@@ -335,7 +335,7 @@ class _Rollout:
 
 
 def _check_disk(folder: Path) -> None:
-    """Raises `DiskFull` if programs may have failed for want of disk space."""
+    """Raise `DiskFull` if programs may have failed for lack of disk space."""
     free = shutil.disk_usage(folder).free
     if free < _MIN_FREE:
         msg = f"the disk of {folder} was full when the agent ended ({free >> 20} MB free)"

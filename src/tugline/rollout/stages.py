@@ -1,7 +1,7 @@
 """Stage slots, cancellation, timeouts and failures of one session.
 
-`classify` says which cause and boundary an error in a stage stands for. What follows from a cause
-(retry, reward, quarantine) is the table `types.HANDLING` (I5).
+`classify` maps an error in a stage to its cause and boundary. The table `types.HANDLING` has the
+consequences of each cause: retry, reward, quarantine (I5).
 """
 
 import contextlib
@@ -20,17 +20,17 @@ _NO_LIMIT_S = 1e9
 class CancelScope(PausableTimeout):
     """Ends the current stage of a session on request, or when `total_s` is over.
 
-    The time passes from the first stage on, between stages too, and stands still while paused.
+    The time runs from the first stage on, also between stages, except while paused.
     """
 
     def __init__(self, total_s: float | None = None) -> None:
         super().__init__(_NO_LIMIT_S if total_s is None else total_s)
         self.cancelled = False
         self.timed_out = False
-        """Whether `total_s` was the reason."""
+        """Whether the scope ended because `total_s` was over."""
 
     def cancel(self) -> None:
-        """End the current stage and every later one; recorded calls are kept."""
+        """End the current stage and all later ones; recorded calls are kept."""
         self.cancelled = True
         self.limit_s = 0.0
         self.resume()
@@ -48,10 +48,10 @@ class CancelScope(PausableTimeout):
 
 
 class StageSlots:
-    """Slots and timeouts of one session. This base class never waits; a node's has pools."""
+    """Slots and timeouts of one session. This base class never waits; a node's subclass does."""
 
     def __init__(self, total_s: float | None = None, *, eval_grace_s: float = 10.0) -> None:
-        """An evaluator that has not ended `eval_grace_s` after its own timeout is cancelled."""
+        """Create slots; an evaluator is cancelled `eval_grace_s` after its own timeout."""
         self.cancel_scope = CancelScope(total_s)
         self.eval_grace_s = eval_grace_s
         self.agent_log: Path | None = None
@@ -60,16 +60,16 @@ class StageSlots:
         self.agent_timeout = PausableTimeout(_NO_LIMIT_S)
 
     def acquire(self, status: Status) -> AbstractAsyncContextManager[None]:
-        """Hold a slot of a stage for the block; entering may wait."""
+        """Hold a slot of a stage during the block; entering it may wait."""
         return contextlib.nullcontext()
 
     def start_agent_timeout(self, limit_s: float) -> PausableTimeout:
-        """The timeout of RUN, paused if `pause_timeout` says so."""
+        """Set and return the timeout of RUN, which `pause_timeout` may have paused."""
         self.agent_timeout.limit_s = limit_s
         return self.agent_timeout
 
     def pause_timeout(self, *, paused: bool) -> None:
-        """Pause the agent's timeout while no model call is answered, or resume it."""
+        """Pause the agent's timeout, as when no model call is answered, or resume it."""
         self.paused = paused
         (self.agent_timeout.pause if paused else self.agent_timeout.resume)()
 
@@ -84,7 +84,7 @@ _CAUSES: tuple[tuple[type[Exception], Cause], ...] = (
     (errors.SandboxError, Cause.SANDBOX),
     (errors.HarnessError, Cause.INSTALL),
 )
-"""Causes that follow from the error alone; the first match counts."""
+"""Causes by type of error in any stage; the first match counts."""
 _TIMEOUT_CAUSES = {
     Status.INIT: Cause.INIT_TIMEOUT,
     Status.READY: Cause.WAIT_TIMEOUT,
@@ -93,23 +93,23 @@ _TIMEOUT_CAUSES = {
     Status.EVAL: Cause.EVAL_TIMEOUT,
 }
 _TIMED_STAGES = (Status.INIT, Status.EVAL)
-"""Stages with a timeout of ours; elsewhere a `TimeoutError` comes from a disk or a network."""
+"""Stages with their own timeout; elsewhere a `TimeoutError` comes from a disk or a network."""
 
 
 def make_failure(cause: Cause, message: str) -> Failure:
-    """A failure with the boundary of its cause."""
+    """Return a failure with the boundary of its cause."""
     return Failure(HANDLING[cause].boundary, message, cause)
 
 
 def make_total_timeout(status: Status) -> Failure:
-    """The failure of a session whose `total_s` ended in stage `status`."""
+    """Return the failure of a session whose `total_s` ended in stage `status`."""
     return make_failure(_TIMEOUT_CAUSES[status], f"total_s was over in {status.value}")
 
 
 def classify(status: Status, error: Exception, *, recorded: bool = True) -> Failure:
-    """The failure for `error` in stage `status`.
+    """Return the failure for `error` in stage `status`.
 
-    Without `recorded` the session's calls could not be written, which is the node's failure.
+    `recorded` is False if the session's calls could not be written, which is the node's failure.
     """
     if isinstance(error, TimeoutError) and error.errno is None and status in _TIMED_STAGES:
         return make_failure(_TIMEOUT_CAUSES[status], f"{status.value} was out of time")
@@ -117,7 +117,7 @@ def classify(status: Status, error: Exception, *, recorded: bool = True) -> Fail
 
 
 def describe(error: BaseException) -> str:
-    """The error's message, with its type unless it is one of ours."""
+    """Return the error's message, with its type unless it is a `TuglineError`."""
     own = isinstance(error, errors.TuglineError)
     return str(error) if own else f"{type(error).__name__}: {error}"
 

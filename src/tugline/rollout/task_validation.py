@@ -1,7 +1,7 @@
-"""Validate a task without a model: evaluate its reference solution, and doing nothing.
+"""Validate a task without a model: evaluate its reference solution, or no change at all.
 
-The solution runs where an agent would, and its outcome is evaluated like an agent's: the changes
-are extracted, the sandbox is closed, the evaluator opens new ones.
+The solution runs in the agent's sandbox, and its outcome is evaluated like an agent's: the changes
+are extracted, the sandbox is closed, and the evaluator opens new ones.
 """
 
 import asyncio
@@ -25,22 +25,22 @@ _EVAL_GRACE_S = 10.0
 
 
 class TaskValidation(msgspec.Struct, frozen=True):
-    """The evaluation of one solution."""
+    """Result of evaluating one solution."""
 
     reward: float | None
     reason: str
-    """The evaluator's reason, or the end of the solution's output where it failed."""
+    """The evaluator's reason, or the end of the solution's output if it failed."""
     failure: Failure | None = None
-    """Why there is no reward."""
+    """Failure because of which there is no reward."""
     seconds: float = 0.0
 
 
 async def validate_task(
     task: Task, solution: Solution | None, directory: Path, parts: Parts
 ) -> TaskValidation:
-    """Evaluate a solution (None: doing nothing) in the new `directory`, removed at the end.
+    """Evaluate a solution (None: no change) in the new folder `directory`, removed at the end.
 
-    Raises `ConfigError` and `UnknownPlugin` for plug-ins that cannot be made.
+    Raises `ConfigError` and `UnknownPlugin` for plug-ins that cannot be created.
     """
     began, limits, solution = time.monotonic(), task.limits, solution or Solution()
     evaluator, sandboxes = parts.evaluator(task.evaluator), TaskSandboxes(task, directory, parts)
@@ -80,7 +80,7 @@ async def validate_task(
 
 
 async def _run_solution(sandbox: Sandbox, solution: Solution, timeout_s: float) -> tuple[Exit, str]:
-    """How the solution's program ended, and why it failed if it did."""
+    """Apply and run the solution; return its exit, and the reason if it failed."""
     await sandbox.put(sandbox.workdir, solution.changes)
     await sandbox.put(sandbox.home, solution.home)
     if not solution.argv:
@@ -90,13 +90,13 @@ async def _run_solution(sandbox: Sandbox, solution: Solution, timeout_s: float) 
     )
     if end.code == 0 and not end.timed_out:
         return end, ""
-    how = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
+    failure = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
     tail = await asyncio.to_thread(read_tail, sandbox.logs / "solution.log")
-    return end, f"the solution {how}: {tail}"
+    return end, f"the solution {failure}: {tail}"
 
 
 def fingerprint(task: Task, solution: Solution | None) -> str:
-    """A digest of all that a validation depends on: task, solution and the files they name."""
+    """Return a digest of the inputs of a validation: task, solution and the files they name."""
     digest = hashlib.sha256(msgspec.msgpack.encode((task, solution), order="deterministic"))
     for root in sorted(_find_paths(task, solution)):
         for path in sorted([root, *root.rglob("*")]):
@@ -106,8 +106,8 @@ def fingerprint(task: Task, solution: Solution | None) -> str:
 
 
 def _find_paths(task: Task, solution: Solution | None) -> set[Path]:
-    """Local files and folders besides the workspace's own repository or folder."""
-    names = {task.workspace.build, *(one.source for one in (solution.mounts if solution else ()))}
+    """Return local files and folders, except the workspace's own repository or folder."""
+    names = {task.workspace.build, *(each.source for each in (solution.mounts if solution else ()))}
     names |= set(_strings_of(task.evaluator.options))
     return {Path(name) for name in names if name and _exists(name)}
 
@@ -121,6 +121,6 @@ def _strings_of(value: object) -> Iterator[str]:
 
 
 def _exists(name: str) -> bool:
-    with contextlib.suppress(OSError, ValueError):  # a string that is no path
+    with contextlib.suppress(OSError, ValueError):  # the string is not a path
         return Path(name).is_absolute() and Path(name).exists()
     return False

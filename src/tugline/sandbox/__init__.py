@@ -1,1 +1,1 @@
-"""Where agents run."""
+"""Runtimes and the sandboxes that they open."""

@@ -1,13 +1,12 @@
 """Run agents in Apptainer containers: images without a daemon and without root, as on HPC clusters.
 
-An image is a sandbox directory: given as one, or made once of whatever ``apptainer build`` takes
-(``docker://...``, a ``.sif`` file) and cached. One ``apptainer exec`` runs the runner's shell as
-process 1 of a container with nothing of this machine in it (no home, no ``/tmp``, no environment)
-and, where that is allowed, with a network of its own that has only forwarded ports. The sandbox's
-folders are in its directory on this machine and are bound in; the root is the image's, writable in
-memory only.
+An image is a sandbox directory: given as one, or built once from what ``apptainer build`` takes
+(``docker://...``, a ``.sif`` file) and cached. An ``apptainer exec`` runs the runner's shell as
+process 1 of a container without this machine's home, ``/tmp`` and environment and, if permitted,
+with its own network of only forwarded ports. The sandbox's folders are in its directory on this
+machine and are bind-mounted; the image's root is writable in memory only.
 
-`--memory` and the like need systemd, so resources are limited as in `limits`.
+`--memory` and similar options need systemd, so `limits` sets the limits of resources.
 """
 
 from __future__ import annotations
@@ -49,9 +48,10 @@ _INSTALL = (
 class Apptainer(host.HostRuntime):
     """Opens Apptainer containers.
 
-    `image` is for workspaces without one; `network` is "none", or "host" where Apptainer may create
-    no network here: programs then reach whatever this machine reaches. `allow` names hosts that may
-    be reached from "none". The other options are those of `ProgramLimits`.
+    `image` is the default for workspaces without one. `network` is "none", or "host" if Apptainer
+    may not create networks on this machine: programs then reach all that this machine reaches.
+    `allow` lists hosts that programs may reach with "none". `cache_gb` limits the cache of images
+    and workspaces. The other options are those of `ProgramLimits`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Apptainer(host.HostRuntime):
     async def _prepare(
         self, workspace: Workspace, stack: contextlib.AsyncExitStack
     ) -> tuple[Path, PurePosixPath, Path | None]:
-        """Hold the image and the base of the workdir: a repository, a folder, or the image's."""
+        """Return image, workdir and its base: a repository, a folder, or the image's folder."""
         workdir = host.resolve_workdir(workspace)
         image = await self._get_image(workspace, stack)
         base: Path | None = await super()._prepare(workspace, stack)
@@ -114,7 +114,7 @@ class Apptainer(host.HostRuntime):
         return await stack.enter_async_context(entry)
 
     def inspect(self) -> limits.Cgroup:
-        """Try ``apptainer --version``; return where control groups can be created."""
+        """Run ``apptainer --version``; return the control group in which groups can be created."""
         if shutil.which("apptainer") is None:
             raise SandboxError(_INSTALL)
         if problem := host.try_command(["apptainer", "--version"]):
@@ -122,7 +122,7 @@ class Apptainer(host.HostRuntime):
         return limits.find_cgroup_parent()
 
     def list_weaknesses(self) -> Sequence[str]:
-        """Return what is not isolated."""
+        """Return the missing isolation, one line each."""
         lines = limits.list_unenforced(limits.find_cgroup_parent())
         lines += self.hardening.list_weaknesses()
         if self.allow is None:
@@ -131,7 +131,7 @@ class Apptainer(host.HostRuntime):
 
 
 class ApptainerSandbox(host.IsolatedSandbox):
-    """One Apptainer container."""
+    """An Apptainer container."""
 
     def __init__(
         self, layout: host.Layout, runtime: Apptainer, image: Path, cgroup_parent: limits.Cgroup
@@ -149,13 +149,13 @@ class ApptainerSandbox(host.IsolatedSandbox):
             output = child.read_output()
             if "--security" in command and self._hardening.give_up(output):
                 return
-            msg = f"apptainer made no container of {self._image}: {output[-300:] or error}"
+            msg = f"apptainer started no container of {self._image}: {output[-300:] or error}"
             raise SandboxError(msg) from error
         self._pid = await asyncio.to_thread(find_first_process, child.pid)
         await self._guard.watch(self._pid)
 
     async def _kill_processes(self) -> None:
-        """SIGKILL for process 1, and with it for all in its namespace."""
+        """Kill process 1 with SIGKILL, and thereby all processes in its namespace."""
         if self._child is None:
             return
         if not self._child.ended.done():
@@ -192,34 +192,34 @@ def find_first_process(pid: int) -> int:
                 numbers = next(line for line in status.splitlines() if line.startswith("NSpid:"))
                 if len(numbers.split()) > 2 and numbers.split()[-1] == "1":
                     return int(process.pid)
-    raise SandboxError(f"apptainer (process {pid}) has made no process namespace")
+    raise SandboxError(f"apptainer (process {pid}) has not created a process namespace")
 
 
 async def _build(image: str, into: Path) -> None:
-    """Make a sandbox directory of an image."""
+    """Build a sandbox directory from an image."""
     argv = ["apptainer", "--silent", "build", "--force", "--sandbox", str(into), image]
     try:
         code, _, output = await run_command(argv, timeout_s=_BUILD_S)
     except TimeoutError as error:
-        raise ImageError(f"image {image!r} was not made within {_BUILD_S:.0f} s") from error
+        raise ImageError(f"image {image!r} was not built within {_BUILD_S:.0f} s") from error
     if code:
-        msg = f"image {image!r} cannot be made: apptainer says: {output[-300:]}"
+        msg = f"image {image!r} cannot be built: apptainer says: {output[-300:]}"
         raise DiskFull(msg) if "no space left" in output.lower() else ImageError(msg)
 
 
 def _image_has(image: Path, target: str) -> bool:
-    """Whether the image has something there; its links lead within it."""
-    here = image
+    """Return whether a path exists in the image; links are resolved inside the image."""
+    path = image
     for name in PurePosixPath(target).relative_to("/").parts:
-        here /= name
-        if here.is_symlink():
-            to = PurePosixPath(here.readlink())
-            here = image / to.relative_to("/") if to.is_absolute() else here.parent / to
-    return here.exists()
+        path /= name
+        if path.is_symlink():
+            link = PurePosixPath(path.readlink())
+            path = image / link.relative_to("/") if link.is_absolute() else path.parent / link
+    return path.exists()
 
 
 def _modified(image: str) -> str:
-    """When a file was changed; nothing for what is fetched."""
+    """Return the mtime of an image file; empty for an image that is fetched."""
     with contextlib.suppress(OSError):
         return str(Path(image).stat().st_mtime_ns)
     return ""

@@ -1,10 +1,10 @@
-"""The contract of a runtime, which opens sandboxes: isolated environments for one session each.
+"""Interfaces of runtimes and of sandboxes, which isolate one session each.
 
-A `Sandbox` has a folder for the task, a home for the agent, and a way to run programs in them.
-Whatever it started is gone when it is closed, also when the waiting task is cancelled or this
-process was killed and started again (`Runtime.reap`). A program that fails is an `Exit`, never an
-exception; exceptions (`SandboxError` and its kinds) mean that the sandbox itself is at fault, which
-is what a retry elsewhere needs to know (I5). No program can leave its sandbox, read another's, or
+A `Sandbox` has a folder for the task and a home for the agent, and runs programs in them. All its
+processes are gone once it is closed, also if the waiting task is cancelled; if this process was
+killed, `Runtime.reap` ends what is left. A program that fails is an `Exit`, never an exception.
+Exceptions (`SandboxError` and its subclasses) mean that the sandbox itself failed, so that a
+session can be retried on another node (I5). No program can leave its sandbox, read another one, or
 reach anything but what `Sandbox.expose` allows (I6), except as `Runtime.list_weaknesses` says.
 """
 
@@ -28,43 +28,43 @@ from tugline.sandbox.patch import FileChange, Patch, PatchLimits
 from tugline.types import Cause, Workspace
 
 WORKDIR = PurePosixPath("/workspace")
-"""Where sandboxes put the task's files, unless its workspace says otherwise."""
+"""Default path of the task's files in a sandbox; see `Workspace.path`."""
 HOME = PurePosixPath("/home/agent")
-"""Where sandboxes put the agent's home."""
+"""Path of the agent's home in a sandbox."""
 MAX_READ_BYTES = 8 << 20
-"""Largest file that `Sandbox.get` returns, unless its caller asks for more."""
+"""Default size limit of `Sandbox.get`."""
 
 Content = str | bytes | FileChange | None
 """New content of a file: text, bytes, a `FileChange` with mode or link, or None to remove it."""
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """How a program ended."""
+    """Exit status of a program, with the reason why it was ended."""
 
     code: int
-    """Exit status; minus the signal's number for a program that was killed."""
+    """Exit code; the negative signal number for a program that was killed."""
     timed_out: bool
     seconds: float
     cause: Cause | None = None
-    """Set when a limit of the sandbox ended it: memory or disk."""
+    """Set if the sandbox's memory or disk limit was exceeded."""
     starved: bool = False
-    """Whether it timed out because other programs of the node had the processors."""
+    """Whether it timed out because other programs of the node used the processors."""
 
 
 class Mount(msgspec.Struct, frozen=True):
-    """A folder or file of this machine that programs see read-only at `target`.
+    """A folder or file of this machine, mounted read-only at `target`.
 
-    Without a `source` it is a new, empty, writable folder, read with `Sandbox.get`.
+    Without a `source`, a new, empty, writable folder, which `Sandbox.get` reads.
     """
 
     target: str
     source: str | None = None
     optional: bool = False
-    """Mounted only where the sandbox has nothing at `target`: a C library, for images without."""
+    """Whether to skip the mount if `target` exists, such as an image's own C library."""
 
 
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sandbox is opened with. `files` are written over the workspace."""
+    """Workspace, files and mounts of a new sandbox; `files` are written over the workspace."""
 
     workspace: Workspace = Workspace()
     files: Mapping[str, str] = {}
@@ -74,16 +74,16 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Sandbox(ABC):
     """An isolated environment for one session.
 
-    `workdir` and `home` are paths as programs see them; whether they also exist on this machine is
-    the runtime's business. Files go in by `put` and come out by `get` and `diff`.
+    `workdir` and `home` are paths inside the sandbox and need not exist on this machine: use
+    `put`, `get` and `diff` to write and read files.
     """
 
     workdir: PurePath
-    """Where the task's files are and where programs start."""
+    """Folder of the task's files, in which programs start."""
     home: PurePath
     """The agent's home, outside `workdir` so that its settings are not part of its work."""
     logs: Path
-    """A folder of this machine: ``<log_name>.log`` holds a program's stdout and stderr."""
+    """Folder of this machine in which ``<log_name>.log`` holds a program's stdout and stderr."""
 
     @abstractmethod
     async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
@@ -94,23 +94,23 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
-        """Return a regular file's bytes; None if there is none, it is a link or too large.
+        """Return a regular file's bytes; None if it is missing, a link or too large.
 
         `path` is below `workdir`, `home` or a writable mount.
         """
 
     @abstractmethod
     async def diff(self, limits: PatchLimits | None = None) -> Patch:
-        """End all programs and return what they changed in the workdir since it was opened.
+        """End all programs and return their changes to the workdir since the sandbox was opened.
 
-        Exposed URLs are closed as well: programs that an evaluator runs later have no network.
+        Also closes exposed URLs: programs that an evaluator runs later have no network.
         """
 
     @abstractmethod
     async def expose(self, url: str) -> str:
-        """Let programs reach the HTTP server at `url` and return the URL that they use for it.
+        """Make the HTTP server at `url` reachable and return its URL inside the sandbox.
 
-        Nothing else of its host becomes reachable. Raises `SandboxNetworkError`.
+        Nothing else on the server's host becomes reachable. Raises `SandboxNetworkError`.
         """
 
     @abstractmethod
@@ -122,15 +122,17 @@ class Sandbox(ABC):
         timeout_s: float | PausableTimeout,
         log_name: str = "agent",
     ) -> Exit:
-        """Run a program until it ends or times out, and leave no process of it behind.
+        """Run a program until it ends or times out; leave none of its processes behind.
 
-        Its output is appended to the log as it comes. `env` is added to a clean environment, whose
-        HOME is `home`.
-        ``python3`` is a Python with pytest where the runtime provides one.
+        Its output is appended to the log as it arrives. `env` is added to a clean environment,
+        whose HOME is `home`. ``python3`` has pytest, if the runtime provides a Python.
         """
 
     def read_folder_state(self) -> object:
-        """A value that changes when its folders do; None where only its programs can. Blocks."""
+        """Return a value that changes when the sandbox's folders change. Blocks.
+
+        None if nothing but the sandbox's own programs can change them.
+        """
         return None
 
 
@@ -147,15 +149,15 @@ class Runtime(ABC):
         """
 
     def reap(self, directory: Path) -> int:
-        """End what a killed process left under `directory`; return the number of things ended."""
+        """Clean up what a killed process left under `directory`; return the number of items."""
         return 0
 
     def check_available(self) -> str | None:
-        """Return why it cannot be used on this machine and what to do; None if it can. Blocks."""
+        """Return why this machine cannot use it, with a remedy; None if it can. Blocks."""
         return None
 
     def list_weaknesses(self) -> Sequence[str]:
-        """Return what it does not isolate on this machine, one line each. May block."""
+        """Return the gaps of its isolation on this machine, one line each. May block."""
         return ()
 
     async def prefetch(self, workspaces: Iterable[Workspace]) -> list[str]:
@@ -164,7 +166,7 @@ class Runtime(ABC):
 
 
 def check_path(path: str) -> str:
-    """Return `path` if it is relative, POSIX and stays in its root. Raises `UsageError` if not."""
+    """Return `path` if it is a relative POSIX path without ``..``; else raise `UsageError`."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\0" in path or "\\" in path:
         msg = f"file path {path!r} must be relative, with '/' between parts and without '..'"
@@ -172,11 +174,11 @@ def check_path(path: str) -> str:
     return path
 
 
-def refuse_fields(runtime: str, workspace: Workspace, **elsewhere: str) -> None:
-    """Raise `UsageError` for one of these fields; each has the runtime that takes it."""
-    for name, other in elsewhere.items():
+def refuse_fields(runtime: str, workspace: Workspace, **alternatives: str) -> None:
+    """Raise `UsageError` if a field is set; each is given with a runtime that supports it."""
+    for name, other in alternatives.items():
         if (value := getattr(workspace, name)) is not None:
-            msg = f"runtime {runtime!r} cannot give workspace.{name} ({value!r}); take {other!r}"
+            msg = f"runtime {runtime!r} has no workspace.{name} ({value!r}); use {other!r}"
             raise UsageError(msg)
 
 
@@ -187,13 +189,13 @@ class PausableTimeout:
         self.limit_s = limit_s
         self._elapsed = 0.0
         self._running_since: float | None = None
-        """When it last began to run; None before its first use and while it is paused."""
+        """Time of the last start or resume; None before the first use and while paused."""
         self._paused = False
         self._timeouts: set[asyncio.Timeout] = set()
 
     @property
     def elapsed(self) -> float:
-        """Seconds that have been charged."""
+        """Seconds charged so far."""
         since = self._running_since
         return self._elapsed + (time.monotonic() - since if since is not None else 0.0)
 
@@ -211,14 +213,14 @@ class PausableTimeout:
             self._start()
 
     def credit(self, seconds: float) -> None:
-        """Give back time that was charged."""
+        """Subtract `seconds` from the time charged."""
         self._elapsed -= seconds
         if self._running_since is not None:
             self._start()
 
     @contextlib.asynccontextmanager
     async def enforce(self) -> AsyncIterator[None]:
-        """Raise `TimeoutError` in the block once the time is over. Runs from its first use on."""
+        """Raise `TimeoutError` in the block once the time is up. Starts at the first use."""
         async with asyncio.timeout(None) as timeout:
             self._timeouts.add(timeout)
             try:
@@ -242,7 +244,7 @@ class PausableTimeout:
 def enforce_timeout(
     timeout: float | PausableTimeout,
 ) -> contextlib.AbstractAsyncContextManager[object]:
-    """Raise `TimeoutError` in the block after so many seconds, or when the timeout expires."""
+    """Raise `TimeoutError` in the block when the timeout, or its number of seconds, expires."""
     return timeout.enforce() if isinstance(timeout, PausableTimeout) else asyncio.timeout(timeout)
 
 
@@ -262,7 +264,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
 
 def check_variables(env: Mapping[str, str], passed: Collection[str], option: str) -> None:
-    """Raise `ConfigError` for a variable without default that `passed` does not have."""
+    """Raise `ConfigError` for a variable that has no default and is not in `passed`."""
     for name, value in env.items():
         for match in _VARIABLE.finditer(value):
             if match[1] not in passed and match[2] is None:
@@ -271,7 +273,7 @@ def check_variables(env: Mapping[str, str], passed: Collection[str], option: str
 
 
 def expand_variables(env: Mapping[str, str], passed: Collection[str]) -> dict[str, str]:
-    """Return `env` with values of the variables that `passed` has, else their defaults."""
+    """Expand variables in `env`: from this process's environment if in `passed`, or by default."""
 
     def expand(match: re.Match[str]) -> str:
         value = os.environ.get(match[1]) if match[1] in passed else None

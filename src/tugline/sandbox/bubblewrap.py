@@ -1,15 +1,15 @@
-"""Run agents in bubblewrap sandboxes: all namespaces, a few milliseconds, no image, no daemon.
+"""Run agents in bubblewrap sandboxes, which need no image and no daemon and start in milliseconds.
 
-Programs see their workdir, a home and a ``/tmp`` of their own, a network with nothing in it but
-forwarded ports (`network`), and nothing else of this machine but: system folders, read-only; of
-``/etc`` what programs need to start, to speak TLS and to know the time; a ``/proc`` without process
-1 (the runner's shell) and without the kernel's internals; a ``/dev`` of harmless devices; this
-Python with its packages, at its own path and first on PATH.
+Programs see their workdir, a home and a ``/tmp`` of their own, a network that has only forwarded
+ports (`network`), and of this machine only: system folders, read-only; the parts of ``/etc`` that
+programs need to start, to use TLS and to know the time; a ``/proc`` without process 1 (the runner's
+shell) and without the kernel's internals; a ``/dev`` of harmless devices; this Python with its
+packages, at its own path and first on PATH. All namespaces are unshared.
 
 The sandbox's files are in its directory on this machine: ``work``, or ``upper`` and ``scratch``
-over a base that is mounted in a mount namespace of the sandbox's own.
+over a base, which is mounted in a mount namespace of the sandbox.
 
-A sandbox dies with this process, whatever kills that (`--die-with-parent`, and the runner's pipe).
+A sandbox dies with this process, even if it is killed (`--die-with-parent` and the runner's pipe).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _OVERLAY = Path(__file__).with_name("mount_overlay.sh").read_text(encoding="utf-
 
 
 class _View(msgspec.Struct, frozen=True):
-    """The lists of ``toml``, which explains them."""
+    """The content of ``view.toml``, which documents it."""
 
     links: list[str]
     masked: list[str]
@@ -71,32 +71,32 @@ _NAMESPACES = (
     *("--hostname", "sandbox", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"),
 )
 LAST_ARGUMENTS = ("--chdir", "/", "--remount-ro", "/")
-"""They make the root read-only."""
+"""Last arguments of bwrap, which make the root read-only."""
 SHARED_MB = 256
-"""Size of ``/dev/shm``."""
+"""Size of ``/dev/shm`` in MiB."""
 
 
 class _Machine(msgspec.Struct, frozen=True):
-    """What all sandboxes of a runtime have in common on this machine."""
+    """Settings shared by all sandboxes of a runtime on this machine."""
 
     first_arguments: tuple[str, ...]
-    """Of bwrap, before ``/tmp``."""
+    """Arguments of bwrap before the mount of ``/tmp``."""
     visible_folders: tuple[str, ...]
-    """Arguments after ``/tmp``."""
+    """Arguments of bwrap after the mount of ``/tmp``."""
     seccomp: bytes
-    """Filter of system calls; empty where there is none."""
+    """Compiled filter of system calls; empty on an unsupported processor."""
     cgroup_parent: limits.Cgroup
 
 
 class Bubblewrap(host.HostRuntime):
-    """Opens bubblewrap sandboxes: the runtime of tasks that name none, and nothing less.
+    """Opens bubblewrap sandboxes. The default runtime of tasks.
 
-    Where it does not work, an agent would have the rights of the node's user, who can read its
-    tokens: a task gets that only by its own ``runtime: local``.
+    There is no fallback where it does not work: an agent without isolation has the rights of the
+    node's user and could read its tokens. A task must request that by ``runtime: local``.
 
-    `allow` names hosts that programs may reach, such as ``example.org:443``; `readable` are folders
-    of this machine that they see, read-only; `cache_gb` limits the cache of workspaces. The other
-    options are those of `ProgramLimits`.
+    `allow` lists hosts that programs may reach, such as ``example.org:443``; `readable` lists
+    folders of this machine that programs see read-only; `cache_gb` limits the cache of workspaces.
+    The other options are those of `ProgramLimits`.
     """
 
     def __init__(
@@ -125,20 +125,20 @@ class Bubblewrap(host.HostRuntime):
         return BubblewrapSandbox(layout, self, machine)
 
     def reap(self, directory: Path) -> int:
-        """Kill and remove what is left of sandboxes; those that ran have died with their parent."""
+        """Kill and remove what is left of sandboxes; running ones have died with their parent."""
         strays = kill_strays(Path.cwd() / directory) if sys.platform == "linux" else 0
         return strays + super().reap(directory)
 
     def list_weaknesses(self) -> Sequence[str]:
-        """Return limits that nothing enforces here, and what is not filtered."""
+        """Return the limits and filters that are not in force on this machine."""
         machine = self._machine or self.inspect()
         lines = limits.list_unenforced(machine.cgroup_parent)
         if not machine.seccomp:
             lines.append("system calls are not filtered on this kind of processor")
         if self.allow.patterns:
-            lines.append("hosts of the allow-list are reached, and whatever they pass on")
+            lines.append("hosts on the allow-list can be reached, and all that they forward")
         if os.geteuid() == 0:
-            lines.append("sandboxes are run by root, without its rights: a normal user is safer")
+            lines.append("root runs the sandboxes, without its rights: a normal user is safer")
         return lines
 
     def inspect(self) -> _Machine:
@@ -154,21 +154,21 @@ class Bubblewrap(host.HostRuntime):
         first, visible = first_arguments(etc), visible_folders(self._readable)
         argv = ["bwrap", *first, *visible, *LAST_ARGUMENTS, "/bin/sh", "-c", "exit 0"]
         if problem := host.try_command(argv):
-            raise SandboxError(f"bwrap cannot make a sandbox here ({problem}); {_HINT}{_INSTEAD}")
+            raise SandboxError(f"bwrap cannot start a sandbox ({problem}); {_HINT}{_INSTEAD}")
         cgroup_parent = limits.find_cgroup_parent()
         self._machine = _Machine(tuple(first), tuple(visible), bpf_filter(), cgroup_parent)
         return self._machine
 
 
 class BubblewrapSandbox(host.IsolatedSandbox):
-    """One bubblewrap sandbox."""
+    """A bubblewrap sandbox."""
 
     def __init__(self, layout: host.Layout, runtime: Bubblewrap, machine: _Machine) -> None:
         super().__init__(layout, runtime.limits, runtime.allow, machine.cgroup_parent)
         self._machine = machine
         self._child: ChildProcess | None = None
         self._info = self._pidfd = -1
-        """Where bwrap reports its process 1, and a handle of that."""
+        """Pipe by which bwrap reports the pid of process 1, and a pidfd of that process."""
 
     async def _start(self, runner: Runner) -> None:
         prefix = await finish(asyncio.to_thread(self._prefix))
@@ -177,7 +177,7 @@ class BubblewrapSandbox(host.IsolatedSandbox):
             await runner.wait_ready(self._child.ended)
             await self._find_first_process()
         except SandboxError as error:
-            msg = f"bubblewrap made no sandbox: {self._child.read_output() or error}"
+            msg = f"bubblewrap started no sandbox: {self._child.read_output() or error}"
             raise SandboxError(msg) from error
 
     def _spawn(self, prefix: Sequence[str]) -> ChildProcess:
@@ -198,9 +198,9 @@ class BubblewrapSandbox(host.IsolatedSandbox):
             os.close(rules)
 
     async def _kill_processes(self) -> None:
-        """Kill all of it; when this returns the kernel has removed the last process.
+        """Kill the sandbox and wait until the kernel has removed its last process.
 
-        Raises `SandboxError` if it does not: a process hangs in the kernel.
+        Raises `SandboxError` if a process hangs in the kernel.
         """
         if self._child is not None:
             with contextlib.suppress(TimeoutError, ProcessLookupError):
@@ -214,28 +214,28 @@ class BubblewrapSandbox(host.IsolatedSandbox):
         self._child, self._info, self._pidfd = None, -1, -1
 
     async def _find_first_process(self) -> None:
-        """Get a handle of process 1, which bwrap reports as soon as there is one.
+        """Get a handle of process 1, whose pid bwrap reports as soon as it exists.
 
-        Also of one that is killed while it is being started: without bwrap it would wait for ever,
-        because it only dies with bwrap from some point on. Raises `TimeoutError`.
+        This is needed before killing a sandbox during its start as well: at that time process 1
+        does not die with bwrap yet, and would wait for ever. Raises `TimeoutError`.
         """
         if self._pidfd >= 0 or self._child is None or self._child.ended.done():
             return
         await asyncio.wait_for(wait_readable(self._info), _INFO_S)
-        if found := _PID.search(os.read(self._info, 4096)):
-            self._pid = int(found[1])
+        if match := _PID.search(os.read(self._info, 4096)):
+            self._pid = int(match[1])
             with contextlib.suppress(OSError):
                 self._pidfd = os.pidfd_open(self._pid)
 
     async def _locate(self, path: PurePath) -> Mapping[PurePosixPath, Path]:
-        """Return the folders; an overlay is seen only in its sandbox, which is started for it."""
+        """Return the writable folders; an overlay is only visible in the started sandbox."""
         if self._workspace.lower is None or not path.is_relative_to(self.workdir):
             return self._folders
         await self._ensure_started()
         return {**self._folders, self.workdir: Path(f"/proc/{self._pid}/root{self.workdir}")}
 
     def _prefix(self) -> list[str]:
-        """Return the command that mounts the overlay before it starts bwrap, if there is one."""
+        """Return the command that mounts the overlay and then starts bwrap; empty without one."""
         if self._workspace.lower is None:
             return []
         private = os.geteuid() != 0
@@ -244,7 +244,7 @@ class BubblewrapSandbox(host.IsolatedSandbox):
         return [*unshare, "/bin/sh", "-c", _OVERLAY, "sh", options, str(self._workspace.work)]
 
     def _arguments(self) -> list[str]:
-        tmp = PurePosixPath("/tmp")  # noqa: S108 - its own
+        tmp = PurePosixPath("/tmp")  # noqa: S108 - the sandbox's own
         arguments = [*self._machine.first_arguments]
         arguments += ["--ro-bind", str(self._directory / "control"), CONTROL]
         arguments += ["--bind", str(self._folders[tmp]), str(tmp), *self._machine.visible_folders]
@@ -256,11 +256,11 @@ class BubblewrapSandbox(host.IsolatedSandbox):
         return [*arguments, *LAST_ARGUMENTS]
 
     def _mount_workspace(self) -> None:
-        """Nothing: each start mounts it in a namespace of its own."""
+        """Do nothing: each start mounts the workspace in a new namespace."""
 
     def _clean_up(self) -> None:
         self._own_cgroup.remove()
-        if not self._directory.is_dir():  # it could not be created
+        if not self._directory.is_dir():  # creating it failed
             return
         useless = {"control", "tmp", "scratch"}
         if self._monitor.over_limit:
@@ -272,7 +272,7 @@ class BubblewrapSandbox(host.IsolatedSandbox):
 
 
 def _check(spec: SandboxSpec) -> PurePosixPath:
-    """Return the workdir. Raises `UsageError` for a workspace that it cannot provide."""
+    """Return the workdir. Raises `UsageError` for an unsupported workspace."""
     refuse_fields("bubblewrap", spec.workspace, image="container", build="container")
     workdir = host.resolve_workdir(spec.workspace)
     if len(workdir.parts) == 1 or workdir.parts[1] in _SYSTEM_FOLDERS:
@@ -283,26 +283,26 @@ def _check(spec: SandboxSpec) -> PurePosixPath:
 
 
 def kill_strays(directory: Path) -> int:
-    """Kill what a killed process was about to make a sandbox of under `directory`; return how many.
+    """Kill sandboxes under `directory` that a killed process was starting; return their number.
 
-    bwrap dies with its parent, but there is a moment in which its child does not die with it.
+    bwrap dies with its parent, but for a moment during the start its child does not.
     """
     count = 0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
             folders = [Path(word) for word in words if word.endswith("/control")]
-            if "--info-fd" in words and any(one.is_relative_to(directory) for one in folders):
+            if "--info-fd" in words and any(path.is_relative_to(directory) for path in folders):
                 process.kill()
                 count += 1
     return count
 
 
-# --------------------------------------------------------------------------- what programs see
+# --------------------------------------------------------------------------- arguments of bwrap
 def first_arguments(etc: Path) -> list[str]:
-    """Return the namespaces and mounts that all sandboxes share. `etc` comes from `copy_etc`.
+    """Return the bwrap arguments shared by all sandboxes. `etc` is the result of `copy_etc`.
 
-    The root stays writable until `LAST_ARGUMENTS`, for a sandbox's own mounts: its ``/tmp``, then
+    The root stays writable until `LAST_ARGUMENTS` for the mounts between: ``/tmp``, then
     `visible_folders`.
     """
     args = [*_NAMESPACES, "--ro-bind", "/usr", "/usr", *_system_links()]
@@ -315,28 +315,27 @@ def first_arguments(etc: Path) -> list[str]:
 
 def visible_folders(readable: Sequence[str]) -> list[str]:
     """Return the mounts of folders at their own paths, also below ``/tmp`` or ``/var/tmp``."""
-    seen = (*python_folders(), *readable)
-    other = ["--symlink", "/tmp", "/var/tmp"]  # noqa: S108
-    if any(Path(one).is_relative_to("/var/tmp") for one in seen):  # noqa: S108
-        other = ["--size", str(SHARED_MB << 20), "--tmpfs", "/var/tmp"]  # noqa: S108
-    return [*other, *(word for one in seen for word in ("--ro-bind", one, one))]
+    visible = (*python_folders(), *readable)
+    var_tmp = ["--symlink", "/tmp", "/var/tmp"]  # noqa: S108
+    if any(Path(path).is_relative_to("/var/tmp") for path in visible):  # noqa: S108
+        var_tmp = ["--size", str(SHARED_MB << 20), "--tmpfs", "/var/tmp"]  # noqa: S108
+    return [*var_tmp, *(word for path in visible for word in ("--ro-bind", path, path))]
 
 
 def copy_etc(folder: Path) -> Path:
-    """Return a folder below `folder` with the sandbox's ``/etc``, made if it is not there.
+    """Return a folder below `folder` with the sandbox's ``/etc``, created if missing. Blocks.
 
     One mount instead of forty makes a start 6 ms shorter. Users and hosts are the sandbox's own.
-    Blocks.
     """
     sources = [source for name in _VIEW.etc if (source := Path("/etc", name)).exists()]
     stamps = [
-        f"{source} {(found := source.stat()).st_mtime_ns} {found.st_size}" for source in sources
+        f"{source} {(status := source.stat()).st_mtime_ns} {status.st_size}" for source in sources
     ]
-    known = "\n".join([*stamps, *map(str, _VIEW.own_etc.items())])
-    made = folder / hashlib.sha256(known.encode()).hexdigest()[:16]
-    if made.is_dir():
-        return made
-    part = folder / f"{made.name}.{secrets.token_hex(4)}"
+    version = "\n".join([*stamps, *map(str, _VIEW.own_etc.items())])
+    etc = folder / hashlib.sha256(version.encode()).hexdigest()[:16]
+    if etc.is_dir():
+        return etc
+    part = folder / f"{etc.name}.{secrets.token_hex(4)}"
     part.mkdir(parents=True)
     for source in sources:
         target = part / source.relative_to("/etc")
@@ -347,22 +346,22 @@ def copy_etc(folder: Path) -> Path:
             shutil.copyfile(source, target)
     for name, text in _VIEW.own_etc.items():
         (part / name).write_text(text)
-    for one in part.rglob("*"):
-        if not one.is_symlink():
-            one.chmod(0o755 if one.is_dir() else 0o644)
+    for path in part.rglob("*"):
+        if not path.is_symlink():
+            path.chmod(0o755 if path.is_dir() else 0o644)
     part.chmod(0o755)
     with contextlib.suppress(OSError):  # another process was first
-        part.rename(made)
+        part.rename(etc)
     shutil.rmtree(part, ignore_errors=True)
-    return made
+    return etc
 
 
 def python_folders() -> list[str]:
     """Return the folders that this Python is in, unless they are in ``/usr``."""
     executable = Path(sys.executable)
-    found = [sys.prefix, sys.base_prefix, str(executable.resolve().parent.parent)]
-    outside = dict.fromkeys(one for one in found if not Path(one).is_relative_to("/usr"))
-    return [one for one in outside if one != "/"]
+    folders = [sys.prefix, sys.base_prefix, str(executable.resolve().parent.parent)]
+    outside = dict.fromkeys(path for path in folders if not Path(path).is_relative_to("/usr"))
+    return [path for path in outside if path != "/"]
 
 
 def search_path() -> str:
@@ -378,16 +377,16 @@ def shows(target: str) -> bool:
 
 def _system_links() -> Iterator[str]:
     for name in _VIEW.links:
-        place = Path("/", name)
-        if place.is_symlink():
-            yield from ("--symlink", os.readlink(place), str(place))  # noqa: PTH115
-        elif place.is_dir():
-            yield from ("--ro-bind", str(place), str(place))
+        path = Path("/", name)
+        if path.is_symlink():
+            yield from ("--symlink", os.readlink(path), str(path))  # noqa: PTH115
+        elif path.is_dir():
+            yield from ("--ro-bind", str(path), str(path))
 
 
 def _proc_arguments() -> Iterator[str]:
     yield from ("--proc", "/proc", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
-    # Run by root, bwrap takes this for closed already; its files belong to root, and so to us.
+    # bwrap run by root assumes that /proc/sys is read-only already, but root may write its files.
     yield from ("--ro-bind", "/proc/sys", "/proc/sys")
     for name in _VIEW.masked:
         if Path("/proc", name).is_dir():

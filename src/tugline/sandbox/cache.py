@@ -1,13 +1,13 @@
-"""Folders that are made once, shared read-only by all sandboxes, and bounded on disk.
+"""A cache of folders that are made once and shared read-only by all sandboxes; bounded on disk.
 
-An entry never changes after it was made: a checkout of one commit, or a folder out of an image. It
-is made beside its final place and renamed, under a lock that also holds between processes; whoever
-uses one holds a shared lock on it, so an entry that is evicted (least recently used first) is never
-in use, and the locks of a killed process are released with it. A session that gives up waiting does
-not end the making: the next one finds it done.
+An entry is immutable: a checkout of one commit, or a folder copied from an image. It is filled
+beside its final path and renamed, under a file lock. A user of an entry holds a shared lock, so an
+entry in use is never evicted (least recently used first); locks end with their process. A session
+that stops waiting does not stop the filling: the next session waits for it or finds the result.
 
-Under ``<folder>``: ``<key>/`` the entry, ``<key>.json`` its description and size, ``<key>.use`` and
-``<key>.make`` its locks, ``<key>.part`` one that is being made or removed under the latter.
+Files under ``<folder>``: ``<key>/`` the entry, ``<key>.json`` its description and size,
+``<key>.use`` the lock of its users, ``<key>.make`` the lock for filling and removing it,
+``<key>.part`` an entry that is being filled or removed.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from tugline.sandbox.resource_monitor import folder_bytes
 from tugline.types import Workspace
 
 Fill = Callable[[Path], Awaitable[None]]
-"""Makes the content of a new, empty folder."""
+"""Fills a new, empty folder."""
 
 _GB = 1_000_000_000
 _RESOLVED_FOR_S = 60.0
@@ -40,13 +40,13 @@ _log = log.get("sandbox")
 
 
 def cache_folder() -> Path:
-    """Where this machine keeps what is made once: ``$TUGLINE_CACHE``, or ``~/.cache/tugline``."""
-    given = os.environ.get("TUGLINE_CACHE")
-    return Path(given).expanduser().absolute() if given else Path.home() / ".cache" / "tugline"
+    """Return this machine's cache folder: ``$TUGLINE_CACHE``, or ``~/.cache/tugline``."""
+    path = os.environ.get("TUGLINE_CACHE")
+    return Path(path).expanduser().absolute() if path else Path.home() / ".cache" / "tugline"
 
 
 def digest(*parts: str) -> str:
-    """Return a short name for the parts."""
+    """Return a hash of `parts`, 24 hexadecimal digits."""
     return sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -56,21 +56,21 @@ class _CacheEntry(msgspec.Struct, frozen=True):
 
 
 class WorkspaceCache:
-    """Entries under `folder`, together at most `max_gb` as far as they are not in use."""
+    """Cache entries under `folder`; unused ones are evicted beyond `max_gb` in total."""
 
     def __init__(self, folder: Path | None = None, *, max_gb: float = 50.0) -> None:
         self.folder = folder or cache_folder() / "workspaces"
-        """Where the entries are."""
+        """Folder of the entries."""
         self._max_bytes = max_gb * _GB
         self._making = SharedTasks()
         self._resolved: dict[tuple[str, str | None], tuple[float, str]] = {}
-        """When a repository was asked for a tag or branch, and the commit."""
+        """(time of the query, commit) by (repository, tag or branch)."""
 
     @contextlib.asynccontextmanager
     async def open(self, workspace: Workspace) -> AsyncIterator[Path | None]:
-        """Hold the folder of a workspace's `repo` or `folder`; None if it has neither.
+        """Open the folder of a workspace's `repo` or `folder`; None if it has neither.
 
-        Raises `WorkspaceError` if it cannot be made.
+        Raises `UsageError` for contradictory fields, `WorkspaceError` if making it fails.
         """
         for field, value, must in find_contradictions(workspace):
             raise UsageError(f"{field} is {value!r}, must be {must}")
@@ -88,7 +88,7 @@ class WorkspaceCache:
 
     @contextlib.asynccontextmanager
     async def entry(self, key: str, fill: Fill, description: str = "") -> AsyncIterator[Path]:
-        """Hold the entry of that key, which `fill` makes if there is none."""
+        """Open the entry of `key`, filled by `fill` if missing; it is not evicted in the block."""
         while (lock := self._lock_entry(key)) is None:
             await self._making.run(key, partial(self._make, key, fill, description))
         try:
@@ -97,7 +97,7 @@ class WorkspaceCache:
             os.close(lock)
 
     async def _resolve(self, source: RepoSource, wanted: str | None) -> str:
-        """Return the full hash; a branch is resolved once a minute, not for every session."""
+        """Return the full hash; a tag or branch is resolved at most once a minute."""
         when, commit = self._resolved.get((source.where, wanted), (-_RESOLVED_FOR_S, ""))
         if time.monotonic() - when > _RESOLVED_FOR_S:
             commit = await source.resolve(wanted)
@@ -117,12 +117,12 @@ class WorkspaceCache:
 
     # ------------------------------------------------------------------ one entry
     def _lock_entry(self, key: str) -> int | None:
-        """Return a shared lock on an entry, to be closed; None if there is no such entry."""
+        """Return a shared lock on an entry, for the caller to close; None if it is missing."""
         if not (self.folder / key).is_dir():
             return None
         with translate_errors(f"cannot use {self.folder / key}"):
             lock = _open_lock(self.folder / f"{key}.use")
-            fcntl.flock(lock, fcntl.LOCK_SH)  # waits for an eviction, which does not take long
+            fcntl.flock(lock, fcntl.LOCK_SH)  # waits for an eviction, which is short
             os.utime(lock)
         if (self.folder / key).is_dir():
             return lock
@@ -156,7 +156,7 @@ class WorkspaceCache:
 
     @contextlib.asynccontextmanager
     async def _exclusive(self, key: str) -> AsyncIterator[None]:
-        """Keep others from making or changing the entry."""
+        """Hold the exclusive lock for filling or changing an entry."""
         with translate_errors(f"cannot write to {self.folder}, set TUGLINE_CACHE elsewhere"):
             await asyncio.to_thread(self.folder.mkdir, parents=True, exist_ok=True)
             lock = _open_lock(self.folder / f"{key}.make")
@@ -171,11 +171,11 @@ class WorkspaceCache:
     def evict(self, keep: str = "") -> None:
         """Remove the least recently used entries until the rest fits.
 
-        Also removes what killed processes left half-made or half-removed. Blocks.
+        Also removes partial entries that killed processes left. Blocks.
         """
         for part in self.folder.glob("*.part"):
             with contextlib.suppress(OSError), _try_lock(part.with_suffix(".make")) as free:
-                if free:  # no other process is at it
+                if free:  # no other process works on it
                     remove(self.folder, part.name)
         entries = self._list_entries()
         total = sum(size for _, _, size in entries)
@@ -189,19 +189,19 @@ class WorkspaceCache:
             _log.warning("workspaces in use exceed their limit", gb=gb, limit_gb=limit)
 
     def _list_entries(self) -> list[tuple[float, str, int]]:
-        """Time of last use, key and bytes of each; the one used longest ago first."""
-        found = []
+        """Return (time of last use, key, bytes) of each entry, the least recently used first."""
+        entries = []
         for path in self.folder.glob("*.json"):
             # Another process may evict it meanwhile.
             with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
                 size = msgspec.json.decode(path.read_bytes(), type=_CacheEntry).bytes
                 use = path.with_suffix(".use")
                 used = use if use.exists() else path
-                found.append((used.stat().st_mtime, path.stem, size))
-        return sorted(found)
+                entries.append((used.stat().st_mtime, path.stem, size))
+        return sorted(entries)
 
     def _try_evict(self, key: str) -> bool:
-        """Remove an entry, unless it is in use or another process is at it."""
+        """Remove an entry, unless it is in use or locked; return whether it was removed."""
         with _try_lock(self.folder / f"{key}.make") as free:
             if not free:
                 return False
@@ -218,34 +218,34 @@ class WorkspaceCache:
 
 
 def find_contradictions(workspace: Workspace) -> Iterator[tuple[str, str, str]]:
-    """Name the fields that cannot be right: field, value and what it must be."""
+    """Yield (field, value, requirement) of each invalid or contradictory field."""
     fields = msgspec.structs.asdict(workspace).items()
-    given: dict[str, str] = {name: value for name, value in fields if value is not None}
-    sources = given.keys() & {"image", "build", "repo"}
-    path = given.get("path", "/")
+    present: dict[str, str] = {name: value for name, value in fields if value is not None}
+    sources = present.keys() & {"image", "build", "repo"}
+    path = present.get("path", "/")
     wrong_path = not path.startswith("/") or ".." in path.split("/")
     rules = (
-        *((name, "\0" in value, "without zero bytes") for name, value in given.items()),
-        ("build", "image" in given, "left out beside `image`"),
-        ("folder", "repo" in given, "left out beside `repo`"),
-        ("folder", not given.get("folder", "/").startswith("/"), "an absolute path of the node"),
-        ("commit", "folder" in given, "left out beside `folder`, which is used as it is"),
+        *((name, "\0" in value, "without null bytes") for name, value in present.items()),
+        ("build", "image" in present, "left out beside `image`"),
+        ("folder", "repo" in present, "left out beside `repo`"),
+        ("folder", not present.get("folder", "/").startswith("/"), "an absolute path of the node"),
+        ("commit", "folder" in present, "left out beside `folder`, which is used as it is"),
         ("commit", not sources, "left out without `repo` or `image`"),
         ("path", wrong_path, "an absolute path without '..'"),
     )
     for name, wrong, must in rules:
-        if name in given and wrong:
-            yield f"workspace.{name}", given[name], must
+        if name in present and wrong:
+            yield f"workspace.{name}", present[name], must
 
 
 def _existing_folder(folder: str) -> Path:
-    found = Path(folder).resolve()
-    if not found.is_dir():
+    path = Path(folder).resolve()
+    if not path.is_dir():
         raise WorkspaceError(f"workspace.folder is {folder!r}, which is no folder on this node")
-    if found == Path(found.anchor):
+    if path == Path(path.anchor):
         msg = f"workspace.folder is {folder!r}: the root of the node cannot be a workspace"
         raise UsageError(msg)
-    return found
+    return path
 
 
 def _open_lock(path: Path) -> int:
@@ -254,7 +254,7 @@ def _open_lock(path: Path) -> int:
 
 @contextlib.contextmanager
 def _try_lock(path: Path) -> Iterator[bool]:
-    """Hold a lock that nobody else holds; yields whether that is so."""
+    """Try to lock a file exclusively; yield whether that succeeded."""
     lock = _open_lock(path)
     try:
         yield _is_free(lock)

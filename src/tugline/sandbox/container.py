@@ -1,17 +1,16 @@
-"""Run agents in containers of Docker or Podman: a task brings its system, as image or Dockerfile.
+"""Run agents in containers of Docker or Podman, from the task's image or Dockerfile.
 
-One driver for both engines. Each container has no network but forwarded ports, few of root's
-rights, no way to gain more, and limits of memory, processes and disk. What the engine does not
-enforce of that on this machine is found out by trying (`probe`) and reported as weaknesses.
+One driver serves both engines. A container has a network of only forwarded ports, few of root's
+capabilities, no privilege escalation, and limits of memory, processes and disk. `probe` tests which
+of these the engine enforces on this machine; the others are reported as weaknesses.
 
-Its process 1 is the runner's shell, so a program costs milliseconds instead of an exec's hundred
-and fifty, and a container that had to be killed is started again for the next program, with all of
-its files. The task's folder and the home are folders of this machine, mounted: what the agent did
-is read from here, without asking the engine.
+Process 1 is the runner's shell, so a program starts in a few milliseconds; an exec takes 150. A
+container that was killed is restarted for the next program, with all of its files. The workdir and
+the home are mounted folders of this machine, so the agent's changes are read without the engine.
 
-A container is written down in ``container.json`` before it is created, and is removed with its
-mounts when the sandbox is closed, or by `Container.reap` after this process was killed (I3). Its
-programs end with this process, whatever they hold open: a shell beside it sees to that (`Guard`).
+A container has a record, ``container.json``, from before it is created. It is removed with its
+mounts when the sandbox is closed, or by `Container.reap` if this process was killed (I3). A shell
+beside it (`Guard`) ends its programs with this process, whatever files they hold open.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ from tugline.schema import PositiveFloat, PositiveInt
 from tugline.types import Cause, Workspace
 
 DIRECTORY = f"{LABEL}.directory"
-"""The label that names a container's session."""
+"""Label with the directory of a container's sandbox."""
 _RECORD = "container.json"
 _CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE"]
 _CAPABILITIES += ["SETGID", "SETUID"]
-"""What installing packages and running tests as root takes; no raw sockets, devices or chroot."""
+"""Capabilities needed to install packages and run tests; no raw sockets, devices or chroot."""
 _TMP = PurePosixPath("/tmp")  # noqa: S108 - the container's own
 _NOT_ROOT = (
     "{kind} runs as root and Tugline does not, so it can neither enter a container's network nor"
@@ -72,13 +71,13 @@ _log = log.get("sandbox")
 class Container(HostRuntime):
     """Opens containers of one engine.
 
-    `engine` is ``podman``, ``docker`` or a ``unix://`` URL; None takes what there is. `image` is
-    for tasks whose workspace names none. `memory_mb`, `processes`, `cpus` and `disk_mb` limit a
-    container; `output_mb` each log. `user` runs programs, None is the image's own. `read_only`
-    makes the image so. `allow` are hosts that programs may reach: see `AllowList`. Images that are
-    missing are pulled (`pull`: ``missing`` or ``never``) within `pull_s`, built within `build_s`,
-    and removed when those made here take more than `images_gb`; `cache_gb` limits repositories and
-    folders out of images.
+    `engine` is ``podman``, ``docker`` or a ``unix://`` URL; None takes the first that answers.
+    `image` is the default for workspaces without one. `memory_mb`, `processes`, `cpus` and
+    `disk_mb` limit a container, `output_mb` each log. Programs run as `user`, by default the
+    image's. `read_only` mounts the image read-only. `allow` lists hosts that programs may reach:
+    see `AllowList`. Missing images are pulled (`pull`: ``missing`` or ``never``) within `pull_s` or
+    built within `build_s`; those pulled or built here are removed beyond `images_gb`. `cache_gb`
+    limits the cache of repositories and of folders copied from images.
     """
 
     def __init__(  # noqa: PLR0913 - options of a task's file
@@ -119,14 +118,14 @@ class Container(HostRuntime):
         await asyncio.to_thread(self.inspect)
         image, workdir, base = await self._prepare(spec.workspace, stack)
         optional = [mount.target for mount in spec.mounts if mount.optional]
-        there = await self._images.find_paths(image, optional)
-        layout = Layout(directory, spec, base, workdir, there.__contains__)
+        existing = await self._images.find_paths(image, optional)
+        layout = Layout(directory, spec, base, workdir, existing.__contains__)
         return ContainerSandbox(layout, self, image)
 
     async def _prepare(
         self, workspace: Workspace, stack: contextlib.AsyncExitStack
     ) -> tuple[ContainerImage, PurePosixPath, Path | None]:
-        """Hold the base of the workdir: a repository, a folder, or what the image has there."""
+        """Return image, workdir and its base: a repository, a folder, or the image's folder."""
         if workspace.image is None and workspace.build is None:
             workspace = msgspec.structs.replace(workspace, image=self._image)
         image = await self._images.get(workspace)
@@ -146,18 +145,18 @@ class Container(HostRuntime):
         return sum(_reap(path, *record) for path, record in records) + super().reap(directory)
 
     def list_weaknesses(self) -> Sequence[str]:
-        """Return what the engine does not isolate. Raises `SandboxError` where there is none."""
+        """Return the gaps of the engine's isolation. Raises `SandboxError` without an engine."""
         return self.inspect().list_weaknesses()
 
     def inspect(self) -> EngineInfo:
-        """Find out once what the engine does on this machine."""
+        """Probe the engine on this machine; later calls return the first result."""
         with self._probing:
             if self._info is None:
-                found = self.engine.find()
-                what = f"{found.kind} cannot run a container"
-                info = self.engine.run_blocking(lambda docker: probe(docker, found), what)
+                engine = self.engine.find()
+                what = f"{engine.kind} cannot run a container"
+                info = self.engine.run_blocking(lambda docker: probe(docker, engine), what)
                 if not info.rootless and os.geteuid() != 0:
-                    raise SandboxError(_NOT_ROOT.format(kind=found.kind))
+                    raise SandboxError(_NOT_ROOT.format(kind=engine.kind))
                 fields = {**msgspec.structs.asdict(info), "hardening": info.hardening is not None}
                 _log.info("container engine", **fields)
                 self._info = info
@@ -165,14 +164,14 @@ class Container(HostRuntime):
 
 
 def _reap(record: Path, name: str, socket: str) -> int:
-    """Remove the container of a record, if it is the one; return how many."""
+    """Remove the container of a record if name and label match; return how many were removed."""
 
     async def work(docker: Docker) -> int:
         labels = {"name": [name], "label": [f"{DIRECTORY}={record.parent}"]}
-        found = await docker.containers.list(all=True, filters=labels)
-        for container in found:
+        containers = await docker.containers.list(all=True, filters=labels)
+        for container in containers:
             await remove_container(docker, container.id)
-        return len(found)
+        return len(containers)
 
     try:
         count = ContainerEngine(f"unix://{socket}").run_blocking(work)
@@ -184,7 +183,7 @@ def _reap(record: Path, name: str, socket: str) -> int:
 
 
 class ContainerSandbox(IsolatedSandbox):
-    """One container."""
+    """A container as sandbox."""
 
     def __init__(self, layout: Layout, runtime: Container, image: ContainerImage) -> None:
         super().__init__(layout, runtime.limits, runtime.allow, None)
@@ -196,7 +195,7 @@ class ContainerSandbox(IsolatedSandbox):
         self._name = f"tugline-{secrets.token_hex(8)}"
         self._started = False
         self._upper: list[Path] = []
-        """Where the engine keeps what programs change of the image, if it says so."""
+        """Folder of the container's writable layer; empty if the engine does not report one."""
 
     async def aclose(self) -> None:
         """Remove the container and unmount its workspace; its folders stay."""
@@ -206,7 +205,7 @@ class ContainerSandbox(IsolatedSandbox):
                 async with self._call_engine("removed") as docker:
                     await remove_container(docker, self._name)
                 (self._directory / _RECORD).unlink()
-        except SandboxError as error:  # says nothing of what was done in it; `reap` tries again
+        except SandboxError as error:  # does not invalidate the result; `reap` tries again
             _log.warning("container not removed", container=self._name, error=str(error))
         finally:
             await self._guard.end()
@@ -216,21 +215,21 @@ class ContainerSandbox(IsolatedSandbox):
 
     def _create(self) -> None:
         super()._create()
-        (self._directory / "control").mkdir(exist_ok=True)  # Docker looks for it before the start
-        if not self._is_root:  # who it is only the image knows
+        (self._directory / "control").mkdir(exist_ok=True)  # must exist before Docker's create
+        if not self._is_root:  # only the image knows the number of its user
             for folder in self._folders.values():
                 folder.chmod(0o777)
 
     async def start(self) -> None:
-        """Create its folders and the container, and start it."""
+        """Create the folders and the container, and start it."""
         await finish(asyncio.to_thread(self._create))
         await finish(self._create_container())
         await self._ensure_started()
 
     async def _create_container(self) -> None:
         async with self._call_engine("made") as docker:
-            found = await asyncio.to_thread(self._runtime.engine.find)
-            record = msgspec.json.encode((self._name, found.socket))
+            engine = await asyncio.to_thread(self._runtime.engine.find)
+            record = msgspec.json.encode((self._name, engine.socket))
             await asyncio.to_thread(files.replace_file, self._directory / _RECORD, record)
             config = await asyncio.to_thread(self._config)
             await docker.containers.create(config, name=self._name)
@@ -246,16 +245,16 @@ class ContainerSandbox(IsolatedSandbox):
                     raise
                 msg = f"image {self._image.name!r} has no /bin/sh, which is needed to run programs"
                 raise ImageError(msg) from error
-            shown = await container.show()
-        self._pid = int(shown["State"]["Pid"])
-        upper = ((shown.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
+            details = await container.show()
+        self._pid = int(details["State"]["Pid"])
+        upper = ((details.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
         self._upper = [Path(upper)] if upper else []
         self._cgroup = await asyncio.to_thread(cgroup_of, self._pid)
         await self._guard.watch(self._pid)
         await runner.wait_ready()
 
     async def _kill_processes(self) -> None:
-        """SIGKILL for all that is in it; the container stays."""
+        """Kill all processes with SIGKILL; the container is kept."""
         if self._started:
             async with self._call_engine("killed") as docker:
                 container = docker.containers.container(self._name)
@@ -269,7 +268,7 @@ class ContainerSandbox(IsolatedSandbox):
         began = time.monotonic()
         try:
             return await super()._run_monitored(program)
-        except SandboxEnded:  # and its control group with it
+        except SandboxEnded:  # its control group, with the count of kills, is gone
             async with self._call_engine("inspected") as docker:
                 state = (await docker.containers.container(self._name).show())["State"]
             if not state.get("OOMKilled"):
@@ -292,16 +291,16 @@ class ContainerSandbox(IsolatedSandbox):
             "WorkingDir": str(self.workdir),
             "Env": [f"HOME={HOME}", "LANG=C.UTF-8"],
             "Labels": {LABEL: "sandbox", DIRECTORY: str(self._directory)},
-            "Healthcheck": {"Test": ["NONE"]},  # an image's own would run a program now and then
+            "Healthcheck": {"Test": ["NONE"]},  # disables the image's, which would run programs
             "StopSignal": "SIGKILL",
             "HostConfig": self._host_config(),
         }
 
     def _host_config(self) -> dict[str, Any]:
         limits, runtime = self._limits, self._runtime
-        found = runtime.inspect().hardening
-        hardening = found.host_config() if found else {}
-        # The harness and the workspaces are shared by all; relabelling them for each is no option.
+        supported = runtime.inspect().hardening
+        hardening = supported.host_config() if supported else {}
+        # No SELinux labels: harness and workspaces are shared and cannot be relabelled for each.
         security = ["no-new-privileges", "label=disable", *hardening.pop("SecurityOpt", ())]
         return {
             "NetworkMode": "none",

@@ -1,14 +1,13 @@
-"""Find a container engine, call its API, and find out what it really does on this machine.
+"""Find a container engine, call its API, and probe what it enforces on this machine.
 
-Docker and Podman answer the same API on a unix socket of this machine; a remote engine is refused,
+Docker and Podman serve the same API on a unix socket of this machine. A remote engine is refused,
 because folders of this machine are mounted.
 
-A client belongs to one event loop and one piece of work; creating one takes under a millisecond.
+A client is used in one event loop for one operation; creating one takes under a millisecond.
 
-Engines promise limits that they cannot keep, choose storage that copies whole images, or run in a
-virtual machine whose folders are not ours. So a container without an image (this machine's own
-``/bin/sh`` and libraries, read-only) is started with limits, and the kernel is asked on the host
-what became of them (`probe`).
+Engines accept limits that they do not enforce, choose storage that copies whole images, or run in a
+virtual machine with other folders. So `probe` starts a container without an image (this machine's
+own ``/bin/sh`` and libraries, read-only) with limits and reads its control group on the host.
 """
 
 import asyncio
@@ -38,7 +37,7 @@ from tugline.sandbox.limits import Cgroup, cgroup_of
 try:
     from aiodocker import Docker, DockerError
     from aiohttp import ClientError
-except ImportError as _error:  # reported by `check_available`, where containers are to run
+except ImportError as _error:  # reported by `check_available` if containers are used
     MISSING: str | None = f"containers need: pip install 'tugline[container]' ({_error})"
     Docker = DockerError = ClientError = Exception  # type: ignore[misc,assignment] # never raised
 else:
@@ -49,7 +48,7 @@ __all__ = ["Docker", "DockerError"]
 T = TypeVar("T")
 
 CALL_S = 60.0
-"""The engine's time for one request; it is slow when many containers start at once."""
+"""Default timeout of one request; engines are slow when many containers start at once."""
 _FAILED = "the container engine failed"
 _PEER = struct.Struct("3i")
 """The kernel's ``struct ucred``: process, user, group."""
@@ -58,7 +57,7 @@ _HOW = (
     " docker, or name a socket with the option engine"
 )
 LABEL = "tugline"
-"""Of all containers and images that are made here."""
+"""Label of all containers and images that Tugline creates."""
 _IMAGE = "localhost/tugline/probe:1"
 _DOCKERFILE = b"FROM scratch\nCOPY Dockerfile /Dockerfile\n"
 _MEMORY = 256 << 20
@@ -71,19 +70,19 @@ _log = log.get("sandbox")
 
 
 class FoundEngine(msgspec.Struct, frozen=True):
-    """An engine that answers."""
+    """An engine that answers on a socket of this machine."""
 
     socket: str
     kind: str
     """``podman`` or ``docker``."""
     api: str
-    """The newest version of Docker's API that it speaks."""
+    """Newest supported version of Docker's API."""
     process: int = 0
-    """Who listens at the socket; 0, this process, where the kernel does not say."""
+    """Process id of the engine; 0, which means this process, if the kernel does not report it."""
 
 
 class ContainerEngine:
-    """The engine `wanted`: a ``unix://`` URL, ``podman``, ``docker``, or None for any."""
+    """Client of the engine `wanted`: ``unix://`` URL, ``podman``, ``docker`` or None for any."""
 
     def __init__(self, wanted: str | None) -> None:
         if wanted not in {None, "podman", "docker"} and not str(wanted).startswith("unix:///"):
@@ -98,14 +97,14 @@ class ContainerEngine:
             return self._engine
         if MISSING is not None:
             raise SandboxError(MISSING)
-        places = [path for kind, path in _list_sockets() if self._wanted in {None, kind}]
+        paths = [path for kind, path in _list_sockets() if self._wanted in {None, kind}]
         if self._wanted is not None and self._wanted.startswith("unix://"):
-            places = [self._wanted.removeprefix("unix://")]
-        for path in places:
-            if (found := _ping(path)) is not None:
-                self._engine = found
-                return found
-        raise SandboxError(f"no container engine answers at {', '.join(places)}; {_HOW}")
+            paths = [self._wanted.removeprefix("unix://")]
+        for path in paths:
+            if (engine := _ping(path)) is not None:
+                self._engine = engine
+                return engine
+        raise SandboxError(f"no container engine answers at {', '.join(paths)}; {_HOW}")
 
     @contextlib.asynccontextmanager
     async def client(
@@ -117,15 +116,15 @@ class ContainerEngine:
         kind: type[SandboxError] = SandboxError,
         hint: str = "",
     ) -> AsyncIterator[Docker]:
-        """Open a client for one piece of work, which must be done within `limit_s`.
+        """Open a client for one operation, which must finish within `limit_s`.
 
-        Errors become ours, of `kind`: "`what`: the reason", with `hint` if it is the engine's own
-        and the name of the `option` that is the limit.
+        Raises errors as `kind` with the text "`what`: reason". `hint` is added to errors of the
+        engine, the name of the `option` with the limit to timeouts.
         """
         try:
             async with asyncio.timeout(limit_s):
-                found = await asyncio.to_thread(self.find)
-                async with Docker(f"unix://{found.socket}", api_version=f"v{found.api}") as docker:
+                info = await asyncio.to_thread(self.find)
+                async with Docker(f"unix://{info.socket}", api_version=f"v{info.api}") as docker:
                     with translate_errors(what, kind, hint=hint):
                         yield docker
         except TimeoutError as error:
@@ -141,7 +140,7 @@ class ContainerEngine:
             async with self.client(what, limit_s) as docker:
                 return await work(docker)
 
-        with ThreadPoolExecutor(1) as thread:  # the caller's may have a loop already
+        with ThreadPoolExecutor(1) as thread:  # the caller's thread may run an event loop
             return thread.submit(asyncio.run, run()).result()
 
 
@@ -149,7 +148,7 @@ class ContainerEngine:
 def translate_errors(
     what: str, kind: type[SandboxError] = SandboxError, *, hint: str = ""
 ) -> Iterator[None]:
-    """Raise errors of the engine, or of its connection, as ours."""
+    """Raise errors of the engine as `kind` or `DiskFull`, of its connection as `SandboxError`."""
     try:
         yield
     except DockerError as error:
@@ -162,7 +161,7 @@ def translate_errors(
 
 
 async def retry(call: Callable[[], Awaitable[T]], *pauses_s: float) -> T | None:
-    """Call the engine, again after each pause if it fails; None for what is missing."""
+    """Call the engine and retry after each pause; return None if it answers 404."""
     for pause_s in (*pauses_s, None):
         try:
             return await call()
@@ -176,22 +175,22 @@ async def retry(call: Callable[[], Awaitable[T]], *pauses_s: float) -> T | None:
 
 
 async def remove_container(docker: Docker, name: str) -> None:
-    """Kill and remove a container, which may be missing."""
+    """Kill and remove a container; it may be missing."""
     delete = partial(docker.containers.container(name).delete, force=True, v=True)
-    # Podman refuses while it is just ending, Docker while another process removes it.
+    # Podman refuses while the container is ending, Docker while another process removes it.
     await retry(delete, 0.05, 0.2, 1.0, 3.0)
 
 
 def bind(source: Path | str, target: PurePath, *, read_only: bool) -> dict[str, Any]:
     """Return an entry of ``Mounts``."""
-    what = {"Type": "bind", "Source": str(source), "Target": str(target)}
-    return {**what, "ReadOnly": read_only}
+    mount = {"Type": "bind", "Source": str(source), "Target": str(target)}
+    return {**mount, "ReadOnly": read_only}
 
 
 def _list_sockets() -> list[tuple[str, str]]:
-    """Kind and socket of each candidate, in the order of trying."""
+    """Return (kind, socket) of each candidate, in the order of trying."""
     own = os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.geteuid()}")
-    places = [
+    candidates = [
         ("podman", "/run/podman/podman.sock"),
         ("podman", f"{own}/podman/podman.sock"),
         ("docker", "/var/run/docker.sock"),
@@ -199,12 +198,12 @@ def _list_sockets() -> list[tuple[str, str]]:
     ]
     named = os.environ.get("DOCKER_HOST", "")
     if named.startswith("unix://"):
-        places.insert(0, ("docker", named.removeprefix("unix://")))
-    return places
+        candidates.insert(0, ("docker", named.removeprefix("unix://")))
+    return candidates
 
 
 def _ping(path: str) -> FoundEngine | None:
-    """Return the engine that answers at a socket, if one does."""
+    """Return the engine that answers at a socket; None if there is none."""
     silent = contextlib.suppress(OSError, http.client.HTTPException)
     with silent, socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(10.0)
@@ -221,7 +220,7 @@ def _ping(path: str) -> FoundEngine | None:
 
 
 def pack(folder: Path, to: IO[bytes]) -> None:
-    """Write a folder as an archive that an engine builds an image of."""
+    """Write a folder as a tar archive, a build context for an engine."""
     with tarfile.open(fileobj=to, mode="w") as archive:
         archive.add(folder, ".")
     to.seek(0)
@@ -229,7 +228,7 @@ def pack(folder: Path, to: IO[bytes]) -> None:
 
 # --------------------------------------------------------------------------- probing
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A container engine on this machine."""
+    """Result of probing a container engine on this machine."""
 
     kind: str
     version: str
@@ -239,51 +238,51 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     runtime: str
     seccomp: bool
     memory: bool
-    """Whether a limit of memory is in force."""
+    """Whether the memory limit is enforced."""
     processes: bool
-    """Whether a limit of processes is in force."""
+    """Whether the process limit is enforced."""
     hardening: ProcessHardening | None
-    """What protects the runner's shell from programs, if the engine supports it."""
+    """Protection of the runner's shell from programs; None if the engine does not support it."""
 
     def list_weaknesses(self) -> tuple[str, ...]:
-        """Return what is not isolated here, one line each."""
-        who = f"{self.kind} {self.version}{', rootless' * self.rootless}, cgroup v{self.cgroup}"
+        """Return the gaps of the isolation on this machine, one line each."""
+        name = f"{self.kind} {self.version}{', rootless' * self.rootless}, cgroup v{self.cgroup}"
         forged = (
-            "a program can take over the shell that runs it, so forge its exit code and outlive"
+            "a program can take over the shell that runs it, so forge its exit code and outlive its"
+            f" end: {name} hides no memory, or no seccomp.json is in /usr/share/containers"
         )
-        forged += f" its end: {who} hides no memory, or no seccomp.json is in /usr/share/containers"
         slow = "slow: storage driver vfs copies the image for each container; for podman, set"
         slow += ' driver = "overlay" in storage.conf and begin with empty storage'
         rules = (
-            (self.memory, f"memory has no limit: {who} sets none"),
-            (self.processes, f"the number of processes has no limit: {who} sets none"),
-            (self.seccomp, f"no system call is refused: {who} has no seccomp profile"),
+            (self.memory, f"memory has no limit: {name} sets none"),
+            (self.processes, f"the number of processes has no limit: {name} sets none"),
+            (self.seccomp, f"no system call is refused: {name} has no seccomp profile"),
             (self.hardening is not None, forged),
-            (self.rootless, "root in a container is this machine's root with few of its rights"),
+            (self.rootless, "root in a container is this machine's root with fewer rights"),
             (self.storage != "vfs", slow),
         )
         return tuple(weakness for holds, weakness in rules if not holds)
 
 
 def ulimits(engine: int) -> list[dict[str, Any]]:
-    """Return limits that do not exceed those of the engine's process, which it may not raise."""
+    """Return ulimits of containers, at most those of the engine, which may not raise its own."""
     limits = []
-    for name, number, most in (
+    for name, number, maximum in (
         ("nofile", resource.RLIMIT_NOFILE, _OPEN_FILES),
         ("nproc", resource.RLIMIT_NPROC, _MOST_PROCESSES),
         ("core", resource.RLIMIT_CORE, 0),
     ):
         try:
             hard = resource.prlimit(engine, number)[1]
-        except OSError:  # another user's
+        except OSError:  # the engine is another user's process
             hard = resource.getrlimit(number)[1]
-        value = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        value = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
         limits.append({"Name": name, "Soft": value, "Hard": value})
     return limits
 
 
 async def probe(docker: Docker, engine: FoundEngine) -> EngineInfo:
-    """Run the container. Raises `DockerError` if the engine cannot run one."""
+    """Probe an engine with a test container. Raises `DockerError` if it cannot run one."""
     info = await docker.system.info()
     await _remove_stale(docker)
     security = info.get("SecurityOptions") or ()
@@ -307,7 +306,7 @@ async def probe(docker: Docker, engine: FoundEngine) -> EngineInfo:
 async def _try_hardening(
     docker: Docker, engine: FoundEngine, hardening: ProcessHardening | None
 ) -> tuple[tuple[bool, bool], ProcessHardening | None]:
-    """Return which limits are in force, and the hardening if the engine applies it."""
+    """Return whether memory and process limits are enforced, and `hardening` if it is applied."""
     await _ensure_image(docker)
     if hardening is not None:
         try:
@@ -320,7 +319,7 @@ async def _try_hardening(
 async def _check_limits(
     docker: Docker, engine: FoundEngine, hardening: ProcessHardening | None
 ) -> tuple[bool, bool]:
-    """Return whether a container that asks for limits of memory and of processes has them."""
+    """Start a container with limits; return whether those of memory and processes are enforced."""
     mounts = [bind(folder, folder, read_only=True) for folder in _FOLDERS if folder.exists()]
     config: dict[str, Any] = {
         "Image": _IMAGE,
@@ -346,7 +345,7 @@ async def _check_limits(
         if cgroup == Cgroup():
             msg = "its containers are not processes of this machine: is it in a virtual machine?"
             raise SandboxError(msg)
-        # A process that was left in our own group is under our limits, not under its own.
+        # A container in this process's group has this process's limits, not its own.
         own = cgroup_of(os.getpid())
         memory, processes = cgroup.read_limits()
         return (
@@ -359,7 +358,7 @@ async def _check_limits(
 
 
 async def _ensure_image(docker: Docker) -> None:
-    """Build an image with nothing in it but its Dockerfile, if there is none."""
+    """Build an image that contains only its Dockerfile, if it does not exist."""
     if await retry(partial(docker.images.inspect, _IMAGE), 0.2, 1.0) is None:
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as context:
             (Path(folder) / "Dockerfile").write_bytes(_DOCKERFILE)
@@ -368,10 +367,10 @@ async def _ensure_image(docker: Docker) -> None:
 
 
 async def _remove_stale(docker: Docker) -> None:
-    """Remove containers that killed processes left of probing and of reading images."""
-    for what in ("probe", "peek"):
-        named = {"label": [f"{LABEL}={what}"]}
-        for one in await docker.containers.list(all=True, filters=named):
-            if time.time() - one["Created"] > _STALE_S:
+    """Remove old containers for probing or reading images, left by killed processes."""
+    for purpose in ("probe", "peek"):
+        labelled = {"label": [f"{LABEL}={purpose}"]}
+        for container in await docker.containers.list(all=True, filters=labelled):
+            if time.time() - container["Created"] > _STALE_S:
                 with contextlib.suppress(DockerError):
-                    await one.delete(force=True, v=True)
+                    await container.delete(force=True, v=True)

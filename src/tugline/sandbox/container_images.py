@@ -1,9 +1,9 @@
-"""A cache of images: present, pulled, or built from a folder once; bounded on disk.
+"""A cache of images that are pulled, or built from a folder, once; bounded on disk.
 
-What a folder builds is named after its content, so the same Dockerfile is the same image in every
-task, and a changed one is another. A session that gives up waiting does not stop a pull or a build:
-the next one finds it further on or done. Only what was pulled or built here is ever removed, the
-least recently used first, and nothing that a container is made of.
+A built image is named after the content of its folder: equal folders share an image in all tasks,
+and a changed folder gets a new one. A session that stops waiting does not stop a pull or a build:
+the next session waits for it or finds the result. Only images that were pulled or built here are
+removed, the least recently used first, and none that a container uses.
 """
 
 import asyncio
@@ -45,38 +45,38 @@ _COPY_S = 1800.0
 _ERROR_LINES = 15
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _NAME = re.compile(r"\w[\w.:@-]*(/\w[\w.:@-]*)*")
-"""Of an image: a part of the engine's URLs, so no ``..``, ``?`` or the like."""
+"""Valid image name. It is a part of the engine's URLs, so no ``..``, ``?`` or the like."""
 _GB = 1 << 30
 _log = log.get("sandbox")
 
 
 class ContainerImage(msgspec.Struct, frozen=True):
-    """An image of the engine."""
+    """An image in the engine's storage."""
 
     name: str
     id: str
     workdir: PurePosixPath | None
-    """Its own working folder, if that is not the root."""
+    """Working folder of the image; None if it is the root."""
     user: str
-    """User of its programs; empty for root."""
+    """User of the image's programs; empty for root."""
     size: int
 
 
 @dataclass
 class ImageCache:
-    """The images of one engine."""
+    """Cache of the images of one engine."""
 
     engine: ContainerEngine
     _: KW_ONLY
     pull: bool
-    """Whether missing ones are pulled."""
+    """Whether missing images are pulled."""
     max_gb: float
     pull_s: float
     build_s: float
 
     def __post_init__(self) -> None:
         self._marks = cache_folder() / "images"
-        """Where it is noted which images were made here, and when they were last used."""
+        """Folder with a file per image that was pulled or built here; mtime is the last use."""
         self._making = SharedTasks()
         self._has_path: dict[tuple[str, str], bool] = {}
 
@@ -93,16 +93,16 @@ class ImageCache:
             msg = "runtime 'container': neither the task's workspace nor the runtime has an image"
             raise UsageError(msg)
         image = await self._find(name)
-        if image is None:  # made once for all who wait
+        if image is None:  # made once for all waiting sessions
             await self._making.run(name, partial(self._make, name, workspace.build))
             image = await self._find(name)
         if image is None:
-            raise ImageError(f"image {name!r} is gone again after it was made")
+            raise ImageError(f"image {name!r} was removed again after it was made")
         await asyncio.to_thread(self._mark_used, name)
         return image
 
     async def find_paths(self, image: ContainerImage, paths: Sequence[str]) -> frozenset[str]:
-        """Return those of `paths` at which the image has something."""
+        """Return the `paths` that exist in the image."""
         missing = [path for path in paths if (image.id, path) not in self._has_path]
         if missing:
             async with self.engine.client() as docker, open_archive(docker, image) as archive:
@@ -112,7 +112,7 @@ class ImageCache:
         return frozenset(path for path in paths if self._has_path[image.id, path])
 
     async def copy(self, image: ContainerImage, path: PurePosixPath, to: Path) -> None:
-        """Copy a folder out of an image."""
+        """Copy the folder `path` of an image into the folder `to`."""
         unpack = ("tar", "-x", "-p", "--numeric-owner", "--strip-components=1", "-C", str(to))
         with tempfile.NamedTemporaryFile(dir=to.parent) as packed:
             async with (
@@ -139,7 +139,7 @@ class ImageCache:
 
     async def _pull(self, name: str) -> None:
         if not self.pull:
-            raise ImageError(f"image {name!r} is not there, and the option pull is 'never'")
+            raise ImageError(f"image {name!r} is missing, and the option pull is 'never'")
         _log.info("pulling", image=name)
         what = f"image {name!r} cannot be pulled"
         client = self.engine.client(what, self.pull_s, option="pull_s", kind=ImageError, hint=_HINT)
@@ -178,11 +178,11 @@ class ImageCache:
                 os.utime(mark)
 
     async def _evict(self, keep: str) -> None:
-        """Remove the least recently used images that were made here until the rest fits."""
+        """Remove images that were made here, least recently used first, until the rest fits."""
         marks = await asyncio.to_thread(self._list_marks)
         async with self.engine.client(limit_s=_COPY_S) as docker:
-            found = {name: await find_image(docker, name) for _, name in marks}
-            sizes = {name: image.size for name, image in found.items() if image is not None}
+            images = {name: await find_image(docker, name) for _, name in marks}
+            sizes = {name: image.size for name, image in images.items() if image is not None}
             for mark in (mark for mark, name in marks if name not in sizes):
                 mark.unlink(missing_ok=True)
             total = sum(sizes.values())
@@ -197,36 +197,36 @@ class ImageCache:
                         _log.info("image removed", image=name, limit_gb=self.max_gb)
 
     def _list_marks(self) -> list[tuple[Path, str]]:
-        """Mark files and names of images that were made here, the least recently used first."""
+        """Return (mark file, name) of images made here, the least recently used first."""
         marks = sorted(self._marks.glob("*.used"), key=lambda mark: mark.stat().st_mtime)
         return [(mark, mark.read_text()) for mark in marks]
 
 
 async def find_image(docker: Docker, name: str) -> ContainerImage | None:
-    """Return the image that the engine has by that name, if any. Raises `ImageError`."""
+    """Return the engine's image of that name; None if missing. Raises `ImageError`."""
     if not _NAME.fullmatch(name):
-        raise ImageError(f"image {name!r}: that is no name of an image")
+        raise ImageError(f"image {name!r}: not a valid name of an image")
     # Podman answers 500 while its storage is written.
-    found = await retry(partial(docker.images.inspect, name), 0.2, 1.0)
-    if found is None:
+    details = await retry(partial(docker.images.inspect, name), 0.2, 1.0)
+    if details is None:
         return None
-    config: dict[str, Any] = found.get("Config") or {}
+    config: dict[str, Any] = details.get("Config") or {}
     workdir = PurePosixPath(config.get("WorkingDir") or "/")
     return ContainerImage(
         name=name,
-        id=str(found["Id"]),
+        id=str(details["Id"]),
         workdir=workdir if workdir != PurePosixPath("/") else None,
         user=config.get("User") or "",
-        size=int(found.get("Size") or 0),
+        size=int(details.get("Size") or 0),
     )
 
 
 @contextlib.asynccontextmanager
 async def open_archive(docker: Docker, image: ContainerImage) -> AsyncIterator[str]:
-    """Yield the URL of an image's files, of a container that is created and never started."""
+    """Yield a URL for reading an image's files, of a container that is created but not started."""
     with translate_errors(f"image {image.name!r} cannot be read", ImageError):
         config: dict[str, Any] = {"Image": image.id, "Entrypoint": ["/"], "Labels": {LABEL: "peek"}}
-        # Created and removed also when cancelled, while there is a client.
+        # A cancellation must not interrupt creation and removal, which need the open client.
         making = asyncio.create_task(asyncio.wait_for(docker.containers.create(config), CALL_S))
         try:
             container = await finish(making)
@@ -238,7 +238,7 @@ async def open_archive(docker: Docker, image: ContainerImage) -> AsyncIterator[s
 
 
 def build_name(folder: Path) -> str:
-    """Return the name of the image that a build context makes: a hash of its files. Blocks."""
+    """Return the image name of a build context, a hash of its files. Blocks."""
     if not (folder / "Dockerfile").is_file():
         raise ImageError(f"workspace.build is {str(folder)!r}, must be a folder with a Dockerfile")
     digest = hashlib.sha256()

@@ -1,11 +1,11 @@
-"""Read, write and remove files beneath a folder that a hostile program owns.
+"""Read, write and remove files below a folder that a hostile program owns.
 
-Every step down is taken from an open folder to a name in it and follows no link, so whatever the
-agent has planted (links, pipes, devices, a folder that is swapped meanwhile) leads nowhere but
-below the root, and nothing blocks (I6). A file is written beside its destination and renamed to it:
-an old file is replaced, never written through, so a hard link or a pipe cannot carry data out.
+Paths are resolved one name at a time from an open folder, without following links. So nothing that
+the agent creates (links, pipes, devices, a folder that is swapped meanwhile) leads out of the root
+or blocks (I6). A file is written beside its destination and renamed: an old file is replaced, never
+written to, so a hard link or a pipe cannot carry data out.
 
-The root itself is trusted: a path whose last part is no link, or an open folder.
+The root itself is trusted: a path whose last part is not a link, or an open folder.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from tugline.sandbox.base import MAX_READ_BYTES, Content, check_path
 from tugline.sandbox.patch import FileChange, read_change, unusable_name
 
 ARTIFACTS = "home"
-"""Folder of a sandbox's logs that `collect_artifacts` copies to."""
+"""Destination of `collect_artifacts` in a sandbox's log folder."""
 _MAX_ARTIFACT_ENTRIES = 20_000
 _MAX_ARTIFACT_BYTES = 64 << 20
 _MAX_ARTIFACTS_BYTES = 256 << 20
@@ -31,15 +31,15 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Root = Path | int
-"""A folder: its path, or an open descriptor, which stays open."""
+"""A folder: its path, or an open descriptor, which is not closed."""
 
 
 def write_files(root: Root, files: Mapping[str, Content]) -> None:
-    """Write each path beneath `root`. All paths are checked before the first is written.
+    """Write each path below `root`. All paths are checked before the first is written.
 
-    A file in the place of a folder is replaced, and the reverse. Text and bytes keep an old file's
-    executable bit. New files belong to the owner of their folder. Raises `UsageError` for a path
-    that leaves `root`, `DiskFull`, `SandboxError` when the disk refuses otherwise.
+    A file replaces a folder of the same path, and the reverse. Text and bytes keep the executable
+    bit of an old file. New files belong to the owner of their folder. Raises `UsageError` for a
+    path that leaves `root`, `DiskFull`, and `SandboxError` for other errors of the disk.
     """
     for path in files:
         check_path(path)
@@ -54,11 +54,11 @@ def write_files(root: Root, files: Mapping[str, Content]) -> None:
 
 
 def read_file(root: Root, path: str, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
-    """Return a regular file's bytes; None if there is none, it is a link or too large."""
+    """Return a regular file's bytes; None if it is missing, a link or too large."""
     parts = PurePosixPath(check_path(path))
     with contextlib.suppress(OSError), open_folder(root, parts.parent) as parent:
-        found = read_change(parts.name, max_bytes, parent)
-        return found.data if isinstance(found, FileChange) and not found.link else None
+        file = read_change(parts.name, max_bytes, parent)
+        return file.data if isinstance(file, FileChange) and not file.link else None
     return None
 
 
@@ -67,12 +67,12 @@ def collect_artifacts(home: Path, patterns: Sequence[str], logs: Path) -> None:
 
     A pattern is a relative POSIX path with ``*`` within a name and ``**`` for any folders. Files
     over 64 MiB, those beyond 256 MiB in all and those with unusable names are left out. Blocks.
-    Raises as `write_files` does.
+    Raises the errors of `write_files`.
     """
-    wanted = re.compile("|".join(map(_glob_regex, patterns)) or r"(?!)")
+    selected = re.compile("|".join(map(_glob_regex, patterns)) or r"(?!)")
     bytes_left = _MAX_ARTIFACTS_BYTES
     for path in _walk_files(home) if home.is_dir() else ():
-        if wanted.fullmatch(path) is None or unusable_name(path) is not None:
+        if selected.fullmatch(path) is None or unusable_name(path) is not None:
             continue
         data = read_file(home, path, min(_MAX_ARTIFACT_BYTES, bytes_left))
         if data is not None:
@@ -83,10 +83,10 @@ def collect_artifacts(home: Path, patterns: Sequence[str], logs: Path) -> None:
 
 def _walk_files(folder: Path) -> Iterator[str]:
     seen = 0
-    for here, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder):
         folders.sort()
         for name in sorted(names):
-            yield os.path.relpath(os.path.join(here, name), folder)  # noqa: PTH118 - quicker
+            yield os.path.relpath(os.path.join(parent, name), folder)  # noqa: PTH118 - quicker
         seen += len(folders) + len(names)
         if seen > _MAX_ARTIFACT_ENTRIES:
             return
@@ -100,16 +100,16 @@ def _glob_regex(pattern: str) -> str:
 
 @contextlib.contextmanager
 def open_folder(root: Root, path: PurePosixPath, *, make: bool = False) -> Iterator[int]:
-    """Open the folder at `path` beneath `root`. With `make`, files in its way are replaced."""
-    here = os.dup(root) if isinstance(root, int) else os.open(root, _FOLDER)
+    """Open the folder at `path` below `root`; with `make`, create it, replacing files."""
+    folder = os.dup(root) if isinstance(root, int) else os.open(root, _FOLDER)
     try:
         for name in path.parts:
-            below = _step(here, name, make=make)
-            os.close(here)
-            here = below
-        yield here
+            below = _step(folder, name, make=make)
+            os.close(folder)
+            folder = below
+        yield folder
     finally:
-        os.close(here)
+        os.close(folder)
 
 
 @contextlib.contextmanager
@@ -127,7 +127,7 @@ def translate_errors(what: str) -> Iterator[None]:
 
 
 def hash_file(digest: "hashlib._Hash", path: Path, name: str) -> None:
-    """Add a file or a link to a digest: its `name`, its mode and what it holds. Blocks."""
+    """Add a file or a link to a digest: `name`, mode and content. Blocks."""
     mode = path.lstat().st_mode
     digest.update(f"{name}\0{mode:o}\0".encode(errors="surrogateescape"))
     if stat.S_ISLNK(mode):
@@ -138,7 +138,7 @@ def hash_file(digest: "hashlib._Hash", path: Path, name: str) -> None:
 
 
 def read_ends(path: Path, head: int, tail: int, cut: bytes = b"") -> bytes:
-    """Return the first and the last bytes of a file of ours, with `cut` between them. Blocks."""
+    """Return the first and last bytes of a trusted file, joined by `cut`, or all of it. Blocks."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -150,7 +150,7 @@ def read_ends(path: Path, head: int, tail: int, cut: bytes = b"") -> bytes:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file of ours, so that nobody ever sees a part of it. Raises as `write_files`."""
+    """Write a trusted file atomically. Raises the errors of `write_files`."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     with translate_errors(f"cannot write {path}"):
         part.write_bytes(data)
@@ -158,16 +158,17 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def remove(root: Root, name: str) -> None:
-    """Remove `name` in the folder `root`, with all that is in it; it may be missing.
+    """Remove `name` in the folder `root`, recursively; it may be missing.
 
-    Works for trees deeper than any path is long, and for modes that forbid it. Raises `OSError`.
+    Works for trees deeper than the longest path and for folders without permissions. Raises
+    `OSError`.
     """
     with open_folder(root, PurePosixPath()) as parent:
         try:
             os.unlink(name, dir_fd=parent)
         except FileNotFoundError:
             return
-        except (IsADirectoryError, PermissionError):  # the latter for a folder, on some systems
+        except (IsADirectoryError, PermissionError):  # some systems raise the latter for a folder
             _remove_contents(parent, name)
             os.rmdir(name, dir_fd=parent)
 
@@ -204,34 +205,34 @@ def _write_new(parent: int, new: str, name: str, data: bytes | FileChange) -> No
 
 
 def is_executable(path: Path | str, parent: int | None = None) -> bool:
-    """Whether there is a file that its owner may run; `parent` is an open folder."""
-    with contextlib.suppress(OSError, ValueError):  # the latter for a zero byte
+    """Return whether `path` is a file that its owner may execute; `parent` is an open folder."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError for a null byte
         mode = os.lstat(path, dir_fd=parent).st_mode
         return stat.S_ISREG(mode) and bool(mode & stat.S_IXUSR)
     return False
 
 
 def _copy_owner(parent: int, name: str) -> None:
-    """Give a file to the owner of its folder, where we are root and that is not."""
+    """Give a file to the owner of its folder, if this process is root and the owner is not."""
     owner = os.fstat(parent)
     if os.geteuid() == 0 and (owner.st_uid, owner.st_gid) != (0, 0):
         os.chown(name, owner.st_uid, owner.st_gid, dir_fd=parent, follow_symlinks=False)
 
 
-def _step(here: int, name: str, *, make: bool) -> int:
+def _step(parent: int, name: str, *, make: bool) -> int:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return _enter(here, name)
+        return _enter(parent, name)
     if not make:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-    remove(here, name)
-    os.mkdir(name, 0o755, dir_fd=here)
-    _copy_owner(here, name)
-    return _enter(here, name)
+    remove(parent, name)
+    os.mkdir(name, 0o755, dir_fd=parent)
+    _copy_owner(parent, name)
+    return _enter(parent, name)
 
 
-def _enter(here: int, name: str) -> int:
+def _enter(parent: int, name: str) -> int:
     try:
-        return os.open(name, _FOLDER, dir_fd=here)
+        return os.open(name, _FOLDER, dir_fd=parent)
     except OSError as error:
         if error.errno == errno.ELOOP:  # a link
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), name) from error
@@ -239,25 +240,25 @@ def _enter(here: int, name: str) -> int:
 
 
 def _remove_contents(parent: int, name: str) -> None:
-    """Remove everything in a folder, with two descriptors whatever its depth."""
-    here, above = _open_for_removal(parent, name), [os.fstat(parent)]
+    """Remove all entries of a folder, with two open descriptors at any depth."""
+    folder, above = _open_for_removal(parent, name), [os.fstat(parent)]
     names = [name]
     try:
         while True:
-            below = _remove_entries(here)
+            below = _remove_entries(folder)
             if below is not None:
-                above.append(os.fstat(here))
+                above.append(os.fstat(folder))
                 names.append(below)
-                here = _replace_handle(here, _open_for_removal(here, below))
+                folder = _replace_handle(folder, _open_for_removal(folder, below))
                 continue
             if len(names) == 1:
                 return
-            here = _replace_handle(here, os.open("..", _FOLDER, dir_fd=here))
-            if not os.path.samestat(os.fstat(here), above.pop()):
+            folder = _replace_handle(folder, os.open("..", _FOLDER, dir_fd=folder))
+            if not os.path.samestat(os.fstat(folder), above.pop()):
                 raise OSError(errno.EBUSY, f"{names[-1]} was moved while it was removed")
-            os.rmdir(names.pop(), dir_fd=here)
+            os.rmdir(names.pop(), dir_fd=folder)
     finally:
-        os.close(here)
+        os.close(folder)
 
 
 def _replace_handle(old: int, new: int) -> int:
@@ -265,15 +266,15 @@ def _replace_handle(old: int, new: int) -> int:
     return new
 
 
-def _remove_entries(here: int) -> str | None:
+def _remove_entries(folder: int) -> str | None:
     """Remove files and empty folders; return the name of the first folder that is not empty."""
-    with os.scandir(here) as entries:
+    with os.scandir(folder) as entries:
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.name, dir_fd=here)
+                os.unlink(entry.name, dir_fd=folder)
                 continue
             try:
-                os.rmdir(entry.name, dir_fd=here)
+                os.rmdir(entry.name, dir_fd=folder)
             except OSError as error:
                 if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
                     raise
@@ -282,7 +283,7 @@ def _remove_entries(here: int) -> str | None:
 
 
 def _open_for_removal(parent: int, name: str) -> int:
-    """Open a folder to remove its contents; a mode that forbids it is changed."""
+    """Open a folder to remove its contents; missing permissions are added."""
     if os.geteuid() != 0 and hasattr(os, "O_PATH"):
         handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
         try:

@@ -1,4 +1,4 @@
-# Kill process 1 of a sandbox, $0, when stdin ends, unless its number is another's by now (runner.py).
+# Kill process 1 of a sandbox, $0, at the end of stdin, unless its pid was reused (runner.py).
 exec 2>/dev/null
 trap "" HUP INT TERM
 cd "/proc/$0" || exit

@@ -1,14 +1,14 @@
 """Protect process 1 of a sandbox, the runner's shell, from the programs that it runs.
 
-The shell is of the same user as the programs, so they could take it over, forge exit codes and
-outlive their end. Its memory, which holds the key to its pipes, is masked in ``/proc``, and system
-calls that inspect, take over, limit or slow another process are refused when they name process 1,
-or a group of processes that it may be in. New user namespaces, kernel keyrings (which belong to the
-user, not to the sandbox), BPF and the like are refused altogether, because kernel bugs are reached
-through them. Debuggers work on every other process.
+The shell belongs to the same user as the programs, so they could take it over, forge exit codes and
+outlive their end. Its memory, which holds the key of its pipes, is masked in ``/proc``, and system
+calls that inspect, take over, limit or slow another process are refused for process 1 and for
+groups that may contain it. New user namespaces, kernel keyrings (which belong to the user, not to
+the sandbox), BPF and the like are always refused, because kernel bugs are exploited through them.
+Debuggers work on every other process.
 
-bubblewrap takes a BPF program (`bpf_filter`), Docker and Podman a narrowed profile of their own
-(`ProcessHardening`), Apptainer a small profile (`ApptainerHardening`).
+bubblewrap takes a BPF program (`bpf_filter`), Docker and Podman a narrowed form of their own
+profile (`ProcessHardening`), Apptainer a small profile (`ApptainerHardening`).
 """
 
 import contextlib
@@ -28,14 +28,14 @@ from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.files import replace_file, translate_errors
 
 MASKED = ("/proc/1/mem", "/proc/1/task")
-"""The memory, also by way of its thread. runc cannot start without the rest of ``/proc/1``."""
+"""Paths of process 1's memory and threads. runc cannot start without the rest of ``/proc/1``."""
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
-"""What programs may open; not AF_VSOCK, which leads to the machine below a virtual one."""
+"""Socket families that programs may use; AF_VSOCK would reach the host of a virtual machine."""
 _log = log.get("sandbox")
 
 
 class _Calls(msgspec.Struct, frozen=True):
-    """The tables of ``syscalls.toml``, which explains them."""
+    """The tables of ``syscalls.toml``, which documents them."""
 
     refused: dict[str, tuple[int, int, str]]
     about_process: dict[str, tuple[int, int, int]]
@@ -51,16 +51,16 @@ _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _X32 = 0x40000000
 _ARCHES: dict[str, tuple[int, int]] = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""The kernel's name of the machine, and its column in the tables."""
+"""Audit architecture of each kind of processor, and its column in the tables."""
 _SOCKET = (41, 198)
 
 
 def bpf_filter(machine: str | None = None) -> bytes:
-    """Return the filter as bubblewrap reads it; empty for an unknown kind of processor."""
-    found = _ARCHES.get(machine or platform.machine())
-    if found is None:
+    """Return the compiled filter for bubblewrap; empty for an unknown kind of processor."""
+    known = _ARCHES.get(machine or platform.machine())
+    if known is None:
         return b""
-    arch, column = found
+    arch, column = known
     code = [
         *((_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)),
         *((_LOAD, 0, 0, _NUMBER), (_BITS, 0, 1, _X32), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)),
@@ -78,11 +78,11 @@ def bpf_filter(machine: str | None = None) -> bytes:
             (_RETURN, 0, 0, _ERRNO | errno.EPERM),
             (_LOAD, 0, 0, _NUMBER),
         ]
-    most = len(_FAMILIES)
+    count = len(_FAMILIES)
     code += [
-        (_EQUAL, 0, most + 3, _SOCKET[column]),
+        (_EQUAL, 0, count + 3, _SOCKET[column]),
         (_LOAD, 0, 0, _ARGUMENTS),
-        *((_EQUAL, most - n, 0, family) for n, family in enumerate(_FAMILIES)),
+        *((_EQUAL, count - n, 0, family) for n, family in enumerate(_FAMILIES)),
         (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT),
         (_LOAD, 0, 0, _NUMBER),
         (_RETURN, 0, 0, _ALLOW),
@@ -93,21 +93,21 @@ def bpf_filter(machine: str | None = None) -> bytes:
 # ---------------------------------------------------------------------- Docker and Podman
 _PROFILES = ("/etc/containers/seccomp.json", "/usr/share/containers/seccomp.json")
 _PID_BITS = 22
-"""Of the number of a process; the kernel looks at no more than 32 of what a program gives."""
+"""Number of bits of a process id; the kernel reads 32 bits of the argument."""
 _REMOVED = {"add_key", "io_uring_enter", "io_uring_register", "io_uring_setup", "keyctl"}
 _REMOVED |= {"pidfd_getfd", "request_key", "userfaultfd", "clone3", "socket", "socketcall"}
 _NO_CLONE3 = {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": 38}
-"""A filter cannot see its flags; when it does not exist, libraries use clone."""
+"""Refuses clone3 with ENOSYS: a filter cannot read its flags, and libraries fall back to clone."""
 
 
 class ProcessHardening(msgspec.Struct, frozen=True):
-    """A narrowed seccomp profile, in the form that the engine `kind` takes."""
+    """A narrowed seccomp profile for an engine of `kind`, ``docker`` or ``podman``."""
 
     kind: str
     profile: bytes
 
     def host_config(self) -> dict[str, list[str]]:
-        """Return parts of ``HostConfig``. Blocks."""
+        """Return the security fields of ``HostConfig``. Blocks."""
         masked = (*MASKED, *_CALLS.paths["knobs"])
         if self.kind == "docker":
             options = [f"seccomp={self.profile.decode()}"]
@@ -115,7 +115,7 @@ class ProcessHardening(msgspec.Struct, frozen=True):
         return {"SecurityOpt": [f"mask={':'.join(masked)}", f"seccomp={self._write_profile()}"]}
 
     def _write_profile(self) -> Path:
-        """Write the profile to a file: Podman takes no text."""
+        """Write the profile to a file, as Podman requires; return the path."""
         name = hashlib.sha256(self.profile).hexdigest()[:32]
         path = cache_folder() / "seccomp" / f"{name}.json"
         if not path.exists():
@@ -126,7 +126,10 @@ class ProcessHardening(msgspec.Struct, frozen=True):
 
 
 def find_hardening(kind: str, security: Sequence[str]) -> ProcessHardening | None:
-    """Narrow the profile that the engine names in `security`, or the one of its packages."""
+    """Narrow the profile named in `security`, or the default one of the engine's packages.
+
+    None if no readable profile is found.
+    """
     named = [word for option in security for word in option.split(",")]
     paths = [word.removeprefix("profile=") for word in named if word.startswith("profile=/")]
     for path in (*paths, *_PROFILES):
@@ -138,7 +141,7 @@ def find_hardening(kind: str, security: Sequence[str]) -> ProcessHardening | Non
 
 
 def is_hardened(pid: int) -> bool:
-    """Whether a process has its paths masked and some filter; which calls cannot be seen."""
+    """Return whether a process has the masked paths and a filter, whose content is not visible."""
     with contextlib.suppress(OSError):
         mounts = Path(f"/proc/{pid}/mountinfo").read_text().splitlines()
         hidden = {line.split()[4] for line in mounts}
@@ -148,7 +151,7 @@ def is_hardened(pid: int) -> bool:
 
 
 def narrow_profile(profile: dict[str, Any]) -> dict[str, Any]:
-    """Return an engine's seccomp profile without the calls that lead out, or to process 1."""
+    """Return an engine's seccomp profile without calls that escape or affect process 1."""
     sockets = {"names": ["socket"], "action": "SCMP_ACT_ALLOW"}
     families = [
         {**sockets, "args": [{"index": 0, "value": family, "op": "SCMP_CMP_EQ"}]}
@@ -173,10 +176,10 @@ def _narrow_rules(rules: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _not_process_1(name: str) -> list[list[dict[str, Any]]]:
-    """Return conditions of which one must hold; an empty one for a call about no process."""
+    """Return alternative conditions, one of which must hold; an empty one means always."""
     if name not in _CALLS.about_process:
         return [[]]
-    # Not 1: its lowest bit is not set, or another one is. "Not equal" would compare 64 bits.
+    # Not 1: bit 0 is clear, or another bit is set. SCMP_CMP_NE would compare 64 bits.
     number = _CALLS.about_process[name][2]
     others = ([_masked_equal(number, 1 << n, 1 << n)] for n in range(1, _PID_BITS))
     return [[_masked_equal(number, 1, 0)], *others]
@@ -194,12 +197,12 @@ _SCMP_ARCHES = {
 
 
 class ApptainerHardening:
-    """Options for all sandboxes of a runtime; given up when Apptainer turns out to refuse them."""
+    """Security options for all sandboxes of a runtime; dropped once Apptainer refuses them."""
 
     def __init__(self) -> None:
         machine = platform.machine()
         self.missing = "" if machine in _SCMP_ARCHES else f"no system call filter for {machine}"
-        """Why there is none."""
+        """Reason why there is no hardening; empty if there is."""
 
     def options(self, directory: Path) -> list[str]:
         """Return options of ``apptainer exec`` for a sandbox in `directory`. Blocks."""
@@ -213,7 +216,7 @@ class ApptainerHardening:
         return ["--security", f"seccomp:{profile}", *masks]
 
     def give_up(self, output: str) -> bool:
-        """Return whether a start failed because of these options; the next has none then."""
+        """Return whether `output` is of a start that failed due to the options; drop them if so."""
         if "seccomp" not in output and "/proc/1/" not in output:
             return False
         if not self.missing:
@@ -222,7 +225,7 @@ class ApptainerHardening:
         return True
 
     def list_weaknesses(self) -> list[str]:
-        """Return what is not isolated."""
+        """Return the missing isolation, if any."""
         what = "a program can take over the shell that runs it, so forge its exit code"
         return [f"{what}: {' '.join(self.missing.split())}"] if self.missing else []
 
@@ -230,7 +233,7 @@ class ApptainerHardening:
 def _apptainer_profile(machine: str) -> dict[str, Any]:
     refused: list[dict[str, Any]] = [{"names": ["pidfd_getfd"], "action": "SCMP_ACT_ERRNO"}]
     for name, (_, _, argument) in _CALLS.about_process.items():
-        # The kernel looks at 32 bits of a process's number.
+        # The kernel reads 32 bits of a process id.
         args = [_masked_equal(argument, 0xFFFFFFFF, 1)]
         refused.append({"names": [name], "action": "SCMP_ACT_ERRNO", "args": args})
     allowed = {"defaultAction": "SCMP_ACT_ALLOW", "architectures": _SCMP_ARCHES[machine]}

@@ -1,7 +1,7 @@
 """Base classes of the built-in runtimes, which run programs on this machine.
 
-A driver says how its sandboxes are started and killed. Everything else is here: folders, files,
-diffs, port forwards, limits, the order of shutting down, and the cache of workspaces.
+A driver implements starting and killing its sandboxes. Everything else is here: folders, files,
+diffs, port forwards, limits, shutdown, and the cache of workspaces.
 """
 
 import asyncio
@@ -40,15 +40,15 @@ _PROBE_S = 20.0
 
 
 class Layout(NamedTuple):
-    """The files of an isolated sandbox, and where its programs see them."""
+    """The files of an isolated sandbox, and their paths inside it."""
 
     directory: Path
     spec: base.SandboxSpec
     lower: Path | None
-    """The base of the workdir, which is not changed."""
+    """Read-only base of the workdir; None for an empty one."""
     workdir: PurePosixPath
     has: Callable[[str], bool]
-    """Whether its system has a path, where an optional mount is left out."""
+    """Whether a path exists in the sandbox without mounts; optional mounts there are skipped."""
 
 
 class HostSandbox(base.Sandbox):
@@ -61,16 +61,16 @@ class HostSandbox(base.Sandbox):
         self._directory = directory
         self._workspace = workspace
         self._folders = dict(folders)
-        """Writable folders on this machine, by where programs see them."""
+        """Writable folders on this machine, by their paths in the sandbox."""
         self._in_use = asyncio.Lock()
 
     async def start(self) -> None:
-        """Create its folders; a workdir with something in it is an error, not a head start."""
-        # To its end also when cancelled: who gives up half-way cannot know what is there.
+        """Create the sandbox's folders. Raises `SandboxError` if the workdir is not empty."""
+        # Run to its end even if cancelled: the state after an interruption would be unknown.
         await finish(asyncio.to_thread(self._create))
 
     async def aclose(self) -> None:
-        """End its programs and remove what nobody reads any more; also after a failed `start`."""
+        """End its programs and remove temporary files, also after a failed `start`."""
         try:
             await self._stop()
         finally:
@@ -101,7 +101,7 @@ class HostSandbox(base.Sandbox):
             return await asyncio.to_thread(self._workspace.diff, limits)
 
     async def _locate(self, path: PurePath) -> Mapping[PurePosixPath, Path]:
-        """Return the writable folders as they can be used from here; `path` is in one of them."""
+        """Return the writable folders' paths on this machine; `path` is to be in one of them."""
         return self._folders
 
     async def _stop(self) -> None:
@@ -119,14 +119,14 @@ class HostSandbox(base.Sandbox):
         self._workspace.mount()
 
     def _clean_up(self) -> None:
-        """Unmount and remove what nobody reads any more. Blocks."""
+        """Unmount the workspace and remove temporary files. Blocks."""
         self._workspace.unmount()
 
 
 class IsolatedSandbox(HostSandbox):
     """A sandbox in namespaces of its own, whose process 1 is the shell of a `Runner`.
 
-    It is killed as a whole when a program outlives its timeout or its limits, and started again
+    The whole sandbox is killed when a program exceeds its timeout or its limits, and restarted
     with the same files for the next program.
     """
 
@@ -139,23 +139,24 @@ class IsolatedSandbox(HostSandbox):
         allow: AllowList | None,
         cgroup_parent: Cgroup | None,
     ) -> None:
-        """Without a `cgroup_parent` the driver enforces `limits` itself.
+        """Create a sandbox of `layout`, without starting it.
 
-        Without an `allow` list the network is this machine's.
+        Without a `cgroup_parent` the driver enforces `limits` itself. Without an `allow` list the
+        sandbox uses the host's network.
         """
         directory, spec, lower, workdir, has = layout
         workspace = OverlayWorkspace(directory, lower, spec.files)
-        mounts = [one for one in spec.mounts if not (one.optional and has(one.target))]
+        mounts = [mount for mount in spec.mounts if not (mount.optional and has(mount.target))]
         writable = [mount.target for mount in mounts if mount.source is None]
         folders = {
-            PurePosixPath("/tmp"): directory / "tmp",  # noqa: S108 - its own
+            PurePosixPath("/tmp"): directory / "tmp",  # noqa: S108 - the sandbox's own
             base.HOME: directory / "home",
             workdir: workspace.work,
-            **{PurePosixPath(to): directory / "mounts" / str(n) for n, to in enumerate(writable)},
+            **{PurePosixPath(path): directory / f"mounts/{n}" for n, path in enumerate(writable)},
         }
         super().__init__(directory, workspace, folders)
         self.workdir: PurePosixPath = workdir
-        self._read_only = {PurePosixPath(one.target): one.source for one in mounts if one.source}
+        self._read_only = {PurePosixPath(m.target): m.source for m in mounts if m.source}
         self._limits = limits
         self._allow = allow
         self._forwards = PortForwards(allow)
@@ -165,25 +166,25 @@ class IsolatedSandbox(HostSandbox):
         self._cgroup_parent = cgroup_parent
         self._own_cgroup = SandboxCgroup(cgroup_parent or Cgroup(), directory)
         self._cgroup = self._own_cgroup.group
-        """Where the kernel counts its memory, if anywhere."""
+        """Control group with the memory and processor accounting; its fields may be None."""
         self._cpu_time = (0.0, 0.0)
-        """As it was before its processes were killed."""
+        """Result of `Cgroup.read_cpu_time` before the last kill."""
         self._limiting: asyncio.Future[None] | None = None
-        """Limits are set beside the start, because the kernel takes its time for a group."""
+        """Task that sets the limits during the start: moving a process into a group is slow."""
         self._runner: Runner | None = None
         self._guard = Guard()
-        """For drivers whose sandboxes do not die with this process by themselves."""
+        """For drivers whose sandboxes would outlive this process."""
         self._pid = 0
-        """Its process 1, as this machine counts."""
+        """Host's process id of the sandbox's process 1; 0 while it does not run."""
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Create its folders and start it."""
+        """Create the sandbox's folders and start it."""
         await super().start()
         await self._ensure_started()
 
     async def expose(self, url: str) -> str:
-        """Forward a port to the server at `url`, unless the network is this machine's."""
+        """Forward a port to the server at `url`, unless the sandbox uses the host's network."""
         await self._ensure_started()
         return url if self._allow is None else await self._forwards.add(self._pid, url)
 
@@ -195,7 +196,7 @@ class IsolatedSandbox(HostSandbox):
         timeout_s: float | base.PausableTimeout,
         log_name: str = "agent",
     ) -> base.Exit:
-        """Run a program by the sandbox's shell, one at a time."""
+        """Run a program in the sandbox's shell, one at a time."""
         async with self._in_use:
             runner = await self._ensure_started()
             if self._limiting is not None:
@@ -215,18 +216,18 @@ class IsolatedSandbox(HostSandbox):
                 starved = is_starved(used_s - began_s, waited_s, end.seconds)
                 end = msgspec.structs.replace(end, starved=starved)
             if end.cause is Cause.AGENT_MEMORY:
-                await self._stop()  # with its /dev/shm, which would end the next program, too
+                await self._stop()  # a full /dev/shm would also end the next program
             return end
 
     async def diff(self, limits: PatchLimits | None = None) -> Patch:
-        """Stop the sandbox, forget its port forwards and return what changed in the workdir."""
+        """Stop the sandbox, drop its port forwards and return what changed in the workdir."""
         patch = await super().diff(limits)
         self._forwards = PortForwards(self._allow)
         return patch
 
     def _create(self) -> None:
         super()._create()
-        self._directory.chmod(0o700)  # what programs are given is nobody else's business
+        self._directory.chmod(0o700)  # other users must not read the programs' environments
         self._own_cgroup.create(self._limits)
 
     def _clean_up(self) -> None:
@@ -238,21 +239,21 @@ class IsolatedSandbox(HostSandbox):
     async def _start(self, runner: Runner) -> None:
         """Start the sandbox, set `_pid` and wait for its shell.
 
-        Whatever was begun must be found by `_kill_processes`, also if this is cancelled. A runner
-        that is not alive on return is not used; this is called again with another one.
+        `_kill_processes` must be able to kill a partly started sandbox, also after a cancellation.
+        If the runner is not alive on return, `_start` is called again with a new one.
         """
 
     @abstractmethod
     async def _kill_processes(self) -> None:
-        """Kill everything in the sandbox, if it was started; return when nothing is left."""
+        """Kill all processes of the sandbox, if it was started; return when none is left."""
 
     async def _run_monitored(self, program: Callable[[], Awaitable[base.Exit]]) -> base.Exit:
         return await self._monitor.run(program, self._pid)
 
     def _writable_folders(self) -> list[Path]:
-        """Folders that count for its disk limit; the workspace by its own layer."""
+        """Return the folders that count for the disk limit; of an overlay, its upper layer."""
         work = self._workspace.work
-        return [self._workspace.own, *(one for one in self._folders.values() if one != work)]
+        return [self._workspace.own, *(path for path in self._folders.values() if path != work)]
 
     # ------------------------------------------------------------------ starting and stopping
     async def _ensure_started(self) -> Runner:
@@ -280,7 +281,7 @@ class IsolatedSandbox(HostSandbox):
         self._own_cgroup.add(self._pid)
 
     async def _kill(self, runner: Runner | None = None) -> None:
-        """Kill what is in it, unless another one than `runner` has been started by now."""
+        """Kill the sandbox's processes, unless a runner other than `runner` was started since."""
         async with self._starting:
             if runner in {None, self._runner}:
                 self._cpu_time = await asyncio.to_thread(self._cgroup.read_cpu_time)
@@ -293,9 +294,9 @@ class IsolatedSandbox(HostSandbox):
     async def _end(self) -> None:
         limiting, self._limiting = self._limiting, None
         if limiting is not None:
-            # Before the kill: a number that is free again may be another process's.
+            # Wait before the kill, after which the pid may be another process's.
             await asyncio.wait([limiting])
-            limiting.exception()  # a program that would have run has raised it
+            limiting.exception()  # marked as retrieved: `run` raises it
         await self._kill_processes()
         await self._forwards.aclose()
         if self._runner is not None:
@@ -304,7 +305,7 @@ class IsolatedSandbox(HostSandbox):
 
 
 class HostRuntime(base.Runtime):
-    """Opens sandboxes over workspaces from a cache of at most `cache_gb`."""
+    """Opens sandboxes with workspaces from a cache of at most `cache_gb`."""
 
     def __init__(self, cache_gb: float) -> None:
         self._cache = WorkspaceCache(max_gb=cache_gb)
@@ -314,7 +315,7 @@ class HostRuntime(base.Runtime):
         return reap_cgroups(directory) + unmount_all(directory)
 
     def check_available(self) -> str | None:
-        """Return why `inspect` fails, if it does."""
+        """Return the error of `inspect`; None if it succeeds."""
         try:
             self.inspect()
         except SandboxError as error:
@@ -322,14 +323,14 @@ class HostRuntime(base.Runtime):
         return None
 
     def inspect(self) -> Any:
-        """Find out what this machine offers, if that matters. Blocks. Raises `SandboxError`."""
+        """Detect what the driver needs to know of this machine. Blocks. Raises `SandboxError`."""
         return None
 
     @contextlib.asynccontextmanager
     async def open(
         self, directory: Path, spec: base.SandboxSpec | None = None
     ) -> AsyncIterator[HostSandbox]:
-        """Open a sandbox under `directory` and close it on leaving, also when cancelled."""
+        """Open a sandbox under `directory`; close it on exit, also when cancelled."""
         async with contextlib.AsyncExitStack() as stack:
             sandbox = await self._create(Path.cwd() / directory, spec or base.SandboxSpec(), stack)
             try:
@@ -339,7 +340,7 @@ class HostRuntime(base.Runtime):
                 await finish(sandbox.aclose())
 
     async def prefetch(self, workspaces: Iterable[Workspace]) -> list[str]:
-        """Fill the caches; return the errors of those that failed."""
+        """Fill the caches; return the error of each workspace that failed."""
         errors = []
         for workspace in dict.fromkeys(workspaces):
             try:
@@ -356,13 +357,13 @@ class HostRuntime(base.Runtime):
         """Check `spec`, prepare its workspace and return a sandbox that is not started yet."""
 
     async def _prepare(self, workspace: Workspace, stack: contextlib.AsyncExitStack) -> Any:
-        """Hold on `stack` what a workspace begins with: its base folder, by default."""
+        """Open the base of a workspace until `stack` is closed: a folder, by default."""
         return await stack.enter_async_context(self._cache.open(workspace))
 
     async def _hold_copy(
         self, stack: contextlib.AsyncExitStack, key: str, copy: Fill, commit: str | None, what: str
     ) -> Path:
-        """Hold a folder out of an image, whose repository ends at `commit` if there is one."""
+        """Open a cached copy of an image's folder; with a `commit`, see `end_history`."""
 
         async def fill(into: Path) -> None:
             await copy(into)
@@ -373,7 +374,7 @@ class HostRuntime(base.Runtime):
 
 
 def try_command(argv: Sequence[str]) -> str:
-    """Return what a command says that fails; nothing if it works. Blocks."""
+    """Run a command and return its error output; empty if it succeeds. Blocks."""
     try:
         done = subprocess.run(argv, capture_output=True, timeout=_PROBE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -383,7 +384,7 @@ def try_command(argv: Sequence[str]) -> str:
 
 
 def resolve_workdir(workspace: Workspace, default: PurePosixPath = base.WORKDIR) -> PurePosixPath:
-    """Return where programs see the workspace. Raises `UsageError` for an unusable path."""
+    """Return the workspace's path in the sandbox. Raises `UsageError` for an unusable path."""
     workdir = PurePosixPath(workspace.path) if workspace.path else default
     if (
         not workdir.is_absolute()

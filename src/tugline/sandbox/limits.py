@@ -1,11 +1,11 @@
 """Resource limits of a sandbox: memory, processes, processor time and files.
 
 Memory and the number of processes are limited for the whole sandbox by control groups (version 1
-or 2) where this user may create them, else for each process by rlimits, which do not limit the
-number of root's processes. Sandboxes with a control group of the processor get equal shares of it,
-however many processes each has. `list_unenforced` says what is left open. A control group has a
-record beside the sandbox from before it is created until after it is removed, so that a later
-process can clean up. For the disk see `monitor`.
+or 2) if this user may create them, else for each process by rlimits, which do not limit the number
+of root's processes. Sandboxes with a processor control group get equal shares, however many
+processes each has. `list_unenforced` lists the limits that are not enforced. A control group has a
+record in the sandbox's directory from before its creation until after its removal, so that a later
+process can clean up. For the disk see `resource_monitor`.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ _CONTROLLERS = ("memory", "pids", "cpu", "cpuacct")
 """Names of the controllers, in the order of the fields of `Cgroup`."""
 _PREFIX = "tugline-"
 TRIAL = f"{_PREFIX}trial-"
-"""Begins the names of groups that only try whether one can be made."""
+"""Name prefix of groups that are created as a test."""
 _TRIAL_S = 60.0
 _NICE = 5
 OOM_SCORE = 500
-"""Programs are killed before the node; with `CAP_SYS_RESOURCE` it is their lowest."""
+"""``oom_score_adj`` of programs, which are killed before the node; only root may set it lower."""
 _NEAR_LIMIT = 0.95
-"""Share of its limit that a group has used when a process was killed for the group's sake."""
+"""Fraction of a group's limit from which on kills are attributed to that limit."""
 _REMOVE_S = 5.0
 _UNLIMITED = 1 << 60
 
@@ -51,72 +51,72 @@ class ProgramLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one sandbox, or of each of its processes."""
 
     memory_mb: PositiveInt = 8192
-    """Of all its processes, without what the kernel may drop."""
+    """Memory of all processes in MiB, without caches that the kernel may drop."""
     processes: PositiveInt = 1024
-    """Processes and threads."""
+    """Number of processes and threads."""
     disk_mb: PositiveInt = 10_240
-    """What it writes: workspace, home and /tmp."""
+    """Data written to workspace, home and /tmp, in MiB."""
     file_mb: PositiveInt = 4096
-    """The largest file that a process may write."""
+    """Size of a file that a process writes, in MiB."""
     cpu_s: PositiveInt = 7200
-    """Processor time of each process."""
+    """Processor time of each process, in seconds."""
     open_files: PositiveInt = 4096
-    """Of each process."""
+    """Open files of each process."""
     output_mb: PositiveInt = 64
-    """The largest log."""
+    """Size of a log, in MiB."""
 
 
 def check_limits(runtime: str, **limits: object) -> ProgramLimits:
-    """Return limits from options. Raises `ConfigError` for a name or a value that is wrong."""
+    """Return limits from options. Raises `ConfigError` for an unknown name or a wrong value."""
     return decode(limits, ProgramLimits, source=f"runtime {runtime!r}")
 
 
 class OomKills(NamedTuple):
-    """How many processes of a sandbox the kernel has killed for lack of memory."""
+    """Numbers of a sandbox's processes that the kernel killed for lack of memory."""
 
     own: int = 0
-    """The sandbox was at its limit."""
+    """Kills at the sandbox's own limit."""
     others: int = 0
-    """It was not: the node, or what it runs in, was short of memory."""
+    """Kills below it: the node, or a group around it, was short of memory."""
 
 
 class Cgroup(msgspec.Struct, frozen=True):
-    """The control group folders of each controller; one folder for both in version 2."""
+    """Control group folder of each controller; in version 2 all are the same folder."""
 
     memory: Path | None = None
     processes: Path | None = None
     cpu: Path | None = None
     cpu_time: Path | None = None
-    """Where its processor time is counted."""
+    """Folder of the group that counts processor time."""
 
     @property
     def unified(self) -> bool:
-        """Whether it is of version 2."""
+        """Whether the group is of version 2."""
         return self.memory is not None and (self.memory / "cgroup.controllers").exists()
 
     def read_limits(self) -> tuple[int | None, int | None]:
-        """Bytes of memory, and processes; None without a limit."""
+        """Return the limits of memory in bytes and of processes; None where there is no limit."""
         memory = _read_limit(self.memory, "memory.max", "memory.limit_in_bytes")
         return memory, _read_limit(self.processes, "pids.max")
 
     def count_oom_kills(self) -> OomKills:
-        """Count the kills so far; none without a group."""
+        """Return the kills so far; zeros without a memory group."""
         if self.memory is None:
             return OomKills()
         unified = _read_counts(self.memory / "memory.events")
         count = (unified or _read_counts(self.memory / "memory.oom_control")).get("oom_kill", 0)
         if unified:
             own = min(count, unified.get("oom", 0))
-        else:  # version 1 does not say whose limit it was
+        else:  # version 1 does not report which limit was exceeded
             peak = _read_limit(self.memory, "memory.max_usage_in_bytes") or 0
             limit = _read_limit(self.memory, "memory.limit_in_bytes") or _UNLIMITED
             own = count if peak >= _NEAR_LIMIT * limit else 0
         return OomKills(own, count - own)
 
     def read_cpu_time(self) -> tuple[float, float]:
-        """Seconds that its processes have run, and the longest that a thread has waited to run.
+        """Return the group's processor time and the longest run-queue wait of a thread, in seconds.
 
-        The first is infinite where it is not counted. Processes that have ended count, too.
+        The time includes processes that have ended; it is infinite if the kernel does not count it.
         """
         if self.cpu_time is None:
             return math.inf, 0.0
@@ -130,7 +130,7 @@ class Cgroup(msgspec.Struct, frozen=True):
 
 
 def cgroup_of(pid: int | str) -> Cgroup:
-    """Return the control group that a process is in."""
+    """Return the control group of a process."""
     folders = {}
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
@@ -142,7 +142,7 @@ def cgroup_of(pid: int | str) -> Cgroup:
 
 
 def find_cgroup_parent() -> Cgroup:
-    """Find where control groups can be created, by creating and removing one. Blocks."""
+    """Return the group in which control groups can be created, tested by creating one. Blocks."""
     own = cgroup_of("self")
     with contextlib.suppress(OSError):
         if (_ROOT / "cgroup.controllers").exists():
@@ -154,26 +154,26 @@ def find_cgroup_parent() -> Cgroup:
 def list_unenforced(parent: Cgroup) -> list[str]:
     """Return the limits that are not enforced on this machine, one line each."""
     by_root = os.geteuid() == 0
-    how = "has no limit" if by_root else "is limited by an rlimit, not a control group"
+    extent = "has no limit" if by_root else "is limited by an rlimit, not a control group"
     limits = (
         (parent.memory, "memory is limited for each process, not for the sandbox"),
-        (parent.processes, f"the number of processes {how}"),
+        (parent.processes, f"the number of processes {extent}"),
         (parent.cpu, "a sandbox of many busy processes slows the others"),
     )
     return [f"{line} (no control groups here)" for group, line in limits if group is None]
 
 
 def is_starved(used_s: float, waited_s: float, wall_s: float) -> bool:
-    """Whether a program had too little of the processors because others had them.
+    """Return whether a program was slow because other programs used the processors.
 
-    One thread waited for most of the time, and longer than all of them ran: where a sandbox's own
-    threads are in each other's way, they run while one waits.
+    True if one thread waited for more than half of the time and longer than all threads ran. If a
+    sandbox's threads only wait for each other, they run while one waits.
     """
     return waited_s > max(used_s, wall_s / 2)
 
 
 class SandboxCgroup:
-    """The control groups of one sandbox, where there are any. Its methods block."""
+    """The control groups of one sandbox, if this machine allows any. Methods block."""
 
     def __init__(self, parent: Cgroup, directory: Path) -> None:
         name = _PREFIX + secrets.token_hex(8)
@@ -183,7 +183,7 @@ class SandboxCgroup:
         self._record = directory / f"{name}{RECORD}"
 
     def create(self, limits: ProgramLimits) -> None:
-        """Create them, after their record. Raises `SandboxError`."""
+        """Write the record and create the groups. Raises `SandboxError`."""
         if not self._folders:
             return
         memory = limits.memory_mb * _MB
@@ -199,25 +199,28 @@ class SandboxCgroup:
             if self.group.processes:
                 _write(self.group.processes, {"pids.max": limits.processes})
         except OSError as error:
-            msg = f"cannot make the control group {error.filename}: {error.strerror}"
+            msg = f"cannot create the control group {error.filename}: {error.strerror}"
             raise SandboxError(msg) from error
 
     def add(self, pid: int) -> None:
-        """Move a process into them; its children follow. Takes some ms. Raises `SandboxError`."""
+        """Move a process to the groups, which its children inherit; takes a few milliseconds.
+
+        Raises `SandboxError`.
+        """
         for folder in self._folders:
-            has_ended = contextlib.suppress(ProcessLookupError)  # whoever waits for it says so
+            has_ended = contextlib.suppress(ProcessLookupError)  # reported by `Runner`
             with translate_errors(f"process {pid} cannot be put into {folder}"), has_ended:
                 (folder / "cgroup.procs").write_text(str(pid))
 
     def remove(self) -> None:
-        """Remove them and their record; all their processes are dead."""
+        """Remove the groups, whose processes must be dead, and the record."""
         for folder in self._folders:
             _remove(folder)
         self._record.unlink(missing_ok=True)
 
 
 def reap_cgroups(directory: Path) -> int:
-    """Remove the groups of the records there and kill what still runs in them; return how many."""
+    """Remove groups with records below `directory`, killing their processes; return how many."""
     count = 0
     for record, folders in find_records(directory, RECORD, list[str]):
         for folder in map(Path, folders):
@@ -229,20 +232,20 @@ def reap_cgroups(directory: Path) -> int:
 
 
 def set_rlimits(pid: int, limits: ProgramLimits, parent: Cgroup) -> None:
-    """Limit a process and all that it will start; a lower limit that is in force stays."""
-    wanted = {
+    """Set the rlimits of a process, which its children inherit; lower limits are kept."""
+    rlimits = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_CPU: limits.cpu_s,
         resource.RLIMIT_FSIZE: limits.file_mb * _MB,
         resource.RLIMIT_NOFILE: limits.open_files,
     }
     if parent.memory is None:
-        # Not the address space: V8 reserves far more of it than it will ever use.
-        wanted[resource.RLIMIT_DATA] = limits.memory_mb * _MB
+        # Not RLIMIT_AS: V8 reserves far more address space than it uses.
+        rlimits[resource.RLIMIT_DATA] = limits.memory_mb * _MB
     if parent.processes is None:
-        wanted[resource.RLIMIT_NPROC] = limits.processes
+        rlimits[resource.RLIMIT_NPROC] = limits.processes
     with contextlib.suppress(ProcessLookupError):
-        for kind, value in wanted.items():
+        for kind, value in rlimits.items():
             hard = resource.prlimit(pid, kind)[1]
             allowed = value if hard == resource.RLIM_INFINITY else min(hard, value)
             resource.prlimit(pid, kind, (allowed, allowed))
@@ -253,7 +256,7 @@ def set_rlimits(pid: int, limits: ProgramLimits, parent: Cgroup) -> None:
 
 
 def _find_unified_parent(own: Path) -> Cgroup:
-    """Return our own group if it may be divided, else the one above it."""
+    """Return this process's group if groups can be created in it, else the parent group."""
     for controllers in ("+memory +pids", "+cpu"):
         with contextlib.suppress(OSError):
             (own / "cgroup.subtree_control").write_text(controllers)
@@ -273,11 +276,11 @@ def _usable_parent(controller: str, own: Path | None) -> Path | None:
 
 
 def _can_create(folder: Path) -> bool:
-    """Whether a group can be created there and a process moved into it."""
-    for left in folder.glob(f"{TRIAL}*"):  # by a process that was killed
+    """Return whether a group can be created in `folder` and a process moved to it."""
+    for stale in folder.glob(f"{TRIAL}*"):  # of a process that was killed
         with contextlib.suppress(OSError):
-            if left.stat().st_mtime < time.time() - _TRIAL_S:
-                left.rmdir()
+            if stale.stat().st_mtime < time.time() - _TRIAL_S:
+                stale.rmdir()
     trial = folder / f"{TRIAL}{secrets.token_hex(8)}"
     try:
         trial.mkdir()
@@ -301,7 +304,7 @@ def _read_counts(file: Path) -> dict[str, int]:
 
 
 def _read_limit(folder: Path | None, *names: str) -> int | None:
-    """Return the number in the first of these files that there is; None for "unlimited"."""
+    """Return the number in the first of these files that exists; None for "unlimited"."""
     for name in names if folder is not None else ():
         with contextlib.suppress(OSError):
             text = (folder or _ROOT).joinpath(name).read_text().strip()
@@ -311,7 +314,7 @@ def _read_limit(folder: Path | None, *names: str) -> int | None:
 
 
 def _read_wait(thread: str) -> int:
-    """Nanoseconds that a thread was ready to run while others ran."""
+    """Return the nanoseconds that a thread has waited in the run queue."""
     with contextlib.suppress(OSError, IndexError):
         return int(Path(f"/proc/{thread}/schedstat").read_text().split()[1])
     return 0
@@ -319,12 +322,12 @@ def _read_wait(thread: str) -> int:
 
 def _write(folder: Path, values: Mapping[str, int]) -> None:
     for name, value in values.items():
-        with contextlib.suppress(FileNotFoundError):  # swap is not counted everywhere
+        with contextlib.suppress(FileNotFoundError):  # not every kernel accounts swap
             (folder / name).write_text(str(value))
 
 
 def _remove(folder: Path) -> None:
-    """Remove a group; dead processes leave theirs a little later than they die."""
+    """Kill a group's processes and remove it; a dead process leaves its group with a delay."""
     deadline = time.monotonic() + _REMOVE_S
     while folder.is_dir() and time.monotonic() < deadline:
         with contextlib.suppress(OSError):

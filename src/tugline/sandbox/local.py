@@ -1,12 +1,12 @@
-"""Run agents as plain processes of this machine: quick, nothing to install, little isolation.
+"""Run agents as plain processes of this machine: fast, nothing to install, little isolation.
 
-Each program gets its own session, a clean environment (PATH, LANG, HOME, TMPDIR and what it is
-given), no stdin, a log file and resource limits. It can read what this user can read and reach the
-network: use it for agents and tasks you would run in your own shell. docs/runtimes.md says what is
-isolated and what is not.
+Each program gets its own session, a clean environment (PATH, LANG, HOME, TMPDIR and the caller's
+variables), no stdin, a log file and resource limits. It can read this user's files and use the
+network: run only agents and tasks that you would run in your own shell. docs/runtimes.md lists what
+is isolated and what is not.
 
-What was started is written to ``<mark>.started`` before it is waited for, so that after ``kill -9``
-of this process the next one ends the orphans (`reap`).
+Each program has a record, ``<mark>.started``, by which the next process ends its orphans if this
+process is killed (`reap`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ _RECORD = ".started"
 
 
 class LocalRuntime(HostRuntime):
-    """Sandboxes that are folders, with programs that are children of this process.
+    """Opens sandboxes that are folders, whose programs are children of this process.
 
-    `cpu_s` is processor time of each single process, `file_mb` the largest file it may write,
-    `open_files` how many it may hold open, `output_mb` the largest log; `cache_gb` limits the cache
-    of workspaces.
+    Limits of each process: `cpu_s` of processor time, `file_mb` of the largest file that it writes,
+    and `open_files`. `output_mb` limits a log, `cache_gb` the cache of workspaces.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class LocalRuntime(HostRuntime):
     ) -> None:
         super().__init__(cache_gb)
         self.ulimits = f"ulimit -c 0; ulimit -t {cpu_s}; ulimit -f {file_mb * 2048}"
-        # A lower limit than asked for may already be in force; that one stays then.
+        # A lower limit that is already in force stays.
         self.ulimits += f'; ulimit -n {open_files} 2>/dev/null; exec "$@"'
         self.max_log_bytes = output_mb << 20
 
@@ -65,7 +64,7 @@ class LocalRuntime(HostRuntime):
         return LocalSandbox(directory, workspace, self)
 
     def reap(self, directory: Path) -> int:
-        """End what a killed process left running in sandboxes under `directory`."""
+        """End programs that a killed process left running in sandboxes under `directory`."""
         count = 0
         for path, record in processes.find_records(directory, _RECORD, ProgramRecord):
             count += processes.end_program(record)
@@ -73,7 +72,7 @@ class LocalRuntime(HostRuntime):
         return count + super().reap(directory)
 
     def list_weaknesses(self) -> Sequence[str]:
-        """Return what docs/runtimes.md explains."""
+        """Return the missing isolation, which docs/runtimes.md explains."""
         return (
             "files of this user can be read and changed",
             "processes of this user can be seen and ended",
@@ -92,20 +91,20 @@ class LocalSandbox(HostSandbox):
         self.workdir = workspace.work
         self.home, self._tmp = directory / "home", directory / "tmp"
         writable = (self.workdir, self.home, self._tmp)
-        super().__init__(directory, workspace, {PurePosixPath(one): one for one in writable})
+        super().__init__(directory, workspace, {PurePosixPath(path): path for path in writable})
         self._runtime = runtime
 
     async def expose(self, url: str) -> str:
-        """Return `url`: this machine's network is the programs' own."""
+        """Return `url`: programs use this machine's network."""
         return url
 
     def read_folder_state(self) -> object:
         """Return a value that changes when its folders are changed or replaced."""
-        found = []
+        state = []
         for folder in (self.workdir, self.home):
             stat = folder.lstat()
-            found.append((stat.st_dev, stat.st_ino, stat.st_ctime_ns, sorted(folder.iterdir())))
-        return found
+            state.append((stat.st_dev, stat.st_ino, stat.st_ctime_ns, sorted(folder.iterdir())))
+        return state
 
     async def run(
         self,
@@ -115,7 +114,7 @@ class LocalSandbox(HostSandbox):
         timeout_s: float | PausableTimeout,
         log_name: str = "agent",
     ) -> Exit:
-        """Run `argv` in the workdir; when it ends, times out or is cancelled, end all of it."""
+        """Run `argv` in the workdir; afterwards, also when cancelled, kill what it started."""
         began = time.monotonic()
         record = ProgramRecord(pid=0, start=None, mark=secrets.token_hex(16))
         await asyncio.to_thread(self._write_record, record)
@@ -160,7 +159,7 @@ class LocalSandbox(HostSandbox):
     async def _end(
         self, process: asyncio.subprocess.Process | None, record: ProgramRecord, output: OutputLog
     ) -> None:
-        """Without a process, cancelled while it was being started, the mark finds what there is."""
+        """Kill the program, found by its mark if the start was cancelled (`process` is None)."""
         await asyncio.to_thread(processes.end_program, record)
         if process is not None:
             await process.wait()
@@ -176,17 +175,17 @@ class LocalSandbox(HostSandbox):
         return self._directory / f"{record.mark}{_RECORD}"
 
     def _write_record(self, record: ProgramRecord) -> None:
-        """Write it before the program starts, with its mark alone, and again after."""
+        """Write the record: before the start with only the mark, and again after the start."""
         files.replace_file(self._record_path(record), msgspec.json.encode(record))
 
 
 def _check(spec: SandboxSpec) -> None:
-    """Raise `UsageError` for what only an isolated sandbox can provide."""
+    """Raise `UsageError` for fields and mounts that need an isolated sandbox."""
     other = {"image": "container", "build": "container", "path": "bubblewrap"}
     refuse_fields("local", spec.workspace, **other)
     for mount in spec.mounts:
-        there = mount.optional and Path(mount.target).exists()
-        if mount.source != mount.target and not there:
-            what = mount.source or "a folder of its own"
-            msg = f"runtime 'local' cannot show {what} at {mount.target}; take 'bubblewrap'"
+        skipped = mount.optional and Path(mount.target).exists()
+        if mount.source != mount.target and not skipped:
+            what = mount.source or "a new folder"
+            msg = f"runtime 'local' cannot mount {what} at {mount.target}; use 'bubblewrap'"
             raise UsageError(msg)

@@ -1,10 +1,10 @@
 """Create a listening socket inside another process's network namespace, from outside.
 
-A namespace belongs to the thread that makes a socket, and the socket stays in it wherever it is
-used. With the right to do so (root), a thread enters the namespace, makes the socket and ends
-there; it never comes back, so nothing of this process is left inside. Without it, a short-lived
-process enters the user namespace that owns the network first, and passes the socket back: this
-file is its program, so it imports nothing but the standard library.
+A namespace is a property of the thread that creates a socket, and the socket stays in it wherever
+it is used. Root can do this in a thread, which enters the namespace, creates the socket and exits.
+Other users need a short-lived process, which first enters the user namespace that owns the network,
+and passes the socket back. This file is the program of that process, so it imports nothing but the
+standard library.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ _HELPER_S = 10.0
 
 
 def listen(pid: int, port: int) -> socket.socket:
-    """Return a TCP socket that listens on loopback in the network of process `pid`. Blocks.
+    """Return a TCP socket that listens on loopback in the network namespace of `pid`. Blocks.
 
     Raises `OSError`.
     """
@@ -56,7 +56,7 @@ def _in_helper(pid: int, port: int) -> socket.socket:
 
 
 def _enter(pid: int, port: int, *, with_user: bool) -> socket.socket:
-    """Enter the namespace for good, and listen."""
+    """Move this thread to the namespace and return a listening socket."""
     libc = ctypes.CDLL(None, use_errno=True)
     network = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -78,7 +78,7 @@ def _join(libc: ctypes.CDLL, namespace: int, kind: int) -> None:
 
 
 def _loopback_up() -> None:
-    """Some tools create a network without bringing its loopback device up."""
+    """Bring the loopback device up, which some tools that create a network do not."""
     with socket.socket() as any_socket:
         request = struct.pack("16sh22x", b"lo", 0)
         _, flags = struct.unpack("16sh22x", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request))

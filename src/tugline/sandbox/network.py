@@ -1,16 +1,16 @@
-"""A sandbox's only way out: ports forwarded to servers, and a proxy for an allow-list of hosts.
+"""Network access of a sandbox: ports forwarded to servers, and a proxy for an allow-list of hosts.
 
-A sandbox has a network of its own with nothing in it but loopback. A forwarded port is a listening
-socket in there (`netns`), served by this process, which relays each connection to one address: the
-gateway's. Nothing runs inside, any image will do, and there is no route to anything else (I6).
-Ports are the same in every sandbox, so that all samples of a task see the same addresses.
+A sandbox's network has only a loopback device. A forwarded port is a socket that listens there
+(`netns`) and is served by this process, which relays each connection to one address: the gateway's.
+No helper runs inside, any image works, and there is no route to anything else (I6). Port numbers
+are the same in every sandbox, so that all samples of a task see the same addresses.
 
-An allow-list adds one more port: an HTTP proxy that programs find by ``HTTP_PROXY`` and
-``HTTPS_PROXY``. CONNECT is relayed as it is, so TLS is between the program and its host; a plain
-request has its first line rewritten. The name must be on the list and the address must be a public
-one: a name on the list that leads to loopback, to a private network or to a cloud's metadata
-service is refused, unless the list has that address, too. A connection goes to the address that was
-checked. Refusals are a 403 with a sentence.
+An allow-list adds a port with an HTTP proxy, which programs find by ``HTTP_PROXY`` and
+``HTTPS_PROXY``. CONNECT is relayed unchanged, so TLS is between the program and the host; of a
+plain request, the first line is rewritten. The name must be on the list and must resolve to a
+public address: an address of loopback, of a private network or of a cloud's metadata service must
+be on the list itself. The connection goes to the address that was checked. A refusal is a 403 with
+the reason as text.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tugline.sandbox import netns
 from tugline.sandbox.processes import finish
 
 PORT = 10040
-"""Of the first server; the next ones follow."""
+"""Port of the first server; further servers get the next numbers."""
 PROXY_PORT = 10030
 MAX_CONNECTIONS = 256
-"""Of one port at once; those over it are reset."""
+"""Maximum open connections of a port; further ones are reset."""
 MAX_HEAD = 32 << 10
-"""Bytes that a program may send the proxy before it has a target."""
+"""Maximum bytes of a request head that a program sends to the proxy."""
 DIAL_S = 10.0
-"""Seconds for a program to say where it wants to go and for the target to accept."""
+"""Timeout in seconds for a program to send its request head and for the target to accept."""
 _PROBE_S = 5.0
 _CHUNK = 1 << 16
 _OWN = "127.0.0.1,localhost"
@@ -47,21 +47,21 @@ _PATTERN = re.compile(
     re.IGNORECASE,
 )
 _TUNNELS = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16")))
-"""Ranges of IPv6 behind which an IPv4 address of any kind may be."""
+"""IPv6 ranges that can contain any IPv4 address."""
 _RESOLVE_S = 5.0
 _RESOLVERS = ThreadPoolExecutor(8, thread_name_prefix="tugline-resolve")
-"""Threads of their own, so that slow name servers delay nothing else."""
+"""Separate threads, so that slow name servers delay nothing else."""
 _HOP_HEADERS = (b"proxy-", b"connection:", b"keep-alive:", b"host:")
-"""Headers between a program and its proxy, which are not passed on."""
+"""Prefixes of headers that the proxy does not forward."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Dial = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Streams]]
-"""Connects a program, given its streams, with a target; returns the target's. May refuse."""
+"""Connects a program to a target: takes its streams, returns the target's, or raises `_Refused`."""
 
 
 class _Refused(Exception):
-    """A request that is refused; its text is the response."""
+    """Refusal of a request; its text is the response body."""
 
     def __init__(self, reason: str, status: str = "403 Forbidden") -> None:
         super().__init__(reason)
@@ -69,7 +69,7 @@ class _Refused(Exception):
 
 
 class PortForwards:
-    """The forwarded ports of one sandbox: none, also no proxy, before the first server is added."""
+    """The forwarded ports of one sandbox. The proxy is opened with the first server."""
 
     def __init__(self, allow: AllowList | None = None) -> None:
         self._allow = allow if allow is not None and allow.patterns else None
@@ -78,7 +78,7 @@ class PortForwards:
 
     @property
     def env(self) -> Mapping[str, str]:
-        """Environment by which programs find the proxy, if there is one."""
+        """Environment variables of the proxy; empty without one."""
         if PROXY_PORT not in self._relays:
             return {}
         proxy = f"http://127.0.0.1:{PROXY_PORT}"
@@ -86,9 +86,9 @@ class PortForwards:
         return {**dict.fromkeys(proxied, proxy), "NO_PROXY": _OWN, "no_proxy": _OWN}
 
     async def add(self, pid: int, url: str) -> str:
-        """Forward a port of `pid`'s network to the HTTP server at `url`; return the URL inside.
+        """Forward a port in `pid`'s network to the HTTP server at `url`; return the URL there.
 
-        A server that has a port keeps it. Raises `SandboxNetworkError`.
+        The same server gets the same port. Raises `SandboxNetworkError`.
         """
         target = await _check_reachable(url)
         port = self._ports.setdefault(target, PORT + len(self._ports))
@@ -96,7 +96,7 @@ class PortForwards:
         return urlsplit(url)._replace(netloc=f"127.0.0.1:{port}").geturl()
 
     async def move(self, pid: int) -> None:
-        """Forward the same ports in the network of `pid`: the sandbox was started again."""
+        """Forward the same ports in the network of `pid`, after the sandbox was restarted."""
         await self.aclose()
         if self._ports:
             await self._listen(pid)
@@ -119,7 +119,7 @@ class PortForwards:
         try:
             listener = await asyncio.to_thread(netns.listen, pid, port)
         except OSError as error:
-            msg = f"no socket can be made in the sandbox's network (port {port}): {error}"
+            msg = f"no socket can be created in the sandbox's network (port {port}): {error}"
             raise SandboxNetworkError(msg) from error
         relay = Relay(dial)
         await relay.serve(listener)
@@ -127,7 +127,7 @@ class PortForwards:
 
 
 async def _check_reachable(url: str) -> tuple[str, int]:
-    """Return host and port of a server that answers."""
+    """Return host and port of `url` after connecting to it; else raise `SandboxNetworkError`."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or 80
@@ -141,22 +141,23 @@ async def _check_reachable(url: str) -> tuple[str, int]:
             _, writer = await asyncio.open_connection(host, port)
     except (OSError, TimeoutError) as error:
         reason = str(error) or f"no answer within {_PROBE_S:.0f} s"
-        msg = f"nothing answers at {host}:{port}, which a sandbox is to reach: {reason}"
+        msg = f"nothing answers at {host}:{port}, which a sandbox needs to reach: {reason}"
         raise SandboxNetworkError(msg) from error
     writer.close()
     return host, port
 
 
 def dial_to(host: str, port: int) -> Dial:
-    """Return what connects every program with one address."""
+    """Return a `Dial` that connects every program to one address."""
     return lambda _reader, _writer: asyncio.open_connection(host, port)
 
 
 class Relay:
-    """Relays bytes between the connections of one listening socket, which it owns, and targets.
+    """Relays bytes between the connections of a listening socket, which it closes, and targets.
 
-    Connections and buffers are bounded: a side that does not read makes the other one wait. When
-    one side has ended, the other is told so, and its response still comes through (a half-close).
+    Connections and buffers are bounded: a side that does not read makes the other side wait.
+    Half-closed connections work: the end of one side is passed on, and data of the other side is
+    still relayed.
     """
 
     def __init__(self, dial: Dial) -> None:
@@ -202,7 +203,7 @@ class Relay:
                 async with asyncio.TaskGroup() as copying:
                     copying.create_task(_copy(reader, target_writer))
                     copying.create_task(_copy(target_reader, writer))
-            except* OSError:  # one side is gone: the other gets what was sent to it
+            except* OSError:  # one side is gone: data sent to the other side is still delivered
                 pass
             target_writer.close()
             writer.close()
@@ -210,7 +211,7 @@ class Relay:
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Write what is read until its end, and pass the end on."""
+    """Copy data until end-of-file, then close the writing direction."""
     while (data := await reader.read(_CHUNK)) and not writer.is_closing():
         writer.write(data)
         await writer.drain()
@@ -219,7 +220,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
-    """Write, unless the connection is gone: uvloop raises `RuntimeError` then."""
+    """Write, unless the connection is closed, for which uvloop raises `RuntimeError`."""
     if not writer.is_closing():
         writer.write(data)
 
@@ -227,7 +228,7 @@ def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
 class AllowList:
     """Hosts that may be reached: ``example.com:443``, ``*.example.net:80``, ``[2001:db8::1]:80``.
 
-    ``*.name`` is every name below it, ``*`` any name or port. Raises `ConfigError`.
+    ``*.name`` matches all names below ``name``; ``*`` any name or port. Raises `ConfigError`.
     """
 
     def __init__(self, patterns: Sequence[str]) -> None:
@@ -236,27 +237,27 @@ class AllowList:
     def matches(self, host: str, port: int) -> bool:
         """Return whether a name or address, or a pattern for it, is on the list."""
         return any(
-            (there in {host, "*"} or (there.startswith("*.") and host.endswith(there[1:])))
-            and at in {port, None}
-            for there, at in self.patterns
+            (name in {host, "*"} or (name.startswith("*.") and host.endswith(name[1:])))
+            and number in {port, None}
+            for name, number in self.patterns
         )
 
     def permits(self, address: Address, port: int) -> bool:
-        """Return whether an address is public, or on the list itself."""
+        """Return whether an address is public or on the list."""
         mapped = getattr(address, "ipv4_mapped", None) or address
-        if any((str(one), at) in self.patterns for one in (address, mapped) for at in (port, None)):
+        if any((str(ip), at) in self.patterns for ip in (address, mapped) for at in (port, None)):
             return True
         tunnel = any(mapped in network for network in _TUNNELS if network.version == mapped.version)
         return mapped.is_global and not mapped.is_multicast and not tunnel
 
 
 def _parse_pattern(pattern: str) -> tuple[str, int | None]:
-    found = _PATTERN.fullmatch(pattern) if isinstance(pattern, str) else None
-    port = found["port"] if found else ""
-    if found is None or (port != "*" and not 0 < int(port) < 1 << 16):
+    match = _PATTERN.fullmatch(pattern) if isinstance(pattern, str) else None
+    port = match["port"] if match else ""
+    if match is None or (port != "*" and not 0 < int(port) < 1 << 16):
         msg = f"option allow: {pattern!r} must be HOST:PORT, such as '*.example.net:443'"
         raise ConfigError(msg)
-    host = found["host"].lower()
+    host = match["host"].lower()
     try:
         host = str(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
@@ -269,26 +270,26 @@ def _parse_pattern(pattern: str) -> tuple[str, int | None]:
 async def dial_allowed(
     allow: AllowList, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> Streams:
-    """Connect a program with the host that it requests, if the list allows it."""
-    host, port, hello, first = _parse_request(await reader.readuntil(b"\r\n\r\n"))
+    """Connect a program to the host that it requests, if the list allows the host."""
+    host, port, response, request = _parse_request(await reader.readuntil(b"\r\n\r\n"))
     address = await _resolve(allow, host, port)
     try:
         target = await asyncio.open_connection(address, port)
     except OSError as error:
         reason = f"{host}:{port} does not answer: {error.strerror or error}"
         raise _Refused(reason, "502 Bad Gateway") from error
-    _write(target[1], first)
-    _write(writer, hello)
+    _write(target[1], request)
+    _write(writer, response)
     return target
 
 
 async def _resolve(allow: AllowList, host: str, port: int) -> str:
-    """Return an address of the host that may be reached."""
+    """Return a permitted address of the host. Raises `_Refused`."""
     if not allow.matches(host, port):
         raise _Refused(f"{host}:{port} is not on this sandbox's allow-list")
     try:
         async with asyncio.timeout(_RESOLVE_S):
-            found = await asyncio.get_running_loop().run_in_executor(
+            answers = await asyncio.get_running_loop().run_in_executor(
                 _RESOLVERS, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
             )
     except TimeoutError as error:
@@ -296,7 +297,7 @@ async def _resolve(allow: AllowList, host: str, port: int) -> str:
         raise _Refused(msg, "502 Bad Gateway") from error
     except (OSError, UnicodeError) as error:
         raise _Refused(f"{host} has no address: {error}", "502 Bad Gateway") from error
-    addresses = [str(address[0]).partition("%")[0] for *_, address in found]
+    addresses = [str(address[0]).partition("%")[0] for *_, address in answers]
     for address in addresses:
         if allow.permits(ipaddress.ip_address(address), port):
             return address
@@ -305,9 +306,9 @@ async def _resolve(allow: AllowList, host: str, port: int) -> str:
 
 
 def _parse_request(head: bytes) -> tuple[str, int, bytes, bytes]:
-    """Return the host and port that a program wants to connect to, and what is written first.
+    """Parse a request head; return host, port, response and request.
 
-    The third is for the program, once it is connected, the fourth for the host.
+    After connecting, the response is sent to the program and the request to the host.
     """
     line, *headers = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     try:
@@ -326,12 +327,12 @@ def _parse_request(head: bytes) -> tuple[str, int, bytes, bytes]:
     host = host.rstrip(".")
     if not plain:
         return host, port, b"HTTP/1.1 200 Connection established\r\n\r\n", b""
-    kept = [one for one in headers if not one.lower().startswith(_HOP_HEADERS)]
+    forwarded = [header for header in headers if not header.lower().startswith(_HOP_HEADERS)]
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     named = parts.netloc.rpartition("@")[2]
-    first = [f"{method} {path} {version}".encode(), f"Host: {named}".encode(), *kept]
-    # One request a connection: the next one may be for another host.
-    return host, port, b"", b"\r\n".join([*first, b"Connection: close"]) + b"\r\n\r\n"
+    lines = [f"{method} {path} {version}".encode(), f"Host: {named}".encode(), *forwarded]
+    # One request per connection: the next request may be for another host.
+    return host, port, b"", b"\r\n".join([*lines, b"Connection: close"]) + b"\r\n\r\n"
 
 
 def _refusal(refused: _Refused) -> bytes:

@@ -1,12 +1,12 @@
 """A sandbox's copy-on-write view of a workspace.
 
-The base is a read-only folder that many sandboxes share; what a sandbox writes goes to its `upper`
-folder (overlayfs), so one for a 20,000-file repository is made in a millisecond and changes are
-read from `upper` alone. A sandbox with a mount namespace of its own mounts it there
-(`mount_options`), so that nothing is left when it dies; for all others it is mounted on this
-machine (`mount`) and must be unmounted. A mount outlives its process, so mounts are looked up in
-the mount table: `unmount_all` finds what a killed process left. Where there is no overlayfs, the
-base is copied. Without a base it is a plain folder, compared with its initial files.
+The base is a read-only folder shared by many sandboxes; a sandbox's writes go to its `upper` folder
+(overlayfs). So a view of a 20,000-file repository is made in a millisecond, and changes are read
+from `upper` alone. A sandbox with its own mount namespace mounts the overlay there
+(`mount_options`), so that the mount ends with the sandbox; for others it is mounted on this machine
+(`mount`) and must be unmounted. Such a mount outlives its process: `unmount_all` finds it in the
+mount table. Without overlayfs, the base is copied. Without a base, the workspace is a plain folder,
+which is compared with its initial files.
 
 The upper folder is as hostile as a workdir: see `patch`. Initial files are part of the old state.
 """
@@ -39,24 +39,24 @@ _OPAQUE = frozenset({"trusted.overlay.opaque", "user.overlay.opaque"})
 _WHITEOUT = frozenset({"trusted.overlay.whiteout", "user.overlay.whiteout"})
 _BLOCK = 1 << 20
 _ESCAPED = str.maketrans({sign: f"\\{sign}" for sign in "\\:,"})
-"""Colons separate layers for the kernel, commas options."""
+"""Escapes for mount options, in which colons separate layers and commas options."""
 _NOSUID_NODEV = 2 | 4
 _DETACH = 2
 _TABLE = Path("/proc/self/mountinfo")
-"""Read by ourselves: psutil believes ``/etc/mtab``, which is stale in some images."""
+"""The kernel's mount table; psutil reads ``/etc/mtab``, which is stale in some images."""
 _log = log.get("sandbox")
 
 
 class OverlayWorkspace:
-    """One sandbox's view of a `base`. Its methods block: call them from a thread.
+    """A sandbox's view of a `base`. Methods block: call them in a thread.
 
-    With a base: `lower` is it, `upper` takes what is written, `scratch` is overlayfs' own. Without
-    one `lower` is None, and only `work` is there: a plain folder.
+    `lower` is the base, `upper` the folder of changes, `scratch` the work folder of overlayfs.
+    Without a base `lower` is None and only `work` exists, a plain folder.
     """
 
     def __init__(self, directory: Path, base: Path | None, files: Mapping[str, str]) -> None:
         self.work = directory / "work"
-        """The folder itself, or where `mount` puts it."""
+        """The plain folder, or the mount point of the overlay."""
         self.lower = base
         self.upper = directory / "upper"
         self.scratch = directory / "scratch"
@@ -65,7 +65,7 @@ class OverlayWorkspace:
         self._hidden = tuple(f"{path}/" for path in self._files)
         self._folders = {str(up) for path in self._files for up in PurePosixPath(path).parents}
         self.own = self.upper if base else self.work
-        """What holds what this sandbox has written: `work` if that is a copy of the base."""
+        """Folder with this sandbox's changes: `upper`, or `work` without an overlay."""
 
     def make(self) -> None:
         """Create the folders with the initial files. Raises `SandboxError` if one is not empty."""
@@ -79,21 +79,21 @@ class OverlayWorkspace:
         write_files(self.own, {path: self._initial_file(path) for path in self._files})
 
     def mount_options(self, *, private: bool) -> str:
-        """Empty `scratch`, as each mount needs it, and return the options of ``mount -t overlay``.
+        """Empty `scratch`, as each mount requires, and return options for ``mount -t overlay``.
 
-        `private`: it is mounted without privileges, in a user namespace. The last option,
-        ``volatile``, avoids flushing what is thrown away; kernels before 5.10 lack it.
+        `private` is for a mount without privileges, in a user namespace. The last option,
+        ``volatile``, avoids flushing temporary data to disk; kernels before 5.10 lack it.
         """
         with translate_errors(f"cannot empty {self.scratch}"):
             remove(self._directory, self.scratch.name)
             self.scratch.mkdir()
-        places = {"lowerdir": self.lower, "upperdir": self.upper, "workdir": self.scratch}
-        options = [f"{name}={str(path).translate(_ESCAPED)}" for name, path in places.items()]
+        folders = {"lowerdir": self.lower, "upperdir": self.upper, "workdir": self.scratch}
+        options = [f"{name}={str(path).translate(_ESCAPED)}" for name, path in folders.items()]
         options += ["userxattr" if private else "redirect_dir=nofollow"]
         return ",".join([*options, "index=off", "metacopy=off", "volatile"])
 
     def mount(self) -> None:
-        """Mount it at `work` of this machine; without overlayfs, copy the base."""
+        """Mount the overlay at `work` on this machine; without overlayfs, copy the base."""
         if not self.lower:
             return
         if error := mount_overlay(self.work, self.mount_options(private=False)):
@@ -103,89 +103,87 @@ class OverlayWorkspace:
             self.own = self.work
 
     def unmount(self) -> None:
-        """Undo `mount`, also while a program still uses it."""
+        """Undo `mount`, even while a program uses the folder."""
         unmount_all(self.work)
 
     def diff(self, limits: PatchLimits | None = None) -> Patch:
-        """Return what was changed; no program runs."""
+        """Return the changes; no program may be running."""
         limits = limits or PatchLimits()
         collector = ChangeCollector(limits, lambda path: self._before(path, limits.file_bytes))
         return collect_patch(collector, self._collect)
 
     def _copy_base_modes(self) -> None:
-        """Give folders of the upper layer the mode and owner that they have in the base."""
+        """Copy mode and owner of the base's folders to those of the upper layer."""
         for path in sorted({".", *self._folders}, key=len):
-            found = self._base_path(path)
-            if found is not None and found.is_dir() and not found.is_symlink():
+            source = self._base_path(path)
+            if source is not None and source.is_dir() and not source.is_symlink():
                 target = self.upper / path
                 target.mkdir(exist_ok=True)
-                shutil.copystat(found, target)
+                shutil.copystat(source, target)
                 if os.geteuid() == 0:
-                    os.chown(target, found.stat().st_uid, found.stat().st_gid)
+                    os.chown(target, source.stat().st_uid, source.stat().st_gid)
 
     # ------------------------------------------------------------------ the old state
     def _base_path(self, path: str) -> Path | None:
-        """Return its path in the base; None if the folder is missing there, or a link."""
+        """Return a path in the base; None if its folder is missing there or below a link."""
         if self.lower is None:
             return None
-        here = self.lower
+        folder = self.lower
         for name in PurePosixPath(path).parent.parts:
-            here /= name
-            if here.is_symlink() or not here.is_dir():
+            folder /= name
+            if folder.is_symlink() or not folder.is_dir():
                 return None
-        return here / PurePosixPath(path).name
+        return folder / PurePosixPath(path).name
 
     def _old_file(self, path: str) -> Path | None:
-        """Return a file or link of the base that no initial file hides."""
+        """Return the base's file or link at `path`, unless an initial file hides it."""
         if path in self._folders or path.startswith(self._hidden):
             return None
-        found = self._base_path(path)
-        there = found is not None and (
-            found.is_symlink() or (found.exists() and not found.is_dir())
-        )
-        return found if there else None
+        old = self._base_path(path)
+        exists = old is not None and (old.is_symlink() or (old.exists() and not old.is_dir()))
+        return old if exists else None
 
     def _initial_file(self, path: str) -> FileChange:
         """Return an initial file, executable if the base's file at this path is."""
-        found = self._base_path(path)
-        executable = found is not None and is_executable(found)
+        old = self._base_path(path)
+        executable = old is not None and is_executable(old)
         return FileChange(self._files[path].encode(), executable=executable)
 
     def _before(self, path: str, max_bytes: int) -> FileChange | None:
         if path in self._files:
             return self._initial_file(path)
-        found = self._old_file(path)
-        # A file that is too large is not equal to any that is not.
-        change = read_change(str(found), max_bytes) if found else None
+        old = self._old_file(path)
+        # An old file that is too large differs from any new file that is not.
+        change = read_change(str(old), max_bytes) if old else None
         return change if isinstance(change, FileChange) else None
 
     def _remove_path(self, collector: ChangeCollector, path: str) -> None:
-        """Add the removal of `path` and everything below it, which later additions may undo."""
+        """Add the removal of `path` and everything below it; additions may replace it later."""
         if path in self._files or self._old_file(path):
             collector.add_removed(path)
         else:
             self._remove_below(collector, path)
 
     def _remove_below(
-        self, collector: ChangeCollector, path: str, but: Collection[str] = ()
+        self, collector: ChangeCollector, path: str, except_: Collection[str] = ()
     ) -> None:
-        """Add the removal of what the base has below `path`, but for some."""
+        """Add the removal of the base's files below `path`, except those in `except_`."""
         folder = self._base_path(path)
         if folder is None or folder.is_symlink() or IGNORED & set(path.split("/")):
             return
-        for here, folders, files in os.walk(folder):
-            links = [name for name in folders if Path(here, name).is_symlink()]
+        for parent, folders, files in os.walk(folder):
+            links = [name for name in folders if Path(parent, name).is_symlink()]
             folders[:] = [name for name in folders if name not in IGNORED]
             for name in [*files, *links]:
-                below = str(PurePosixPath(path, Path(here, name).relative_to(folder)))
-                if below not in but and self._old_file(below):
+                below = str(PurePosixPath(path, Path(parent, name).relative_to(folder)))
+                if below not in except_ and self._old_file(below):
                     collector.add_removed(below)
 
     def _add_if_changed(
         self, collector: ChangeCollector, path: str, entry: os.DirEntry[str]
     ) -> None:
-        was = None if path in self._files else self._old_file(path)
-        if was is not None and _same(Path(entry.path), was):
+        old = None if path in self._files else self._old_file(path)
+        if old is not None and _same(Path(entry.path), old):
             collector.keep(path)
         else:
             collector.count()
@@ -193,7 +191,7 @@ class OverlayWorkspace:
 
     # ------------------------------------------------------------------ the new state
     def _collect(self, collector: ChangeCollector) -> None:
-        """Add what is in the upper layer, a plain folder or a copy, and what is not any more."""
+        """Add new, changed and removed files of the upper layer, the plain folder or the copy."""
         seen: set[str] = set()
         stack = [("", str(self.own))]
         while stack:
@@ -207,18 +205,18 @@ class OverlayWorkspace:
                     stack.append((f"{path}/", entry.path))
                 elif kind == "file":
                     seen.add(path)
-        if self.own == self.work:  # nothing in it marks what was removed
-            self._remove_below(collector, "", but=seen)
+        if self.own == self.work:  # has no whiteouts for removed files
+            self._remove_below(collector, "", except_=seen)
         for path in self._files.keys() - seen:
             if not IGNORED & set(path.split("/")):
                 collector.add_removed(path)
 
     def _read_entry(self, collector: ChangeCollector, path: str, entry: os.DirEntry[str]) -> str:
-        """Add an entry; return whether it is a file, a folder to be searched, or neither."""
+        """Add an entry; return "file", "folder" for a folder to search, or an empty string."""
         layered = self.own == self.upper
         if entry.is_dir(follow_symlinks=False):
             if layered or self.lower is None:
-                collector.count()  # of a copy, only what has changed counts
+                collector.count()  # of a copy, only changed entries count
             if not collector.should_enter(path, entry.name):
                 return ""
             if layered and (_has_xattr(entry, _OPAQUE) or self._old_file(path)):
@@ -234,11 +232,11 @@ class OverlayWorkspace:
 
 
 def _is_whiteout(entry: os.DirEntry[str]) -> bool:
-    """Whether it marks a removal: a device 0:0, or an empty file with an attribute."""
-    found = entry.stat(follow_symlinks=False)
-    if stat.S_ISCHR(found.st_mode):
-        return found.st_rdev == 0
-    empty = stat.S_ISREG(found.st_mode) and found.st_size == 0
+    """Return whether an entry marks a removal: device 0:0, or an empty file with an attribute."""
+    status = entry.stat(follow_symlinks=False)
+    if stat.S_ISCHR(status.st_mode):
+        return status.st_rdev == 0
+    empty = stat.S_ISREG(status.st_mode) and status.st_size == 0
     return empty and _has_xattr(entry, _WHITEOUT)
 
 
@@ -246,14 +244,14 @@ def _has_xattr(entry: os.DirEntry[str], names: frozenset[str]) -> bool:
     return bool(names & set(os.listxattr(entry.path, follow_symlinks=False)))
 
 
-def _same(path: Path, was: Path) -> bool:
-    """Whether two files or links have equal mode and content."""
-    now, then = path.lstat(), was.lstat()
-    if now.st_mode != then.st_mode or now.st_size != then.st_size:
+def _same(path: Path, old: Path) -> bool:
+    """Return whether two files or links have equal mode and content."""
+    new_status, old_status = path.lstat(), old.lstat()
+    if new_status.st_mode != old_status.st_mode or new_status.st_size != old_status.st_size:
         return False
-    if not stat.S_ISREG(now.st_mode):
-        return stat.S_ISLNK(now.st_mode) and path.readlink() == was.readlink()
-    with path.open("rb") as left, was.open("rb") as right:
+    if not stat.S_ISREG(new_status.st_mode):
+        return stat.S_ISLNK(new_status.st_mode) and path.readlink() == old.readlink()
+    with path.open("rb") as left, old.open("rb") as right:
         while block := left.read(_BLOCK):
             if block != right.read(_BLOCK):
                 return False
@@ -273,24 +271,24 @@ def mount_overlay(target: Path, options: str) -> str | None:
 
 
 def unmount_all(directory: Path) -> int:
-    """Unmount everything at or below `directory`; return how many mounts.
+    """Unmount everything at or below `directory`; return the number of mounts.
 
-    At once, or what is busy as soon as it is not any more.
+    Busy mounts are detached lazily (``MNT_DETACH``).
     """
     directory = directory.resolve()
-    found = [path for path in _mount_points() if path.is_relative_to(directory)]
+    mounts = [path for path in _mount_points() if path.is_relative_to(directory)]
     libc = ctypes.CDLL(None, use_errno=True)
-    for path in reversed(found):  # the last one covers those before
+    for path in reversed(mounts):  # a later mount may cover earlier ones
         target = os.fsencode(path)
         if libc.umount2(target, 0) and libc.umount2(target, _DETACH):
             raise SandboxError(f"cannot unmount {path}: {os.strerror(ctypes.get_errno())}")
-    return len(found)
+    return len(mounts)
 
 
 def copy(source: Path, target: Path) -> None:
     """Copy the contents of `source` into `target`: with owners, modes, links, devices, attributes.
 
-    Shares blocks where the disk can. Raises `DiskFull` and `SandboxError`.
+    Shares blocks if the file system supports it. Raises `DiskFull` and `SandboxError`.
     """
     sharing = ["--reflink=auto"] if sys.platform == "linux" else []
     argv = ["cp", "-a", *sharing, "--", f"{source}/.", str(target)]
@@ -302,7 +300,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def _mount_points() -> list[Path]:
-    """Return them in the order in which they were mounted."""
+    """Return all mount points in the order of mounting."""
     if not _TABLE.exists():
         return []
     names = [line.split(b" ")[4] for line in _TABLE.read_bytes().splitlines()]

@@ -1,9 +1,9 @@
 """Collect the files that an agent changed, without git and without trusting them.
 
-The workdir is hostile: links that point out of it, pipes that never end, names that are no text,
+The workdir is hostile: it may have links that point out of it, endless pipes, undecodable names and
 trees of any depth. Only regular files are opened, no link is followed (its target is its content),
-everything is limited, and what was left out is reported in `Patch.notes`. Reading the upper layer
-of an overlay is in `workspace.overlay`.
+everything is limited, and omitted changes are reported in `Patch.notes`. `overlay` reads the upper
+layer of an overlay.
 """
 
 import os
@@ -13,28 +13,28 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 SKIPPED = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".git"})
-"""Folders that programs leave behind; not part of anybody's work."""
+"""Folders of caches and of git, left out without a note."""
 INSTALLED = frozenset({"node_modules", ".venv", ".tox", ".nox"})
 """Folders of installed programs, left out with a note."""
 IGNORED = SKIPPED | INSTALLED
 
 _MAX_NOTES = 20
-_TOO_MANY = "more files than are looked at; no change is taken along"
+_TOO_MANY = "too many files; all changes are left out"
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
-"""A pipe must not hold us, nor a link lead us out."""
+"""Open flags that do not block on a pipe and do not follow a link."""
 
 
 class PatchLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How many changes a patch may hold."""
+    """Limits of a patch's size and of the search for changes."""
 
     files: int = 500
-    """New and changed files; removed ones count among those looked at."""
+    """Number of new and changed files; removed files count in `seen_files` only."""
     seen_files: int = 20_000
-    """Files looked at; of a workspace with a base, only those that were touched."""
+    """Number of files examined; with a base, only those that were written or removed."""
     file_bytes: int = 1 << 20
     """Size of one file."""
     total_bytes: int = 16 << 20
-    """Size of all together."""
+    """Size of all files together."""
 
 
 class FileChange(msgspec.Struct, frozen=True):
@@ -55,18 +55,18 @@ class FileChange(msgspec.Struct, frozen=True):
 
 
 class Patch(msgspec.Struct, frozen=True):
-    """Changed files (None for a removed one) by relative POSIX path, and what was left out."""
+    """Changed files (None if removed) by relative POSIX path, and notes on omitted changes."""
 
     files: dict[str, FileChange | None] = {}
     notes: tuple[str, ...] = ()
 
 
 class _TooManyError(Exception):
-    """There are more files than the limits allow to look at."""
+    """There are more files than `PatchLimits` allows."""
 
 
 class ChangeCollector:
-    """Collects changes within `limits` and notes what it leaves out.
+    """Collects changes within `limits` and notes omitted ones.
 
     `before` returns the old file or link at a path, or None.
     """
@@ -79,17 +79,17 @@ class ChangeCollector:
         self._seen = self._bytes = 0
 
     def count(self) -> None:
-        """Count a file that is looked at."""
+        """Count an examined file."""
         self._seen += 1
         if self._seen > self.limits.seen_files:
             raise _TooManyError
 
     def note(self, path: str, reason: str) -> None:
-        """Note that `path` is left out, and therefore taken for unchanged."""
+        """Note that `path` is left out, which treats it as unchanged."""
         self._notes[f"{path if path.isprintable() else ascii(path)[:200]}: {reason}"] = None
 
     def add_removed(self, path: str) -> None:
-        """Add a path with no file any more."""
+        """Add a removed path."""
         self.count()
         if (reason := unusable_name(path)) is None:
             self._changed[path] = None
@@ -97,7 +97,7 @@ class ChangeCollector:
             self.note(path, f"{reason}, its removal left out")
 
     def add_entry(self, path: str, entry: os.DirEntry[str]) -> None:
-        """Add the file that is at `path` now."""
+        """Add the current file at `path`."""
         change = read_change(entry.path, self.limits.file_bytes)
         if isinstance(change, FileChange):
             self.add(path, change)
@@ -106,11 +106,11 @@ class ChangeCollector:
             self.note(path, change)
 
     def keep(self, path: str) -> None:
-        """Take back what was added for a path: it is as before."""
+        """Drop the change of a path, which is unchanged."""
         self._changed.pop(path, None)
 
     def add(self, path: str, change: FileChange) -> None:
-        """Add new content, unless it is the old."""
+        """Add new content, unless it equals the old."""
         self.keep(path)
         if change == self._before(path):
             return
@@ -128,11 +128,11 @@ class ChangeCollector:
         """Yield paths and entries of a folder, sorted; unusable names are noted."""
         try:
             with os.scandir(folder) as listing:
-                found = sorted(listing, key=lambda entry: entry.name)
+                entries = sorted(listing, key=lambda entry: entry.name)
         except OSError as error:
             self.note(prefix, f"cannot be listed ({error.strerror})")
             return
-        for entry in found:
+        for entry in entries:
             path = f"{prefix}{entry.name}"
             if (reason := unusable_name(path)) is None:
                 yield path, entry
@@ -141,13 +141,13 @@ class ChangeCollector:
                 self.note(path, reason)
 
     def should_enter(self, path: str, name: str) -> bool:
-        """Return whether a folder is searched."""
+        """Return whether to search a folder."""
         if name in INSTALLED:
             self.note(path, "a folder of installed programs, left out")
         return name not in IGNORED
 
     def build_patch(self) -> Patch:
-        """Return all changes, removals first: applied in order they remove nothing that is new."""
+        """Return all changes, removals first, so that applying them removes no new file."""
         removed: dict[str, FileChange | None] = {
             path: None for path, change in self._changed.items() if change is None
         }
@@ -157,14 +157,14 @@ class ChangeCollector:
 
 
 def unusable_name(path: str) -> str | None:
-    """Return why no sandbox could be given a file of that name, if so."""
+    """Return why a sandbox cannot have a file of that name; None if it can."""
     if not path.isprintable():
         return "a name with control or undecodable characters"
     return "a name with a backslash" if "\\" in path else None
 
 
 def collect_patch(collector: ChangeCollector, collect: Callable[[ChangeCollector], None]) -> Patch:
-    """Return what `collect` finds; only a note if there are too many files."""
+    """Return the changes found by `collect`; if there are too many files, only a note."""
     try:
         collect(collector)
     except _TooManyError:
@@ -175,14 +175,14 @@ def collect_patch(collector: ChangeCollector, collect: Callable[[ChangeCollector
 def read_change(path: str, max_bytes: int, parent: int | None = None) -> FileChange | str:
     """Return a file's or a link's content, or the reason why it cannot be read.
 
-    `parent` is an open folder that `path` is a name in.
+    If `parent` is given, `path` is a name in that open folder.
     """
     try:
         mode = os.lstat(path, dir_fd=parent).st_mode
         if stat.S_ISLNK(mode):
             return FileChange(os.fsencode(os.readlink(path, dir_fd=parent)), link=True)
         if not stat.S_ISREG(mode):
-            return "not a regular file"  # not even opened: a device may do something then
+            return "not a regular file"  # opening a device may have side effects
         with os.fdopen(os.open(path, _READ, dir_fd=parent), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return "not a regular file any more"

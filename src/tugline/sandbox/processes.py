@@ -1,10 +1,10 @@
-"""Start programs, copy their output to a log, and end every process that they left behind.
+"""Start programs, copy their output to a log, and kill every process that they left behind.
 
-A process group is not enough to find those: an agent's shell tool starts commands in sessions of
-their own. So every program also carries a random mark in its environment, which its children
-inherit. A mark is never reused, so a process that merely got a recycled number is never hit; a
-group is only trusted while its leader is the process that was started. A process that clears its
-environment *and* leaves its session escapes; see docs/runtimes.md.
+A process group does not contain all of them: an agent's shell tool starts commands in sessions of
+their own. So every program also has a random mark in its environment, which its children inherit.
+A mark is never reused, so a process with a recycled pid is never killed; a group is only trusted
+while its leader is the process that was started. A process that clears its environment *and* leaves
+its session escapes; see docs/runtimes.md.
 """
 
 import asyncio
@@ -42,24 +42,24 @@ _KERNEL_PID = 2
 
 
 class ProgramRecord(msgspec.Struct, frozen=True):
-    """What is written down about a program so that a later process can end it."""
+    """Record of a program on disk, by which a later process can kill it."""
 
     pid: int
-    """Also its process group and session; 0 while it is being started."""
+    """Process id, also of its process group and session; 0 while it is being started."""
     start: float | None
     """See `start_time`."""
     mark: str
 
 
 class ChildProcess:
-    """A running program, with its end as a future.
+    """A running program whose exit completes the future `ended`.
 
-    Create it on the event loop's own thread: a sandbox that is to die with its parent dies with the
-    thread that started it.
+    Create it on the event loop's thread: a sandbox with ``--die-with-parent`` dies with the thread
+    that started it.
     """
 
     def __init__(self, argv: Sequence[str], *, descriptors: Sequence[int] = ()) -> None:
-        """Start it without input; its output is kept for `read_output`. Raises `OSError`."""
+        """Start a program with no stdin; `read_output` reads its output. Raises `OSError`."""
         self._output = os.memfd_create("output")
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._output)
@@ -81,7 +81,7 @@ class ChildProcess:
         loop.add_reader(self._pidfd, self._on_exit, loop)
 
     async def end(self) -> None:
-        """Kill it if it still runs, and drop its output; raises `SandboxError` if it hangs."""
+        """Kill the program if it still runs, and drop its output; `SandboxError` if it hangs."""
         self._process.kill()
         _, hanging = await asyncio.wait([self.ended], timeout=_HANG_S)
         if hanging:
@@ -100,10 +100,10 @@ class ChildProcess:
 
 
 class OutputLog:
-    """Appends what is read from a pipe to `log`, up to `max_bytes`.
+    """Appends the output of a pipe to the file `log`, up to `max_bytes`.
 
-    A program must neither fill the disk nor be held up: output past the bound is read and
-    discarded, at a pace that leaves the processor to others. Threads do the reading and writing.
+    A program must neither fill the disk nor block: output past the limit is read and discarded,
+    slowly enough to use little processor time. Threads read and write.
     """
 
     def __init__(self, log: Path, max_bytes: int) -> None:
@@ -121,11 +121,11 @@ class OutputLog:
         self._file = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def start(self) -> None:
-        """Begin to copy, in a task of its own."""
+        """Start a task that copies."""
         self._task = asyncio.create_task(self._follow())
 
     async def finish(self) -> None:
-        """Copy the rest of a program that has ended. Raises `DiskFull` if that failed."""
+        """Copy the last output of a program that has ended. Raises `DiskFull`."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -154,20 +154,20 @@ class OutputLog:
     def _write(self, data: bytes) -> None:
         if self._left < 0:
             return
-        kept = data[: self._left]
+        output = data[: self._left]
         self._left -= len(data)
         if self._left < 0:
-            kept += f"\n[output after {self._max_bytes} bytes is left out]\n".encode()
-            with contextlib.suppress(OSError):  # a user may have only so many wide pipes
+            output += f"\n[output after {self._max_bytes} bytes is left out]\n".encode()
+            with contextlib.suppress(OSError):  # the kernel limits the pipe pages of a user
                 fcntl.fcntl(self._source, fcntl.F_SETPIPE_SZ, _WIDE_PIPE)
         try:
-            os.write(self._file, kept)
+            os.write(self._file, output)
         except OSError as error:
             self._error = error
             self._left = -1
 
     def _close(self) -> None:
-        """All writers are dead, so the rest is at most what the pipe holds."""
+        """Copy what is left in the pipe, whose writers are all dead, and close the files."""
         if self._source >= 0:
             self._copy()
         with self._lock:
@@ -175,14 +175,14 @@ class OutputLog:
 
 
 def close_all(*descriptors: int) -> None:
-    """Close descriptors, except those that are -1: not open."""
+    """Close file descriptors; -1 stands for one that is not open."""
     for descriptor in descriptors:
         if descriptor >= 0:
             os.close(descriptor)
 
 
 async def wait_readable(descriptor: int) -> None:
-    """Wait until something can be read, or the other end is closed."""
+    """Wait until `descriptor` has data or its other end is closed."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(descriptor, ready.set)
@@ -193,7 +193,7 @@ async def wait_readable(descriptor: int) -> None:
 
 
 async def finish(work: Awaitable[T]) -> T:
-    """Run `work` to its end even if the caller is cancelled meanwhile, then raise that."""
+    """Run `work` to its end even if the caller is cancelled; raise the cancellation after it."""
     task = asyncio.ensure_future(work)
     cancelled = False
     while not task.done():
@@ -208,17 +208,17 @@ async def finish(work: Awaitable[T]) -> T:
 
 
 class SharedTasks:
-    """Work by key, done once for all who wait for it; a cancelled wait does not end it."""
+    """Tasks by key, shared by all waiting callers; a cancelled caller does not cancel the task."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self, key: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Wait for the work that is under way, or begin it."""
+        """Wait for the task of `key`; start it if none is running."""
         task = self._tasks.get(key)
         if task is None or task.done() or task.get_loop() is not asyncio.get_running_loop():
             task = self._tasks[key] = asyncio.create_task(work())
-            # If nobody waits for it any more, its failure is not worth a warning.
+            # Retrieve the exception: asyncio warns about one that no caller retrieves.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.shield(task)
 
@@ -232,7 +232,7 @@ async def run_command(
 ) -> tuple[int, str, str]:
     """Run a program of this machine; return its exit code, stdout and stderr.
 
-    It and its group are killed when the time is up or the caller is cancelled. Raises
+    Its process group is killed when the time is up or the caller is cancelled. Raises
     `TimeoutError` and `FileNotFoundError`.
     """
     process = await asyncio.create_subprocess_exec(
@@ -256,10 +256,10 @@ async def run_command(
 
 
 def find_records(directory: Path, suffix: str, type_: type[T]) -> Iterator[tuple[Path, T]]:
-    """Read the records of that suffix in the sandboxes at or below `directory`.
+    """Yield path and content of records with `suffix` in the sandboxes at or below `directory`.
 
-    A folder that holds ``home`` and ``logs`` is a sandbox; folders in it are not searched, because
-    they belong to its programs. A damaged record is left out.
+    A folder that holds ``home`` and ``logs`` is a sandbox; its subfolders are not searched, because
+    they belong to its programs. Damaged records are skipped.
     """
     stack = [os.fspath(directory)]
     while stack:
@@ -271,11 +271,11 @@ def find_records(directory: Path, suffix: str, type_: type[T]) -> Iterator[tuple
                     with contextlib.suppress(OSError, msgspec.DecodeError):
                         yield path, msgspec.json.decode(path.read_bytes(), type=type_)
             if not {"home", "logs"} <= {entry.name for entry in entries}:
-                stack += [one.path for one in entries if one.is_dir(follow_symlinks=False)]
+                stack += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
 def start_time(pid: int) -> float | None:
-    """Seconds between boot and the start of process `pid`; None if there is no such process."""
+    """Return the seconds from boot to the start of process `pid`; None if it does not exist."""
     try:
         return float(round(psutil.Process(pid).create_time() - psutil.boot_time(), 2))
     except psutil.Error:
@@ -283,7 +283,7 @@ def start_time(pid: int) -> float | None:
 
 
 def end_program(record: ProgramRecord) -> int:
-    """Kill all that is left of a program; return how many. Blocks until nothing is left."""
+    """Kill a program's remaining processes; return their number. Blocks until none is left."""
     killed: set[int] = set()
     give_up_at = time.monotonic() + _KILL_S
     while (members := list(_members(record))) and time.monotonic() < give_up_at:
@@ -296,7 +296,7 @@ def end_program(record: ProgramRecord) -> int:
 
 
 def _members(record: ProgramRecord) -> Iterator[psutil.Process]:
-    """Live processes that carry the mark or are in the program's group or session."""
+    """Yield live processes that have the mark or are in the program's group or session."""
     group_trusted = record.start is not None and start_time(record.pid) in {None, record.start}
     for process in psutil.process_iter():
         pid = process.pid
@@ -311,7 +311,7 @@ def _members(record: ProgramRecord) -> Iterator[psutil.Process]:
 
 
 def _environ(process: psutil.Process, since: float) -> dict[str, str]:
-    """Its environment. A young process without one may be in the middle of `exec`: wait for it."""
+    """Return a process's environment; if empty, wait: the process may be in an `exec`."""
     for _ in range(_EXEC_LOOKS):
         environ: dict[str, str] = process.environ()
         if environ or process.cmdline() or (start_time(process.pid) or 0.0) < since:

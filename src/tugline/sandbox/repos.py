@@ -1,16 +1,16 @@
 """Git repositories as workspaces: one commit with its history, and nothing later.
 
 An agent must not find the fix: later commits, other branches, tags, remotes and reflogs are not in
-its repository, whatever it asks git for. A URL is mirrored once, each commit is checked out of the
-mirror. Files get the commit's time, so that every checkout of it is the same and ``git status`` in
-a copy-on-write view compares times instead of reading all files again.
+its repository, so no git command shows them. A URL is mirrored once; each commit is checked out of
+the mirror. Files get the commit's time, so that all checkouts are equal and ``git status`` in a
+copy-on-write view compares times instead of reading all files again.
 
-Images of public task sets carry clones with the solution in them. `end_history` keeps HEAD's
-commits, the tags on them, the index and the files. Such a repository is not trusted: its objects
-are read by a new repository, its configuration, which could name programs to run, is never used
-here, and no link is followed.
+Images of public task sets contain clones that include the solution. `end_history` keeps HEAD's
+commits, the tags on them, the index and the files. Such a repository is not trusted: a new
+repository reads its objects, its configuration, which could name programs to run, is never used,
+and no link is followed.
 
-No code of a repository is run here, git never prompts, and every command has a timeout.
+No code of a repository is run, git never prompts, and every command has a timeout.
 """
 
 import asyncio
@@ -38,10 +38,10 @@ _MAX_REASON = 300
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://|[^/]+@[^/:]+:", re.IGNORECASE)
 _UPLOAD = "--upload-pack=git -c uploadpack.allowAnySHA1InWant=true upload-pack"
-"""Allow to fetch a commit that is no branch's or tag's head."""
+"""Option that allows fetching a commit that no branch or tag points to."""
 _CONFIG = {
-    # A copy, and an overlay on another disk, change inode numbers and times of change: without
-    # these two, the first `git status` of every sandbox reads every file.
+    # A copy, and an overlay on another disk, change inode numbers and ctimes: without these two
+    # settings, the first `git status` of every sandbox reads every file.
     "core.checkStat": "minimal",
     "core.trustctime": "false",
     # Repacking would copy the whole history into the sandbox's layer.
@@ -52,16 +52,14 @@ _USER = {"user.name": "agent", "user.email": "agent@localhost"}
 _REPOSITORY_VARIABLES = frozenset(
     {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_NAMESPACE"}
 )
-"""Set where this process is started by git itself, as in a hook."""
+"""Variables that git sets when it starts this process, as in a hook; removed for our commands."""
 _NO_CONFIG = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-
-
 _KEPT = frozenset({"config", "description", "hooks", "index", "info", "lfs", "modules"})
-"""What stays of an image's repository; the rest refers to other commits."""
+"""Entries kept of the ``.git`` of an image; the others refer to other commits."""
 
 
 class RepoSource(msgspec.Struct, frozen=True):
-    """A repository: a URL, or a path of this machine."""
+    """A repository: a URL, or a path on this machine."""
 
     where: str
     local: bool
@@ -70,7 +68,7 @@ class RepoSource(msgspec.Struct, frozen=True):
         return f"repository {_without_secrets(self.where)!r}"
 
     async def resolve(self, commit: str | None) -> str:
-        """Return the full hash of `commit`; a tag goes before a branch of that name."""
+        """Return the full hash of `commit`; a tag takes precedence over a branch of that name."""
         wanted = commit or "HEAD"
         if _HASH.fullmatch(wanted):
             return wanted
@@ -92,7 +90,7 @@ class RepoSource(msgspec.Struct, frozen=True):
         await self._git("init", "-q", "--bare", "--template=", str(into))
 
     async def update_mirror(self, mirror: Path, commit: str) -> bool:
-        """Fetch what is missing for `commit`; return whether anything was."""
+        """Fetch `commit` if it is missing; return whether a fetch was needed."""
         if await self._has(mirror, commit):
             return False
         heads = ("+refs/heads/*:refs/heads/*", "+refs/tags/*:refs/tags/*")
@@ -100,7 +98,7 @@ class RepoSource(msgspec.Struct, frozen=True):
         fetch = (*slow, "-C", str(mirror), "fetch", "-q", "--no-tags", "--", self.where)
         await self._git(*fetch, *heads, timeout_s=_FETCH_S)
         if not await self._has(mirror, commit):
-            # Of a pull request, or of a deleted branch: some servers serve it by its hash.
+            # A commit of a pull request or a deleted branch: some servers serve it by its hash.
             with contextlib.suppress(WorkspaceError):
                 await self._git(*fetch, f"+{commit}:refs/kept/{commit}", timeout_s=_FETCH_S)
         return True
@@ -136,7 +134,7 @@ class RepoSource(msgspec.Struct, frozen=True):
 async def _run_git(
     what: str, *argv: str, env: dict[str, str] | None = None, timeout_s: float | None = None
 ) -> str:
-    """Return what git prints. Raises `WorkspaceError`, which begins with `what`, or `DiskFull`."""
+    """Return git's stdout. Raises `WorkspaceError` with `what` as prefix, or `DiskFull`."""
     env = _git_env() | (env or {})
     timeout_s = timeout_s or _QUERY_S
     try:
@@ -156,12 +154,12 @@ def _git_env() -> dict[str, str]:
     """Return this process's environment for a git that never prompts."""
     ssh = os.environ.get("GIT_SSH_COMMAND", "ssh -o BatchMode=yes -o ConnectTimeout=20")
     no_prompts = {"GIT_TERMINAL_PROMPT": "0", "GIT_ASKPASS": "true", "GIT_SSH_COMMAND": ssh}
-    kept = {name: value for name, value in os.environ.items() if name not in _REPOSITORY_VARIABLES}
-    return {**kept, "LC_ALL": "C", **no_prompts}
+    env = {name: value for name, value in os.environ.items() if name not in _REPOSITORY_VARIABLES}
+    return {**env, "LC_ALL": "C", **no_prompts}
 
 
 def source_of(repo: str) -> RepoSource:
-    """Parse a `Workspace.repo`. Raises `UsageError` for what can be neither URL nor path."""
+    """Parse `Workspace.repo`. Raises `UsageError` if it is neither a URL nor an absolute path."""
     if "\0" not in repo and not repo.lower().startswith(("-", "ext::")):
         if _URL.match(repo):
             return RepoSource(repo, local=False)
@@ -171,15 +169,15 @@ def source_of(repo: str) -> RepoSource:
 
 
 def _set_times(folder: Path, when: int) -> None:
-    """Remove traces of the fetch, and give every file the same time."""
+    """Remove logs and ``FETCH_HEAD``, and set the mtime of every file to `when`."""
     shutil.rmtree(folder / ".git" / "logs", ignore_errors=True)
     for name in ("FETCH_HEAD", "ORIG_HEAD"):
         (folder / ".git" / name).unlink(missing_ok=True)
-    for here, folders, files in os.walk(folder):
-        if ".git" in folders and Path(here) == folder:
+    for path, folders, files in os.walk(folder):
+        if ".git" in folders and Path(path) == folder:
             folders.remove(".git")
         for name in files:
-            os.utime(os.path.join(here, name), (when, when), follow_symlinks=False)  # noqa: PTH118
+            os.utime(os.path.join(path, name), (when, when), follow_symlinks=False)  # noqa: PTH118
 
 
 def _without_secrets(text: str) -> str:
@@ -187,9 +185,9 @@ def _without_secrets(text: str) -> str:
 
 
 async def end_history(folder: Path, commit: str, what: str) -> None:
-    """Remove all but HEAD's own history from the repository of `folder`.
+    """Remove all commits but HEAD's history from the repository in `folder`.
 
-    `commit` must be part of it, or be ``HEAD``. Raises `WorkspaceError`, which calls it `what`.
+    `commit` must be in that history, or ``HEAD``. Raises `WorkspaceError` with `what` as prefix.
     """
     own = folder / ".git"
     if own.is_symlink() or not own.is_dir():
@@ -215,9 +213,9 @@ async def end_history(folder: Path, commit: str, what: str) -> None:
 
 
 def _borrow(own: Path, fresh: Path) -> None:
-    """Copy what refers to commits, and use the objects, without anything that leads elsewhere."""
-    for here, folders, names in os.walk(own):
-        for path in (Path(here, name) for name in (*folders, *names)):
+    """Copy HEAD, refs and index, and borrow the objects; remove links and existing alternates."""
+    for parent, folders, names in os.walk(own):
+        for path in (Path(parent, name) for name in (*folders, *names)):
             mode = path.lstat().st_mode
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 path.unlink()
@@ -232,7 +230,7 @@ def _borrow(own: Path, fresh: Path) -> None:
 
 
 async def _read_head(git: Callable[..., Awaitable[str]], commit: str, what: str) -> str:
-    """Return the commit that is checked out, which must be `commit` or come after it."""
+    """Return the checked-out commit, which must be `commit` or a descendant."""
     try:
         head = (await git("rev-parse", "--verify", "-q", "HEAD^{commit}")).strip()
     except WorkspaceError as error:
@@ -246,7 +244,7 @@ async def _read_head(git: Callable[..., Awaitable[str]], commit: str, what: str)
 
 
 def _swap(own: Path, fresh: Path) -> None:
-    """Replace the old objects and refs by the new ones."""
+    """Replace the objects and refs of `own` by those of `fresh`."""
     for entry in own.iterdir():
         if entry.name not in _KEPT and not entry.name.startswith("sharedindex."):
             (shutil.rmtree if entry.is_dir() else os.unlink)(entry)

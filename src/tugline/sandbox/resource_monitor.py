@@ -1,11 +1,10 @@
-"""Enforce a sandbox's disk limit while a program runs, and say which limit ended the program.
+"""Enforce a sandbox's disk limit while a program runs, and find the limit that ended the program.
 
-The folders of a sandbox are summed up again and again, with the files that its processes hold open
+The sizes of a sandbox's folders are measured repeatedly, including files that processes hold open
 but that no walk finds (`open_file_usage`), and a sandbox over its limit is killed. A file system of
-a fixed size would be cheaper, but an overlay's upper layer must outlive its sandbox and be larger
-than memory, and few disks have project quotas. Small sandboxes are scanned each second, those of
-very many files with longer pauses. What was there before the first program does
-not count.
+a fixed size would be cheaper, but an overlay's upper layer must outlive its sandbox and may exceed
+memory, and few disks have project quotas. Small sandboxes are scanned each second, those with very
+many files less often. Files from before the first program do not count.
 """
 
 import asyncio
@@ -35,22 +34,22 @@ T = TypeVar("T")
 _PAUSE_FACTOR = 20
 """Pause after a scan, as a multiple of its duration."""
 _MIN_FILE_BYTES = 1024
-"""What a file counts at least: a million empty ones fill a disk, too."""
+"""Minimum size counted for a file: a million empty files fill a disk, too."""
 _UNBOUNDED = 1 << 62
-"""The size of what cannot be measured and is only made to hide something."""
+"""Size of folders that cannot be measured, which serve only to hide files."""
 _MAX_LOCKED_FOLDERS = 20
 _MAX_HELD_FILES = 1 << 20
 _LOOKUPS = 3
 _SCANNERS = ThreadPoolExecutor(4, thread_name_prefix="tugline-disk")
-"""Threads of their own, so that nothing else waits for a scan."""
+"""Separate threads, so that nothing else waits for a scan."""
 _log = log.get("sandbox")
 
 
 def disk_usage(folders: Iterable[Path], root: Path | None, stop_at: int) -> int:
-    """Bytes in a sandbox's own folders and in hidden files that its processes hold open.
+    """Return the bytes in a sandbox's own folders and in hidden files that processes hold open.
 
-    Stops once it is over `stop_at`. `root` is the sandbox's file system as seen from here, with its
-    ``proc``; without one no processes are looked at.
+    Stops once over `stop_at`. `root` is a path on the host of the sandbox's file system, including
+    its ``proc``; without it, open files are not counted.
     """
     total = 0
     tops = [os.path.realpath(folder) for folder in folders]
@@ -63,32 +62,32 @@ def disk_usage(folders: Iterable[Path], root: Path | None, stop_at: int) -> int:
 
 @dataclass
 class ResourceMonitor:
-    """Limits one sandbox. The last three fields are for tests."""
+    """Enforces the disk limit of one sandbox. Tests set the pauses and `measure`."""
 
     disk_mb: int
     folders: Callable[[], Iterable[Path]]
-    """Its own folders on this machine."""
+    """Returns the sandbox's own folders on this machine."""
     count_kills: Callable[[], OomKills]
-    """Counts its processes that the kernel killed so far."""
+    """Counts the sandbox's processes that the kernel has killed so far."""
     kill: Callable[[], Awaitable[None]]
-    """Kills all of them."""
+    """Kills all processes of the sandbox."""
     _: KW_ONLY
     interval_s: float = 1.0
-    """Pause after a scan."""
+    """Minimum pause after a scan, in seconds."""
     max_pause_s: float = 5.0
-    """The longest pause, after a scan that took long."""
+    """Maximum pause, after a slow scan, in seconds."""
     measure: Callable[[Iterable[Path], Path | None, int], int] = disk_usage
     over_limit: bool = False
-    """Whether it has ever used more of the disk than it may."""
+    """Whether the sandbox has ever exceeded its limit."""
     _initial_bytes: int | None = None
-    """Bytes before its first program: a copy of its workspace, say."""
+    """Bytes before the first program, such as a copy of the workspace."""
     _next_scan: float = 0.0
 
     async def run(self, program: Callable[[], Awaitable[Exit]], pid: int) -> Exit:
-        """Run a program of the sandbox whose process 1 is `pid`; add the cause of its end.
+        """Run a program in the sandbox whose process 1 is `pid`; set `Exit.cause` at a limit.
 
-        Raises `SandboxEnded` when the sandbox ended for another reason than its limits, and
-        `SandboxError` when the node was out of memory.
+        Raises `SandboxEnded` if the sandbox ended for another reason than its limits, and
+        `SandboxError` if the node was out of memory.
         """
         if self._initial_bytes is None:
             self._initial_bytes = await self._in_thread(self._measure_initial)
@@ -119,7 +118,7 @@ class ResourceMonitor:
             await asyncio.sleep(max(self.interval_s, self._next_scan - time.monotonic()))
 
     async def _scan(self, root: Path | None) -> bool:
-        """Measure its disk use; return whether it has ever been over the limit."""
+        """Measure the disk use; return whether it has ever exceeded the limit."""
         began = time.monotonic()
         if not self.over_limit and await self._in_thread(self._exceeds_limit, root):
             self.over_limit = True
@@ -132,15 +131,15 @@ class ResourceMonitor:
         return self.measure(self.folders(), root, max_bytes) > max_bytes
 
     def _measure_initial(self) -> int:
-        """What is there; what is hidden by its depth does not count in the sandbox's favour."""
-        found = self.measure(self.folders(), None, _UNBOUNDED)
-        return found if found < _UNBOUNDED else 0
+        """Return the initial size; 0 if not measurable, so that it does not raise the limit."""
+        size = self.measure(self.folders(), None, _UNBOUNDED)
+        return size if size < _UNBOUNDED else 0
 
     async def _find_cause(self, end: Exit, before: OomKills) -> Cause | None:
-        """Return the limit that ended a program, if one did.
+        """Return the limit that ended a program, if any.
 
-        A quick program may have filled the disk, so it is measured here, too, but not in the pause
-        after a scan: with very many files each `true` would take as long as that.
+        A short program may have filled the disk, so scan again, except in the pause after a scan:
+        with very many files, every short program would take as long as a scan.
         """
         if end.code == KILLED or time.monotonic() >= self._next_scan:
             await self._scan(None)
@@ -159,18 +158,18 @@ class ResourceMonitor:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes that a folder takes on disk; 0 for one that is too deep to be measured."""
-    found = disk_usage([folder], None, _UNBOUNDED)
-    return found if found < _UNBOUNDED else 0
+    """Return the bytes that a folder takes on disk; 0 if it is too deep to be measured."""
+    size = disk_usage([folder], None, _UNBOUNDED)
+    return size if size < _UNBOUNDED else 0
 
 
 def _sizes(
     folders: Iterable[str], links: set[int], within: tuple[str, ...], unlocked: tuple[str, ...] = ()
 ) -> Iterator[int]:
-    """Yield the sizes of all files below; each hard link that was seen is added to `links`.
+    """Yield the sizes of all files below `folders`; `links` collects the inodes of hard links.
 
-    Folders `within` the sandbox that may not be listed are unlocked for the time of the listing;
-    `unlocked` are those that are at the moment.
+    Folders without read permission are unlocked while they are listed, if they are below `within`;
+    `unlocked` lists those that are unlocked already.
     """
     stack = list(folders)
     while stack:
@@ -192,21 +191,21 @@ def _list_sizes(folder: str, stack: list[str], links: set[int]) -> Iterator[int]
     with os.scandir(folder) as entries:
         for entry in entries:
             try:
-                found = entry.stat(follow_symlinks=False)
+                status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:  # removed meanwhile
                 continue
-            if stat.S_ISDIR(found.st_mode):
+            if stat.S_ISDIR(status.st_mode):
                 stack.append(entry.path)
-            elif found.st_nlink > 1:
-                if found.st_ino in links:
+            elif status.st_nlink > 1:
+                if status.st_ino in links:
                     continue
-                links.add(found.st_ino)
-            yield max(found.st_blocks * 512, _MIN_FILE_BYTES)
+                links.add(status.st_ino)
+            yield max(status.st_blocks * 512, _MIN_FILE_BYTES)
 
 
 @contextlib.contextmanager
 def _unlock(folder: str, within: tuple[str, ...]) -> Iterator[None]:
-    """Let a folder be listed while the block lasts, whatever its mode."""
+    """Add the permissions to list a folder during the block."""
     handle = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         path = Path(f"/proc/self/fd/{handle}")
@@ -224,37 +223,36 @@ def _unlock(folder: str, within: tuple[str, ...]) -> Iterator[None]:
 
 
 def open_file_usage(root: Path) -> int:
-    """Bytes of files that processes hold and that no walk of their folders finds.
+    """Return the bytes of files that processes have open or mapped but that no walk finds.
 
-    A file takes space for as long as a process has it open or mapped: deleted, or in folders that
-    are renamed all the time or may not be entered. Not seen: a deleted file that exists only in a
-    message between two sockets; and, unless this is run by root, one that is only mapped or held by
-    a process that may not be inspected.
+    Such files take space: they are deleted, or in folders that are renamed constantly or may not be
+    entered. Not counted: a deleted file that is only in a message between two sockets and, unless
+    this process is root, a file that is only mapped or that is open in a process that may not be
+    inspected.
     """
     sizes: dict[int, int] = {}
-    looked_at: set[tuple[int, int]] = set()
-    for count, (found, path) in enumerate(_held_files(root)):
+    seen: set[tuple[int, int]] = set()
+    for count, (status, path) in enumerate(_held_files(root)):
         if count == _MAX_HELD_FILES:
             return _UNBOUNDED
-        known, is_mapped = (found.st_dev, found.st_ino), "/map_files/" in path
-        if known in looked_at or (is_mapped and found.st_nlink > 0):
+        key, is_mapped = (status.st_dev, status.st_ino), "/map_files/" in path
+        if key in seen or (is_mapped and status.st_nlink > 0):
             continue
-        looked_at.add(known)
-        if found.st_nlink == 0 or _is_hidden(root, path, found):
-            # By number alone: an overlay shows files as those of another disk than they are mapped
-            # from.
-            size = found.st_blocks * 512
-            sizes[found.st_ino] = max(size, sizes.get(found.st_ino, 0))
+        seen.add(key)
+        if status.st_nlink == 0 or _is_hidden(root, path, status):
+            # By inode only: in an overlay, open and mapped files have different device numbers.
+            size = status.st_blocks * 512
+            sizes[status.st_ino] = max(size, sizes.get(status.st_ino, 0))
     return sum(sizes.values())
 
 
 def _held_files(root: Path) -> Iterator[tuple[os.stat_result, str]]:
-    """Yield files that processes have mapped, which only root may look at, and open ones."""
+    """Yield (status, path) of files that processes have open, or mapped, which only root sees."""
     for process in _numbered(f"{root}/proc"):
-        for found, path in _open_files(f"{process}/map_files"):
-            if found.st_dev != _anonymous_device():
-                yield found, path
-        # Each thread may have open files of its own, and the first one may have ended.
+        for status, path in _open_files(f"{process}/map_files"):
+            if status.st_dev != _anonymous_device():
+                yield status, path
+        # Each thread may have its own open files, and the main thread may have ended.
         for thread in _numbered(f"{process}/task"):
             yield from _open_files(f"{thread}/fd")
 
@@ -270,18 +268,18 @@ def _open_files(folder: str) -> Iterator[tuple[os.stat_result, str]]:
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):  # closed meanwhile
-                found = entry.stat()
-                if stat.S_ISREG(found.st_mode):
-                    yield found, entry.path
+                status = entry.stat()
+                if stat.S_ISREG(status.st_mode):
+                    yield status, entry.path
 
 
 def _is_hidden(root: Path, path: str, status: os.stat_result) -> bool:
-    """Whether an open file is not at its path on disk, as when folders are being renamed."""
+    """Return whether an open file is not at its path, as when folders are being renamed."""
     for _ in range(_LOOKUPS):
         with contextlib.suppress(OSError):
             if os.path.samestat(os.lstat(f"{root}{os.readlink(path)}"), status):  # noqa: PTH115
                 return False
-    in_memory = {_anonymous_device()}  # file systems that another limit is for
+    in_memory = {_anonymous_device()}  # file systems that count for the memory limit
     with contextlib.suppress(OSError):
         in_memory.add((root / "dev/shm").stat().st_dev)
     return status.st_dev not in in_memory
@@ -289,7 +287,7 @@ def _is_hidden(root: Path, path: str, status: os.stat_result) -> bool:
 
 @functools.cache
 def _anonymous_device() -> int:
-    """The kernel's file system of shared memory that has no name."""
+    """Return the device number of the kernel's file system for anonymous shared memory."""
     handle = os.memfd_create("tugline")
     try:
         return os.fstat(handle).st_dev

@@ -1,16 +1,15 @@
-"""Run programs through one shell per sandbox: a start costs milliseconds, once.
+"""Run programs through one shell per sandbox, which takes a few milliseconds for each.
 
-The shell is process 1 of a sandbox of whatever kind and needs nothing there but ``/bin/sh`` and
-``/proc``. A folder of this machine, which the sandbox sees read-only at `CONTROL`, holds the
-script, the named pipes ``requests`` and ``replies`` and, for each program, ``<n>.sh`` and the pipe
-``<n>.out``. Whoever creates the sandbox starts `ARGV` in it as process 1.
+The shell is process 1 of the sandbox and needs only ``/bin/sh`` and ``/proc``. A folder of this
+machine, mounted read-only at `CONTROL`, holds the script, the named pipes ``requests`` and
+``replies`` and, for each program, ``<n>.sh`` and the pipe ``<n>.out``. A driver creates the sandbox
+with `ARGV` as process 1.
 
 The programs are hostile. Every message carries a key that only the shell's memory holds, and the
-pipes' names are removed before the first program starts, so no program can end another one's run or
-start one. After each program the shell kills whatever is left in the sandbox before it reports.
-Nothing here depends on a program's good will: when the shell is gone its end of ``replies`` is
-closed, and when this process is gone the shell reads the end of ``requests``, so it ends and the
-sandbox with it.
+names of the pipes are removed before the first program starts, so no program can start another one
+or report its end. After each program the shell kills all other processes of the sandbox before it
+reports. No program has to cooperate: if the shell dies, its end of ``replies`` is closed; if this
+process dies, the shell reads end-of-file from ``requests`` and exits, which ends the sandbox.
 """
 
 import asyncio
@@ -32,16 +31,14 @@ from tugline.sandbox.files import translate_errors
 from tugline.sandbox.processes import OutputLog, close_all, finish
 
 CONTROL = "/run/tugline"
-"""Where the sandbox sees the control folder."""
+"""Path of the control folder in the sandbox."""
 ARGV = ("/bin/sh", f"{CONTROL}/runner")
-"""What a sandbox is started with."""
+"""Command line of a sandbox's process 1."""
 KILLED = -9
-"""The exit code of a program that was killed with its sandbox."""
+"""Exit code of a program that was killed with its sandbox."""
 
 _GUARD = Path(__file__).with_name("guard.sh").read_text(encoding="utf-8")
 _SCRIPT = Path(__file__).with_name("runner.sh").read_text(encoding="utf-8")
-
-
 _START_S = 20.0
 _CLEAN_S = 10.0
 _GARBAGE_PAUSE_S = 0.05
@@ -51,16 +48,16 @@ _SIGNAL_CODES = range(129, 193)
 
 
 class SandboxEnded(SandboxError):
-    """The sandbox ended while a program ran in it, and not because of a timeout."""
+    """The sandbox ended while a program ran in it, not because of a timeout."""
 
 
 @dataclass(eq=False)
 class Runner:
-    """The host's side of one sandbox's shell.
+    """Client of one sandbox's shell, on the host.
 
-    `kill` is called with this runner: it ends its sandbox with all that is in it and returns when
-    nothing is left, also for one that has ended. After that this runner is not `alive`, and another
-    is needed.
+    `kill` is called with this runner. It must kill all processes of the sandbox, which may have
+    ended already, and return when none is left. The runner is not `alive` any more then, and the
+    next program needs a new one.
     """
 
     control: Path
@@ -89,7 +86,7 @@ class Runner:
     async def wait_ready(self, ended: asyncio.Future[Any] | None = None) -> None:
         """Wait until the shell runs. Raises `SandboxError` if it ends or takes too long.
 
-        `ended` is done when the sandbox is known to have ended, also if its shell never began.
+        `ended` completes when the sandbox has ended, even if its shell never started.
         """
         self._listen()
         if ended is not None:
@@ -113,8 +110,8 @@ class Runner:
     ) -> Exit:
         """Run one program until it ends or times out; a timeout kills the whole sandbox.
 
-        `env` is added to the environment of the shell. Exit codes by which a shell reports signals
-        become negative signal numbers. Raises `SandboxEnded`.
+        `env` is added to the shell's environment. Exit codes 129 to 192, by which a shell reports
+        signals, become negative signal numbers. Raises `SandboxEnded`.
         """
         self._count += 1
         number, began = self._count, time.monotonic()
@@ -130,7 +127,7 @@ class Runner:
             with contextlib.suppress(TimeoutError):
                 async with enforce_timeout(timeout_s):
                     await asyncio.wait([ended])
-            # Where this process stood still, the program's end is there, but not read yet.
+            # If this process was suspended, the program's end may be reported but not read yet.
             self._read_replies()
             timed_out, seconds = not ended.done(), time.monotonic() - began
             if not timed_out:
@@ -144,10 +141,10 @@ class Runner:
         return Exit(code, timed_out, seconds)
 
     def close(self) -> None:
-        """Close this side, which ends a shell that still runs; may be called twice."""
+        """Close the pipes, which ends a shell that still runs; may be called twice."""
         self.alive = False
         if self._replies >= 0:
-            with contextlib.suppress(RuntimeError):  # no event loop: nobody waited for the shell
+            with contextlib.suppress(RuntimeError):  # no event loop: the shell was not waited for
                 asyncio.get_running_loop().remove_reader(self._replies)
         close_all(self._requests, self._replies)
         self._requests = self._replies = -1
@@ -162,7 +159,7 @@ class Runner:
             await asyncio.to_thread(self._unlink, f"{number}.sh", f"{number}.out")
 
     async def _request(self, number: int, ended: asyncio.Future[int]) -> None:
-        """Ask for a program, once there is room: an earlier one may have filled the pipe."""
+        """Request a program as soon as the pipe has space: an earlier one may have filled it."""
         while not ended.done():
             with contextlib.suppress(BlockingIOError):
                 os.write(self._requests, f"\n{self._key} {number}\n".encode())
@@ -170,7 +167,7 @@ class Runner:
             await asyncio.sleep(_GARBAGE_PAUSE_S)
 
     def _close_pipes(self) -> None:
-        """Let no program open the shell's pipes, by name or in ``/proc``, unless it is root."""
+        """Keep programs that are not root from opening the pipes, by name or in ``/proc``."""
         for name in ("requests", "replies"):
             (self.control / name).chmod(0)
         self._unlink("requests", "replies")
@@ -191,7 +188,7 @@ class Runner:
         return future
 
     def _read_replies(self) -> bool:
-        """Process what the shell wrote; return whether there may be more."""
+        """Process the shell's output; return whether there may be more."""
         try:
             data = os.read(self._replies, 4096) if self._replies >= 0 else b""
         except BlockingIOError:
@@ -207,18 +204,18 @@ class Runner:
         return True
 
     def _process_reply(self, line: bytes) -> bool:
-        """Return whether the shell wrote it; nobody else knows the key."""
+        """Process a line; return whether it has the key, which only the shell knows."""
         event, number, code, key = [*line.decode(errors="replace").split(" "), *[""] * 4][:4]
         if key != self._key:
             return False
-        for each in {event, "ended"}:  # the first word may have been lost
+        for each in {event, "ended"}:  # the "ended" message may have been lost
             future = self._expected.get((each, int(number)))
             if future is not None and not future.done():
                 future.set_result(int(code))
         return True
 
     def _pause(self) -> None:
-        """Stop listening for a while, because a program writes garbage into the pipe."""
+        """Stop reading for a short time, because a program writes garbage into the pipe."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._replies)
         loop.call_later(_GARBAGE_PAUSE_S, self._listen)
@@ -228,7 +225,7 @@ class Runner:
             asyncio.get_running_loop().add_reader(self._replies, self._read_replies)
 
     def _on_sandbox_end(self) -> None:
-        """Read what the shell wrote last, which may still be in the pipe."""
+        """Read the shell's last messages, which may still be in the pipe."""
         while self._read_replies():
             pass
         self._on_shell_end()
@@ -243,13 +240,13 @@ class Runner:
 
 
 class Guard:
-    """Kills process 1 of a sandbox as soon as this process is gone, whatever its programs hold."""
+    """Kills process 1 of a sandbox when this process dies, whatever files programs hold open."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
 
     async def watch(self, pid: int) -> None:
-        """Start to watch over process `pid`, as this machine counts."""
+        """Start the guard of process `pid`, a process id of the host."""
         self._process = await asyncio.create_subprocess_exec(
             *("sh", "-c", _GUARD, str(pid)), stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
@@ -262,7 +259,7 @@ class Guard:
 
 
 def program_script(argv: Sequence[str], env: Mapping[str, str], cwd: PurePath) -> bytes:
-    """Return the script that executes `argv`. Raises `UsageError` for unusable arguments."""
+    """Return a script that executes `argv`. Raises `UsageError` for unusable arguments."""
     odd = [f"{name}={value}" for name, value in env.items() if not _NAME.fullmatch(name)]
     command = ["env", *odd, *argv] if odd else argv
     lines = [f"cd {shlex.quote(str(cwd))} || exit 126", "unset OLDPWD"]

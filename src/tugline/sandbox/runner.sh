@@ -1,12 +1,12 @@
-# Process 1 of a sandbox: runs one program after another and reports how each ended (runner.py).
-# A pipe that is opened for one direction waits for who opens the other; opened for both before, it
-# does not, so that a shell whose host has died meanwhile reads the end at once.
-# A program's orphans are children of process 1: each `wait` reaps the dead ones, so that they do
-# not count against the limit of processes. If no process can be made for it the shell ends, and all
-# with it; the exit code has been reported by then.
-# A program of root's can open these pipes in /proc: it is dead before a word with the key is said,
-# and the code is said again once nobody is left who could have taken the first word away. A word
-# begins on a new line, whatever was written before it.
+# Process 1 of a sandbox: runs one program after another and reports the exit codes (runner.py).
+# Opening a pipe for reading only or writing only blocks until the other end is opened. So each pipe
+# is first opened for both: a shell whose host has died meanwhile then reads end-of-file at once.
+# A program's orphans become children of process 1: each `wait` reaps the dead ones, so that they do
+# not count against the process limit. If `(:) &` cannot fork, the shell exits, which ends the
+# sandbox; the exit code has been reported by then.
+# A program that runs as root can open these pipes in /proc. So it is killed before a message with
+# the key is written, and the code is reported again ("clean") when no process is left that could
+# have read the first message. A message begins on a new line, whatever was written before it.
 [ $$ = 1 ] || exit 70
 c=${0%/*}
 exec 5<>"$c/requests" 6<>"$c/replies" </dev/null >/dev/null 2>&1

@@ -1,1 +1,1 @@
-"""The control plane: which sessions there are and what came of them."""
+"""Control plane: tasks, sessions, leases and results."""

@@ -1,8 +1,8 @@
 """Encoded trajectories by name, in a local directory or an object store (I7).
 
 A blob is written before the row that refers to it and is on disk when `put` returns, so a listed
-result can be read (I3). A crash in between leaves a blob without a row: retention removes those. A
-blob is whole or absent, even when the disk is full.
+result can be read (I3). A crash in between leaves a blob without a row, which retention removes.
+Writes are atomic, even when the disk is full.
 """
 
 import asyncio
@@ -18,24 +18,24 @@ from tugline.errors import Missing, StoreError, UsageError, first_line
 from tugline.plugins import import_extra
 
 _TEMPORARY = "~"
-"""Begins the names of files that are not complete; ids of sessions cannot contain it."""
+"""Prefix of the names of incomplete files; ids of sessions cannot contain it."""
 _CHUNK = 1000
 
 
 class LocalBlobs:
-    """Files under `folder`, which is this user's only, spread over 256 directories."""
+    """Files in 256 subdirectories of `folder`, which only this user can access."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     async def put(self, name: str, data: bytes) -> None:
-        """Store it durably, in place of a blob of the same name."""
+        """Store a blob durably; replace a blob of the same name."""
         path = spread(self._folder, name)
         with _explain("write", path):
             await asyncio.to_thread(self._put, path, data)
 
     async def get(self, name: str) -> bytes:
-        """The bytes. Raises `Missing`."""
+        """Read a blob. Raises `Missing`."""
         path = spread(self._folder, name)
         with _explain("read", path):
             try:
@@ -46,15 +46,15 @@ class LocalBlobs:
                 raise _missing(name) from None
 
     async def delete(self, name: str) -> None:
-        """Remove it, if it exists."""
+        """Remove a blob if it exists."""
         path = spread(self._folder, name)
         with _explain("remove", path):
             await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def list_older(self, than: float) -> AsyncIterator[list[str]]:
-        """Names of blobs from before that time, one directory at a time.
+        """Yield the names of blobs older than a Unix time, one directory at a time.
 
-        Removes temporary files that a crash left.
+        Removes temporary files older than that.
         """
         with _explain("list", self._folder):
             for shard in await asyncio.to_thread(lambda: sorted(self._folder.glob("??"))):
@@ -70,9 +70,9 @@ class LocalBlobs:
 
 
 def spread(folder: Path, name: str) -> Path:
-    """The place of `name` in one of 256 directories. Raises `Missing` for what is no file name."""
+    """Return the path of `name` in one of 256 directories. Raises `Missing` for no valid name."""
     if Path(name).name != name or not name.strip("."):
-        raise Missing(f"{name!r} is no name of a file")
+        raise Missing(f"{name!r} is not a file name")
     return folder / hashlib.sha256(name.encode()).hexdigest()[:2] / name
 
 
@@ -106,11 +106,11 @@ def _explain(
 
 # --------------------------------------------------------------------------- object stores
 class ObjectBlobs:
-    """Objects under the URL `where`, such as ``s3://bucket/prefix``; also in Google Cloud or Azure.
+    """Objects under a URL such as ``s3://bucket/prefix``, also in Google Cloud or Azure.
 
     obstore takes credentials, region and endpoint from the environment (``AWS_ACCESS_KEY_ID``,
-    ``AWS_ENDPOINT_URL``, ...) as the tools of each provider do. An object is stored when the upload
-    is answered, whole or not at all.
+    ``AWS_ENDPOINT_URL``, ...) like the tools of each provider. Uploads are atomic and durable when
+    `put` returns.
     """
 
     def __init__(self, where: str) -> None:
@@ -126,7 +126,7 @@ class ObjectBlobs:
                 client_options={
                     "timeout": timedelta(seconds=30),  # of one request
                     "connect_timeout": timedelta(seconds=10),
-                    "allow_http": True,  # for an endpoint that says so; the default is HTTPS
+                    "allow_http": True,  # for http:// endpoints; the default is HTTPS
                 },
                 retry_config={"max_retries": 8, "retry_timeout": timedelta(seconds=60)},
             )
@@ -136,12 +136,12 @@ class ObjectBlobs:
             raise UsageError(msg) from error
 
     async def put(self, name: str, data: bytes) -> None:
-        """Store it durably, in place of a blob of the same name."""
+        """Store a blob durably; replace a blob of the same name."""
         with self._explain("write", name):
             await self._obstore.put_async(self._store, name, data)
 
     async def get(self, name: str) -> bytes:
-        """The bytes. Raises `Missing`."""
+        """Read a blob. Raises `Missing`."""
         with self._explain("read", name):
             try:
                 answer = await self._obstore.get_async(self._store, name)
@@ -150,18 +150,18 @@ class ObjectBlobs:
             return bytes(await answer.bytes_async())
 
     async def delete(self, name: str) -> None:
-        """Remove it, if it exists."""
+        """Remove a blob if it exists."""
         with self._explain("remove", name), contextlib.suppress(FileNotFoundError):
             await self._obstore.delete_async(self._store, name)
 
     async def list_older(self, than: float) -> AsyncIterator[list[str]]:
-        """Names of blobs from before that time, a thousand at a time."""
+        """Yield the names of blobs older than a Unix time, a thousand at a time."""
         with self._explain("list", ""):
             async for objects in self._obstore.list(self._store, chunk_size=_CHUNK):
                 yield [
-                    one["path"].rpartition("/")[2]
-                    for one in objects
-                    if one["last_modified"].timestamp() < than
+                    item["path"].rpartition("/")[2]
+                    for item in objects
+                    if item["last_modified"].timestamp() < than
                 ]
 
     def _explain(self, verb: str, name: str) -> contextlib.AbstractContextManager[None]:
@@ -169,11 +169,11 @@ class ObjectBlobs:
 
 
 Blobs = LocalBlobs | ObjectBlobs
-"""Bytes by name. All methods raise `StoreError` if the storage cannot be used."""
+"""Blob store. All methods raise `StoreError` if the storage is unavailable."""
 
 
 def open_blobs(where: str) -> Blobs:
-    """Open a directory, or a URL such as ``s3://bucket/prefix``."""
+    """Open the blob store at a directory, or at a URL such as ``s3://bucket/prefix``."""
     if "://" in where and not where.startswith("file://"):
         return ObjectBlobs(where)
     return LocalBlobs(Path(where.removeprefix("file://")))

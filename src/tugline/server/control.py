@@ -1,8 +1,8 @@
-"""The rollout server without HTTP: the parts that share one store.
+"""Rollout server without HTTP: the components that share a store.
 
-Everything is in the database before it is acknowledged, so a server that is killed continues where
-it was (I3); nothing kept in memory could not be lost. Whoever waits (for work, results, events, a
-log) sleeps until it is notified and has a deadline. A node in the same process uses `dispatcher`.
+State is in the database before it is acknowledged, so a killed server loses nothing (I3); memory
+holds only what may be lost. Requests that wait for work, results, events or a log have a deadline
+and are woken by notifications. A node in the same process uses `dispatcher`.
 """
 
 import asyncio
@@ -30,23 +30,23 @@ from tugline.server.webhooks import WebhookSender
 from tugline.types import Status, Task
 
 WITHIN_S = 60.0
-"""How long a barrier waits by default."""
+"""Default timeout of a barrier."""
 ORPHAN_S = 3600.0
-"""Age at which a blob without a row is removed; writing the row takes seconds."""
-_SWEPT = 1000
-"""Blobs that are looked up at once."""
+"""Age from which a blob without a row is removed; the row is normally written within seconds."""
+_SWEEP_BATCH = 1000
+"""Number of blobs per lookup."""
 _DAY_S = 86_400.0
 _NEXT_DUE = read_sql("next_due")
-_ASLEEP_S, _RETRY_S, _RETENTION_EVERY_S = 5.0, 0.5, 3600.0
+_LATE_S, _RETRY_S, _RETENTION_EVERY_S = 5.0, 0.5, 3600.0
 _log = log.get("server")
 
 
 class ControlPlane:
-    """The parts of one rollout server; an async context manager.
+    """Components of a rollout server; an async context manager.
 
-    `folder` is for files of its own, such as logs. `check` refuses tasks that could not be run.
-    `secret` signs callbacks. What is read and written without waiting goes straight to `database`,
-    with the operations of `tugline.server.store`.
+    `folder` is for files such as logs. `check` raises for tasks that cannot be run. `secret` signs
+    callbacks. Callers that need not wait read and write `database` directly, with the operations of
+    `tugline.server.store`.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class ControlPlane:
         self.dispatcher = ServerDispatcher(database, blobs, self.logs, settings)
         self._settings, self._check = settings, check
         self._buckets: dict[tuple[Hashable, str], tuple[float, float]] = {}
-        """By caller and entry of the settings: submissions left, and when that was."""
+        """Token buckets by caller and tenant entry: submissions left, and time of that count."""
         self._webhooks = WebhookSender(database, secret, hosts=settings.callback_hosts)
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.database)
             await self.database.write(events.skip_positions)
-            await self.database.write(nodes.spare_all, self._settings.lease_s)
+            await self.database.write(nodes.extend_leases, self._settings.lease_s)
             parts = (self.logs.run(), self.dispatcher.run(), self._webhooks.run())
             expiry = run_expiry(self.database, self._settings.lease_s)
             await stack.enter_async_context(run_beside(*parts, expiry, self._run_retention()))
@@ -82,7 +82,7 @@ class ControlPlane:
         await self._stack.aclose()
 
     async def submit(self, batch: Sequence[Task]) -> list[protocol.Accepted]:
-        """Store these tasks, all or none; those that exist already are left as they are.
+        """Store tasks, all or none; existing tasks are not changed.
 
         Raises `Invalid`, `Conflict` and `QuotaExceeded`, with a field such as ``3.limits.agent_s``.
         """
@@ -90,11 +90,11 @@ class ControlPlane:
         return await self.database.write(tasks.submit, packed, self._settings)
 
     async def results(self, query: protocol.ResultQuery) -> protocol.Results:
-        """Results after a cursor, or after what the consumer acknowledged, or from the beginning.
+        """Return results after a cursor, else after the consumer's position, else from the start.
 
-        With `groups`, whole groups in the order of their release.
+        With `groups`, return whole groups in the order of their release.
         """
-        chosen = query.task or None
+        task_ids = query.task or None
 
         def read(tx: Tx) -> protocol.Results:
             start = query.after
@@ -102,7 +102,7 @@ class ControlPlane:
                 start = results.read_acked(tx, query.consumer) if query.consumer else 0
             events.check_position(tx, start)
             return (results.groups if query.groups else results.page)(
-                tx, start, query.limit, chosen
+                tx, start, query.limit, task_ids
             )
 
         everything = "releases" if query.groups else "results"
@@ -110,14 +110,14 @@ class ControlPlane:
         return await self.database.poll(read, topics, query.wait_s, lambda page: bool(page.items))
 
     async def trajectory(self, session: str) -> bytes:
-        """The result of a session, encoded and compressed.
+        """Return the trajectory of a session, encoded and compressed.
 
-        Raises `Missing`, also for a blob that is not what was committed.
+        Raises `Missing`, also for a blob that differs from the committed one.
         """
         return await read_blob(self.blobs, *await self.database.read(results.get_blob, session))
 
     async def events(self, query: protocol.EventQuery) -> list[protocol.Event]:
-        """Events after a position, of one task or of all."""
+        """Return events after a position, of one task or of all."""
         after = query.after or 0
 
         def read(tx: Tx) -> list[protocol.Event]:
@@ -128,7 +128,7 @@ class ControlPlane:
         return await self.database.poll(read, [topic], query.wait_s, bool)
 
     async def read_log(self, session: str, *, offset: int = 0, wait_s: float = 0.0) -> LogPart:
-        """Part of a session's log; waits up to `wait_s` for more of it. Raises `Missing`."""
+        """Read part of a session's log; wait up to `wait_s` for new output. Raises `Missing`."""
         entry = await self.database.read(sessions.get, session)
         ended = not entry.leased and entry.status != Status.QUEUED
         if entry.node is not None and session not in self.logs.followed():
@@ -136,7 +136,7 @@ class ControlPlane:
         return await self.logs.read(session, offset=offset, wait_s=wait_s, ended=ended)
 
     def count_request(self, caller: Hashable, tenant: str) -> None:
-        """Count a submission (a token bucket, in memory). Raises `QuotaExceeded`."""
+        """Count a submission in the caller's token bucket, in memory. Raises `QuotaExceeded`."""
         most, now = self._settings.find_tenant(tenant).requests_per_minute, self.database.clock()
         if most is not None:
             key = (caller, tenant if tenant in self._settings.tenants else "default")
@@ -156,19 +156,19 @@ class ControlPlane:
 
     # ------------------------------------------------------------------ weights
     async def announce(self, version: int) -> protocol.Barrier:
-        """Announce new weights; sessions too far behind restart if their task says so."""
+        """Announce new weights; restart stale sessions whose task requests that."""
         control = await self.database.write(_change, protocol.EventKind.VERSION, version=version)
         return await self._barrier(control, WITHIN_S)
 
     async def pause(
         self, mode: protocol.PauseMode = protocol.PauseMode.WAIT, *, within_s: float = WITHIN_S
     ) -> protocol.Barrier:
-        """Hold model calls on all nodes; waits for them, at most `within_s`."""
+        """Pause model calls on all nodes; wait up to `within_s` for the nodes to confirm."""
         control = await self.database.write(_change, protocol.EventKind.PAUSED, paused=mode)
         return await self._barrier(control, within_s)
 
     async def resume(self) -> protocol.Barrier:
-        """Let model calls through again."""
+        """Resume model calls on all nodes."""
         control = await self.database.write(_change, protocol.EventKind.RESUMED, paused=None)
         return await self._barrier(control, WITHIN_S)
 
@@ -183,7 +183,7 @@ class ControlPlane:
 
     # ------------------------------------------------------------------ retention
     async def _run_retention(self) -> None:
-        """Delete what is old at the start, then hourly, until cancelled."""
+        """Delete old data at the start, then hourly, until cancelled."""
         while True:
             try:
                 await self.delete_old(self.database.clock())
@@ -192,7 +192,7 @@ class ControlPlane:
             await asyncio.sleep(_RETENTION_EVERY_S)
 
     async def delete_old(self, now: float) -> None:
-        """Delete tasks, events and nodes that are too old at `now`, and blobs without a result.
+        """Delete tasks, events and nodes that have expired at `now`, and blobs without a result.
 
         Raises `StoreError`.
         """
@@ -233,17 +233,17 @@ def _change(
 async def run_expiry(database: Database, lease_s: float) -> None:
     """Expire leases, group deadlines and stop orders when they are due, until cancelled.
 
-    One task sleeps until the nearest deadline and is woken when a nearer one comes up. When the
-    server itself was away (restarted, suspended, without its database), no node could renew: then
-    they are spared instead of punished. Waking late by some seconds counts as away.
+    One task sleeps until the earliest deadline and is woken when an earlier one is added. While the
+    server is down (restarting, suspended, without its database), no node can renew its lease, so
+    nodes then get more time. A wake-up that is late by more than `_LATE_S` counts as downtime.
     """
-    away = False
+    was_down = False
     with database.hub.subscribe("timers") as timers:
         while True:
             try:
-                if away:
-                    await database.write(nodes.spare_all, lease_s)
-                    away = False
+                if was_down:
+                    await database.write(nodes.extend_leases, lease_s)
+                    was_down = False
                 due = await database.read(_next_due, lease_s)
                 left = math.inf if due is None else due - database.clock()
                 if left <= 0:
@@ -251,22 +251,22 @@ async def run_expiry(database: Database, lease_s: float) -> None:
                     continue
                 until, loop = uptime() + left, asyncio.get_running_loop()
                 await timers.wait(None if due is None else loop.time() + left)
-                away = uptime() > until + _ASLEEP_S
+                was_down = uptime() > until + _LATE_S
             except Exception as error:  # noqa: BLE001 - without this task nothing ever expires
                 known = isinstance(error, StoreError)
                 _log.error("deadlines not checked", error=str(error), exc_info=not known)
-                away = True
+                was_down = True
                 await asyncio.sleep(_RETRY_S)
 
 
 def _next_due(tx: Tx, lease_s: float) -> float | None:
-    """The nearest deadline."""
-    [dues] = tx.all(_NEXT_DUE, lease_s=lease_s)
-    return min((at for at in dues if at is not None), default=None)
+    """Return the earliest deadline; None if there is none."""
+    [deadlines] = tx.all(_NEXT_DUE, lease_s=lease_s)
+    return min((at for at in deadlines if at is not None), default=None)
 
 
 def expire(tx: Tx, *, lease_s: float) -> None:
-    """Expire everything that is due at `Tx.now`."""
+    """Expire leases, groups, stop orders, pauses and quarantines that are due at `Tx.now`."""
     for node in nodes.list_expired(tx):
         leases.expire_node(tx, node, f"no heartbeat for {lease_s:g} s")
     for task in results.list_due(tx):
@@ -277,17 +277,17 @@ def expire(tx: Tx, *, lease_s: float) -> None:
 
 
 async def read_blob(blobs: Blobs, name: str, digest: str) -> bytes:
-    """The trajectory of a result. Raises `Missing`, also if it is not what was committed."""
+    """Read the trajectory of a result. Raises `Missing`, also if its digest is wrong."""
     data = await blobs.get(name)
     if await asyncio.to_thread(compute_digest, data) != digest:
-        raise Missing(f"the result is damaged: blob {name!r} has not the SHA-256 {digest}")
+        raise Missing(f"the result is damaged: blob {name!r} does not have the SHA-256 {digest}")
     return data
 
 
 async def sweep(blobs: Blobs, database: Database, *, older_s: float = ORPHAN_S) -> None:
-    """Delete the blobs that no result refers to."""
+    """Delete blobs older than `older_s` that no result refers to."""
     async for names in blobs.list_older(time.time() - older_s):
-        for start in range(0, len(names), _SWEPT):
-            some = names[start : start + _SWEPT]
-            for name in set(some) - await database.read(results.list_blobs, some):
+        for start in range(0, len(names), _SWEEP_BATCH):
+            batch = names[start : start + _SWEEP_BATCH]
+            for name in set(batch) - await database.read(results.list_blobs, batch):
                 await blobs.delete(name)

@@ -1,10 +1,10 @@
-"""The server's `Dispatcher`: sessions from the queue to the nodes, results and logs back (I3).
+"""Dispatcher of the server: leases sessions to nodes, stores their results and logs (I3).
 
 Every node keeps one lease request open. All waiting requests are served together, in one
-transaction, when work comes in: nothing is polled, and the dispatch delay is that of one commit. A
-request is also answered at once when its node has other orders: stop a session, pause, drain. What
-a node was told once does not answer its next request at once again, so a slow node does not spin;
-renewals repeat everything.
+transaction, when work is queued: nothing is polled, and the dispatch delay is that of one commit. A
+request is also answered at once for other orders to its node: stop a session, pause, drain. Only
+orders that the node has not received yet do so, so that a slow node does not spin; renewals return
+all orders.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _log = log.get("server")
 
 @dataclass(eq=False)
 class _Waiter:
-    """A node that waits for work."""
+    """Open lease request of a node."""
 
     capacity: int
     subscription: Subscription
@@ -38,43 +38,43 @@ class _Waiter:
 
 
 class ServerDispatcher:
-    """Implements `protocol.Dispatcher` on the store; gives out work while `run` runs."""
+    """Implementation of `protocol.Dispatcher` on the store; leases sessions while `run` runs."""
 
     def __init__(self, db: Database, blobs: Blobs, logs: Logs, settings: ServerSettings) -> None:
         self._database, self._blobs, self._logs, self._settings = db, blobs, logs, settings
         self._waiting: dict[str, _Waiter] = {}
         self._known: dict[str, protocol.LeaseResponse] = {}
-        """The last answer to each node, without its work."""
+        """Last response to each node, without work."""
         self._nodes_changed = db.hub.add("nodes")
         limited = any(settings.find_tenant(name).sessions for name in settings.tenants)
-        # Where tenants are limited, the end of a session on one node is work for another one.
+        # If tenants have limits, the end of a session lets another node lease the next one.
         self._work = db.hub.add("work", *(["results"] if limited else []))
 
     async def run(self) -> None:
-        """Give out work until it is cancelled."""
+        """Lease sessions until cancelled."""
         while True:
             await self._work.wait()
             try:
                 await self._grant()
             except Exception as error:  # noqa: BLE001 - without this task no node ever gets work
                 known = isinstance(error, StoreError)
-                _log.error("no work is given out", error=str(error), exc_info=not known)
+                _log.error("sessions cannot be leased", error=str(error), exc_info=not known)
                 await asyncio.sleep(_PAUSE_S)
                 self._work.notify()
 
     # ------------------------------------------------------------------ the dispatcher
     async def register(self, registration: protocol.NodeRegistration) -> protocol.NodeRegistered:
-        """Add a node; an earlier process of it loses its sessions. Raises `Invalid`, `Conflict`."""
+        """Add a node. An earlier process of it loses its sessions. Raises `Invalid`, `Conflict`."""
         check_bounds(registration)
         return await self._database.write(leases.register, registration, self._settings.lease_s)
 
     async def lease(self, node: str, request: protocol.LeaseRequest) -> protocol.LeaseResponse:
-        """Return work or orders as soon as there are some, nothing when `wait_s` is over."""
+        """Wait for work or orders; the response is empty if there are none within `wait_s`."""
         until = asyncio.get_running_loop().time() + request.wait_s
         with self._database.hub.subscribe(f"node:{node}", "control") as subscription:
             again, orders = await self._renew(node, request)
             waiter = _Waiter(request.capacity - len(again), subscription)
-            if waiter.capacity > 0:  # a newer request of the same node takes its place
+            if waiter.capacity > 0:  # replaces an earlier request of the node
                 self._waiting[node] = waiter
                 self._work.notify()
             try:
@@ -82,7 +82,7 @@ class ServerDispatcher:
                     notified = await subscription.wait(until)
                     if waiter.granted or not notified:
                         break
-                    # What it holds may have changed since it asked, so this does not renew.
+                    # The held sessions may have changed since the request, so do not renew them.
                     again, orders = await self._database.read(leases.reconcile, node, request.held)
             finally:
                 if self._waiting.get(node) is waiter:
@@ -90,14 +90,14 @@ class ServerDispatcher:
         return await self._respond(node, orders, request.held, (*again, *waiter.granted))
 
     async def renew(self, node: str, renewal: protocol.Renewal) -> protocol.LeaseResponse:
-        """Extend the lease; returns all orders, but no work."""
+        """Extend the lease; return all orders, but no work."""
         _, orders = await self._renew(node, renewal)
         return await self._respond(node, orders, renewal.held, ())
 
     async def commit(self, session: str, epoch: int, trajectory: bytes) -> protocol.Commit:
         """Store a result. Raises `FencedError` for a lost lease, `Invalid` for a bad result.
 
-        The blob of one that is tried again has no row; retention removes it.
+        The blob of a result that is retried has no row; retention removes it.
         """
         digest = await asyncio.to_thread(compute_digest, trajectory)
         if await self._database.read(leases.find_lease, session, epoch, digest) is None:
@@ -113,11 +113,11 @@ class ServerDispatcher:
         await self._database.write(leases.release, session, release)
 
     async def drain(self, node: str) -> None:
-        """Give this node no more work. Raises `FencedError` for one that is gone."""
+        """Lease no more sessions to a node. Raises `FencedError` for a lost node."""
         await self._database.write(nodes.drain, node)
 
     async def log(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
-        """Append to the log of a session; returns its length. Raises `FencedError`."""
+        """Append to the log of a session; return its length. Raises `FencedError`."""
         await self._database.read(sessions.get_leased, session, epoch)
         return await self._logs.append(session, epoch, offset, chunk)
 
@@ -130,7 +130,7 @@ class ServerDispatcher:
     def _has_news(
         self, node: str, orders: protocol.LeaseResponse, request: protocol.LeaseRequest
     ) -> bool:
-        if self._nodes_changed.poll():  # repeat orders once rather than keep all nodes for ever
+        if self._nodes_changed.poll():  # drop entries of lost nodes; orders are repeated once
             self._known.clear()
         known = self._known.get(node, protocol.LeaseResponse())
         return bool(
@@ -173,5 +173,5 @@ class ServerDispatcher:
                 del self._waiting[node]
                 waiter.granted = work
                 waiter.subscription.notify()
-            else:  # it left meanwhile; its next request shows that it has not got them
+            else:  # its request has ended; the next one shows that it did not receive them
                 self._database.hub.notify([f"node:{node}"])

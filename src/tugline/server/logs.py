@@ -1,10 +1,10 @@
-"""Output of agents as the nodes send it: bounded in size, followed without polling.
+"""Logs of sessions: agent output sent by nodes, bounded in size, followed without polling.
 
-Each lease of a session has a file, which takes no more at its limit; a sandbox bounds what an agent
-prints before that. Offsets count the bytes of the whole log, the leases one after the other with a
-line between two of them.
+Each lease of a session has a file of limited size; a sandbox limits the output of an agent before
+that. The log of a session is the files of its leases, separated by a line with the epoch. Offsets
+count its bytes.
 
-Logs may be lost in a power cut: only a length is acknowledged, and a node continues from there.
+Logs may lose data in a power cut: the server acknowledges a length, from which the node continues.
 """
 
 import asyncio
@@ -23,27 +23,27 @@ from tugline.server.store.database import Hub
 
 _SWEEP_S = 600.0
 _FOLLOW_S = 10.0
-"""A log counts as followed this long after it was read."""
+"""Seconds after a read during which a log counts as followed."""
 _log = log.get("logs")
 T = TypeVar("T")
 
 
 class LogPart(NamedTuple):
-    """Some of a log."""
+    """Part of a log."""
 
     data: bytes
     offset: int
-    """Of the byte after `data`, where the next part starts."""
+    """Offset of the next part, after `data`."""
     ended: bool
-    """Whether the log is complete."""
+    """Whether the log is complete after this part."""
 
 
 @dataclass(eq=False)
 class Logs:
-    """Logs under `folder`, up to `limit` bytes for each lease of a session, read in parts.
+    """Logs in `folder`, up to `limit` bytes per lease, read in parts of up to `part` bytes.
 
-    A sweep deletes those older than `keep_s`, and the oldest ones while all together have more
-    than `total` bytes.
+    A sweep deletes logs older than `keep_s`, and the oldest logs while their total size exceeds
+    `total` bytes.
     """
 
     folder: Path
@@ -53,11 +53,11 @@ class Logs:
     part: int = 1 << 16
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     hub: Hub = field(default_factory=Hub)
-    """Its topics are sessions; notified when there is more of their log."""
+    """Hub with sessions as topics, notified of new output."""
     _followed: dict[str, float] = field(default_factory=dict)
 
     async def run(self) -> None:
-        """Sweep, again and again, until it is cancelled."""
+        """Sweep periodically until cancelled."""
         while True:
             try:
                 if deleted := await self.sweep():
@@ -67,10 +67,10 @@ class Logs:
             await asyncio.sleep(_SWEEP_S)
 
     async def append(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
-        """Append a chunk that starts at `offset` of this lease's log; returns its length.
+        """Append a chunk at `offset` of a lease's log; return the log's length.
 
-        Bytes that are stored already are skipped, and a chunk beyond the end is not stored: a
-        caller whose offset is not the length continues from the length.
+        Bytes that are already stored are skipped. A chunk beyond the end is not stored: the caller
+        continues from the returned length.
         """
         length = await self._run(self._append, session, epoch, offset, chunk)
         self.hub.notify([session])
@@ -79,7 +79,7 @@ class Logs:
     async def read(
         self, session: str, *, offset: int = 0, wait_s: float = 0.0, ended: bool = False
     ) -> LogPart:
-        """Up to `part` bytes from `offset`, which counts from the end if it is negative.
+        """Read up to `part` bytes from `offset`; a negative offset counts from the end.
 
         Waits up to `wait_s` for new bytes, unless the session has `ended`.
         """
@@ -93,17 +93,17 @@ class Logs:
         return part
 
     def followed(self) -> tuple[str, ...]:
-        """Sessions whose log is being read."""
+        """Return the sessions whose log is being read."""
         now = time.monotonic()
         self._followed = {name: until for name, until in self._followed.items() if until > now}
         return tuple(self._followed)
 
     async def sweep(self) -> int:
-        """Delete what is too old or too much; returns the number of deleted logs."""
+        """Delete logs beyond the limits of age and total size; return their number."""
         return await asyncio.to_thread(self._sweep, time.time() - self.keep_s)
 
     async def _run(self, work: Callable[..., T], session: str, *args: int | bytes) -> T:
-        """Run `work` in a thread, alone. Raises `StoreError`."""
+        """Run `work` in a thread, exclusively. Raises `StoreError`."""
         async with self._lock:
             try:
                 return await asyncio.to_thread(work, session, *args)
@@ -140,16 +140,16 @@ class Logs:
         return LogPart(data, start + len(data), ended and start + len(data) == length)
 
     def _sweep(self, before: float) -> int:
-        found = []
+        logs = []
         for folder in self.folder.glob("??/*"):
             with contextlib.suppress(FileNotFoundError):
                 stats = [path.stat() for path in folder.iterdir()]
-                made = folder.stat().st_mtime
-                newest = max((stat.st_mtime for stat in stats), default=made)
-                found.append((newest, sum(stat.st_size for stat in stats), folder))
-        total = sum(size for _, size, _ in found)
+                created = folder.stat().st_mtime
+                newest = max((stat.st_mtime for stat in stats), default=created)
+                logs.append((newest, sum(stat.st_size for stat in stats), folder))
+        total = sum(size for _, size, _ in logs)
         deleted = 0
-        for newest, size, folder in sorted(found):
+        for newest, size, folder in sorted(logs):
             if newest >= before and total <= self.total:
                 break
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,9 +1,9 @@
 """Prometheus metrics of the server.
 
 Gauges are read from the store for each scrape. Counters are derived from the events since the last
-scrape, so each counts committed changes once, whatever was retried; if more than 100,000 events
-lie between two scrapes, the older ones are left out. Durations of requests and commits are counted
-as they happen. docs/observability.md lists every metric.
+scrape, so a committed change counts once, even if it was retried; of more than 100,000 events
+between two scrapes, the older ones are not counted. Durations of requests and commits are recorded
+when they end. docs/observability.md lists every metric.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ Page = Callable[[], Awaitable[bytes]]
 
 
 class _EventCounts:
-    """Counters derived from events; the attributes are named like the metrics."""
+    """Counters derived from events, as attributes with the names of the metrics."""
 
     def __init__(self) -> None:
         self.events_total = Counter[str]({kind.value: 0 for kind in EventKind})
@@ -37,7 +37,7 @@ class _EventCounts:
         self.queue_seconds = Distribution((*MOMENTS, *SPELLS[5:]))
 
     def values(self) -> dict[str, Values]:
-        """The metrics by name."""
+        """Return the metrics by name."""
         return {f"tugline_{name}": value for name, value in vars(self).items()}
 
     def add(self, event: Event) -> None:
@@ -60,14 +60,14 @@ class _EventCounts:
 class ServerMetrics:
     """Metrics page of a server and of `others`, such as a node in the same process.
 
-    Counted are the events after the position `since`.
+    Events after the position `since` are counted.
     """
 
     def __init__(self, database: Database, since: int = 0) -> None:
         self._database = database
         self.others: list[Page] = []
         self.waiting: Callable[[], int] = lambda: 0
-        """Returns the number of open long polls and streams."""
+        """Function that returns the number of open long polls and streams."""
         database.on_commit = self._count_commit
         self._commit_s, self._batch = Distribution(MOMENTS), Distribution(SIZES)
         self._routes: dict[tuple[str, ...], Distribution] = defaultdict(
@@ -79,7 +79,7 @@ class ServerMetrics:
         self._lock = asyncio.Lock()
 
     def count_request(self, route: str, status: int, seconds: float) -> None:
-        """Count an answered request; `route` such as ``GET /v1/tasks/{id}``."""
+        """Count an answered request; `route` is, for example, ``GET /v1/tasks/{id}``."""
         self._routes[route, f"{status // 100}xx"].add(seconds)
 
     def _count_commit(self, operations: int, seconds: float) -> None:
@@ -87,12 +87,12 @@ class ServerMetrics:
         self._commit_s.add(seconds)
 
     async def page(self) -> bytes:
-        """All metrics in the text format. Raises `StoreError`."""
+        """Return all metrics in the text format. Raises `StoreError`."""
         own = page(await self.families())
         return own + b"".join([await other() for other in self.others])
 
     async def families(self) -> list[Metric]:
-        """The server's own metrics. Raises `StoreError`."""
+        """Return the server's own metrics. Raises `StoreError`."""
         stored = await self._database.read(gauges)
         async with self._lock:
             await self._count_events()

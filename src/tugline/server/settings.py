@@ -15,13 +15,13 @@ class TenantSettings(Config, frozen=True):
     """Share and limits of a tenant."""
 
     weight: PositiveFloat = 1.0
-    """Its share of the slots, relative to those of other tenants with work."""
+    """Share of the slots, relative to other tenants with queued sessions."""
     sessions: PositiveInt | None = None
-    """Most of its sessions that nodes hold at once; the others wait. None: any number."""
+    """Maximum number of leased sessions; further sessions wait. None: no limit."""
     queued: PositiveInt | None = None
-    """Most of its sessions that are not final; more are refused. None: any number."""
+    """Maximum number of unfinished sessions; further tasks are rejected. None: no limit."""
     requests_per_minute: PositiveInt | None = None
-    """Most submissions of one token that a server takes. None: any number."""
+    """Maximum number of submissions per minute, by token and server. None: no limit."""
 
 
 _of_weight = functools.cache(lambda weight: TenantSettings(weight=weight))
@@ -31,11 +31,11 @@ class ServerSettings(Config, frozen=True):
     """The rollout server: address, store and time limits."""
 
     host: str = "127.0.0.1"
-    """Address that the API listens on; anything but loopback belongs behind TLS."""
+    """Address that the API listens on; use TLS for any address other than loopback."""
     port: Port = 7700
-    """Port of the API; 0 takes any free one."""
+    """Port of the API; 0 selects a free port."""
     tls_cert: Path | None = None
-    """PEM file of the API's certificate and its chain; None: it speaks plain HTTP."""
+    """PEM file of the API's certificate and chain; None: plain HTTP."""
     tls_key: Path | None = None
     """PEM file of the certificate's key."""
     store: str | None = None
@@ -43,26 +43,26 @@ class ServerSettings(Config, frozen=True):
     blobs: str | None = None
     """Store of results: a path or `s3://bucket/prefix`; None: ``blobs`` in the folder."""
     lease_s: PositiveFloat = 30.0
-    """A node that does not renew within so many seconds loses its sessions to others."""
+    """Duration of a node's lease in seconds; after it, other nodes get the node's sessions."""
     tenants: dict[Tenant, PositiveFloat | TenantSettings] = field(default_factory=dict)
-    """By name, `default` for each without an entry: a weight, or a weight and limits."""
+    """Weight, or weight and limits, by tenant; `default` applies to tenants without an entry."""
     callback_hosts: tuple[str, ...] | None = None
-    """Hosts that callbacks may go to, `*` for any; None: those with a public address."""
+    """Allowed hosts of callbacks, `*` for any; None: hosts with a public address."""
     keep_events_days: PositiveFloat = 30.0
-    """How long events can be read."""
+    """Days after which events are deleted."""
     keep_tasks_days: PositiveFloat | None = None
-    """Delete tasks with their acknowledged results so long after their end; None: never."""
+    """Days after their end until tasks and acknowledged results are deleted; None: never."""
     keep_consumers_days: PositiveFloat | None = 30.0
-    """A consumer that has acknowledged nothing for so long holds no task back; None: it does."""
+    """Days without acknowledgement until a consumer no longer delays deletion; None: never."""
 
     def find_tenant(self, name: str) -> TenantSettings:
-        """Share and limits of a tenant."""
-        found = self.tenants.get(name) or self.tenants.get("default") or 1.0
-        return found if isinstance(found, TenantSettings) else _of_weight(found)
+        """Return share and limits of a tenant."""
+        entry = self.tenants.get(name) or self.tenants.get("default") or 1.0
+        return entry if isinstance(entry, TenantSettings) else _of_weight(entry)
 
     @property
     def tls(self) -> tuple[Path, Path] | None:
-        """Certificate and key. Raises `UsageError` for one without the other."""
+        """Paths of certificate and key, or None. Raises `UsageError` for one without the other."""
         if self.tls_cert is None or self.tls_key is None:
             if self.tls_cert or self.tls_key:
                 raise UsageError("server.tls_cert and server.tls_key must be given together")

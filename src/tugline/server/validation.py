@@ -1,8 +1,7 @@
 """Validation of tasks, nodes and results before anything is stored.
 
-The types say what a value is; this says what is sensible, so that a mistake is an error at
-submission that names the field, its value and what would be right, never a session that fails an
-hour later.
+Decoding checks types; this module checks values, so that a mistake is an error at submission, with
+the field, its value and the accepted values, and not a session that fails an hour later.
 """
 
 import hashlib
@@ -24,20 +23,20 @@ from tugline.server.store.tasks import Packed, pack
 from tugline.types import TERMINAL, Status, Task, Trajectory, decode
 
 MAX_TEXT = 4 << 20
-"""Bytes of a plug-in's options."""
+"""Maximum size of a plug-in's options in bytes."""
 MAX_FILES = 10_000
 MAX_FILE_BYTES = 32 << 20
-"""Of all files of a task together."""
+"""Maximum total size of the files of a task."""
 MAX_TRAJECTORY = 1 << 30
-"""Bytes of an encoded trajectory before compression."""
+"""Maximum size of an encoded trajectory in bytes, before compression."""
 
 Check = Callable[[Task], None]
-"""Raises `Invalid` or `UsageError` for a task that could not be run."""
+"""Function that raises `Invalid` or `UsageError` for a task that cannot be run."""
 
 
 # --------------------------------------------------------------------------- tasks
 def check_task(task: Task) -> None:
-    """Raises one `Invalid` with every field that cannot be right."""
+    """Check the values of a task. Raises one `Invalid` with all invalid fields."""
     check_bounds(task)
     problems = list(_check_files(task.files))
     problems += [_wrong(*each) for each in find_contradictions(task.workspace)]
@@ -57,7 +56,7 @@ def check_task(task: Task) -> None:
 
 
 def check_bounds(value: msgspec.Struct) -> None:
-    """Hold a struct made in this process to the bounds of its type. Raises `Invalid`."""
+    """Check a struct created in this process against the bounds of its type. Raises `Invalid`."""
     try:
         decode_strictly(msgspec.to_builtins(value), type(value))
     except ConfigError as error:
@@ -95,7 +94,7 @@ def _check_files(files: dict[str, str]) -> Iterator[Invalid]:
 def _check_callback(url: str) -> Iterator[Invalid]:
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port  # the port raises when it is none
+        host, _ = parts.hostname, parts.port  # raises for an invalid port
         sound = parts.scheme in {"http", "https"} and bool(host) and "@" not in parts.netloc
     except ValueError:
         sound = False
@@ -123,12 +122,12 @@ def pack_tasks(batch: Sequence[Task], check: Check) -> list[Packed]:
 
 # --------------------------------------------------------------------------- nodes and results
 def compute_digest(data: bytes) -> str:
-    """SHA-256 of an encoded trajectory, hex."""
+    """Return the SHA-256 of an encoded trajectory in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
 def read_end(session: str, epoch: int, data: bytes, digest: str) -> End:
-    """Outcome of a session, read from its encoded trajectory. Raises `Invalid`."""
+    """Read the outcome of a session from its encoded trajectory. Raises `Invalid`."""
     trajectory = decode_trajectory(data)
     status = trajectory.status
     if trajectory.session != session or status not in TERMINAL:
@@ -136,20 +135,20 @@ def read_end(session: str, epoch: int, data: bytes, digest: str) -> End:
         raise Invalid(msg, field="session" if status in TERMINAL else "status")
     failure = trajectory.failure
     if status is Status.FAILED and failure is None:
-        msg = f"session {session} has failed, and its result does not say why"
+        msg = f"session {session} has failed, so its result must have a failure"
         raise Invalid(msg, field="failure")
     reward = trajectory.reward.value if trajectory.reward else None
     blob = f"{session}.{epoch}.{digest[:12]}"
-    found = {"reward": reward, "bytes": len(data), "digest": digest, "blob": blob}
-    return copy_fields(End, trajectory, trajectory.ledger, **found)
+    stored = {"reward": reward, "bytes": len(data), "digest": digest, "blob": blob}
+    return copy_fields(End, trajectory, trajectory.ledger, **stored)
 
 
 def decode_trajectory(data: bytes) -> Trajectory:
-    """A trajectory from its compressed bytes. Raises `Invalid`, also for too large a one."""
+    """Decompress and decode a trajectory. Raises `Invalid`, also for one that is too large."""
     try:
         size = zstandard.frame_content_size(data)
         if size > MAX_TRAJECTORY:
-            raise Invalid(f"a result has {size} bytes, {MAX_TRAJECTORY} are taken")
+            raise Invalid(f"a result has {size} bytes, must have at most {MAX_TRAJECTORY}")
         plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=MAX_TRAJECTORY)
         return decode(plain, Trajectory)
     except (zstandard.ZstdError, msgspec.DecodeError) as error:

@@ -1,12 +1,12 @@
-"""Webhook deliveries: what is in the outbox is sent until it arrives or is given up (I3).
+"""Webhook sender: retries deliveries from the outbox until they succeed or are given up (I3).
 
 A delivery is a row committed together with its event, so no crash loses one; it may be sent more
-than once, with the same ``webhook-id``, and in any order. Each host has a sender of its own: one
-that does not answer delays no other, and is tried less and less often. A delivery that is given up
-stays in the outbox as DEAD, with an event, until it is retried by hand.
+than once, with the same ``webhook-id``, and in any order. Each host has its own sender: a host that
+does not answer does not delay others, and is tried less and less often. A delivery that is given up
+stays in the outbox as DEAD, with an event, until it is retried manually.
 
-Whoever submits a task chooses where the server sends to: to public addresses, or to `hosts` only,
-wherever those are. Redirects are never followed, and no answer is read beyond its headers.
+Task authors choose the URLs, so requests go only to public addresses or, if `hosts` is set, only to
+those hosts, at any address. Redirects are not followed; only the headers of a response are read.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ _MUST_BE_PUBLIC = "must be public or named in server.callback_hosts"
 
 
 class WebhookRetries(NamedTuple):
-    """Retry schedule; with the defaults, a delivery is given up after 3 hours."""
+    """Retry schedule; the defaults give up a delivery after 3 hours."""
 
     tries: int = 32
     first_s: float = 1.0
-    """Before the second try; each further pause is twice as long, less a random part."""
+    """Pause before the second try; each further pause doubles, less random jitter."""
     longest_s: float = 600.0
     timeout_s: float = 15.0
     at_once: int = 16
     """Concurrent deliveries to one host."""
     rest_s: float = 30.0
-    """The longest pause of a host's sender after failures."""
+    """Maximum pause of a host's sender after failures."""
     retry_after_s: float = 3600.0
-    """The longest pause that a receiver may ask for."""
+    """Maximum pause that a receiver can request."""
     look_s: float = 30.0
-    """The outbox is checked this often even without a notification."""
+    """Interval of checks of the outbox without a notification."""
 
     def pause(self, failures: int) -> float:
-        """Seconds after that many failures."""
+        """Return the seconds to pause after that many failures."""
         longest = min(self.first_s * 2.0 ** min(failures - 1, 30), self.longest_s)
         return longest * random.uniform(0.5, 1.0)
 
@@ -72,17 +72,17 @@ class _Try(NamedTuple):
     delivery: Delivery
     error: str = ""
     final: bool = False
-    """Retrying cannot help."""
+    """True if a retry cannot succeed."""
     after_s: float = 0.0
-    """Pause that the receiver asked for."""
+    """Pause requested by the receiver."""
 
 
 @dataclass(eq=False, repr=False)
 class WebhookSender:
-    """Sends due deliveries while `run` runs. Without a `secret` nothing is signed.
+    """Sender of due deliveries while `run` runs. Without a `secret`, requests are not signed.
 
-    `hosts` names allowed receivers, with their port if it matters, `"*"` all; None allows those at
-    a public address.
+    `hosts` lists allowed receivers as ``name`` or ``name:port``, `"*"` for all; None allows
+    receivers at a public address.
     """
 
     database: Database
@@ -95,7 +95,7 @@ class WebhookSender:
         self._senders: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Send until it is cancelled."""
+        """Send deliveries until cancelled."""
         async with aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=self.retries.timeout_s),
             connector=aiohttp.TCPConnector(limit=0, resolver=_Resolver(self.hosts is None)),
@@ -110,7 +110,7 @@ class WebhookSender:
                 await asyncio.gather(*self._senders.values(), return_exceptions=True)
 
     def check(self, task: Task) -> None:
-        """Raises `Invalid` for a task whose callback would never be sent."""
+        """Check the callback of a task. Raises `Invalid` if it would never be sent."""
         if task.callback is not None and not is_allowed(task.callback.url, self.hosts):
             known = ", ".join(sorted(self.hosts or ()))
             must = f"must go to one of: {known}" if known else _MUST_BE_PUBLIC
@@ -129,7 +129,7 @@ class WebhookSender:
                 await subscription.wait(loop.time() + pause)
 
     def _start(self, waiting: dict[str, float], subscription: Subscription) -> float:
-        """Start a sender for each host with due deliveries; returns seconds until the next look."""
+        """Start a sender for each host with due deliveries; return seconds until the next check."""
         now = self.database.clock()
         idle = {host: at for host, at in waiting.items() if host not in self._senders}
         for host in [host for host, at in idle.items() if at <= now]:
@@ -142,13 +142,13 @@ class WebhookSender:
 
     def _end(self, host: str, subscription: Subscription, sender: asyncio.Task[None]) -> None:
         del self._senders[host]
-        subscription.notify()  # something may have fallen due while it was about to end
+        subscription.notify()  # a delivery may have become due while the sender was ending
         if not sender.cancelled() and (error := sender.exception()) is not None:
             _log.error("sender failed", host=host, exc_info=error)
 
     # ------------------------------------------------------------------ one host
     async def _send_all(self, host: str) -> None:
-        """Send what is due at a host, a few at a time, until there is nothing more."""
+        """Send the due deliveries of a host, in batches of `at_once`, until none is left."""
         failures, for_s, limit = 0, self.retries.timeout_s + 5.0, self.retries.at_once
         try:
             while claimed := await self.database.write_relaxed(
@@ -158,7 +158,7 @@ class WebhookSender:
                 await self.database.write(_record, tries, self.retries)
                 answered = any(each.final or not each.error for each in tries)
                 failures = 0 if answered else failures + 1
-                if failures:  # a long list must not become a storm
+                if failures:  # do not flood the host with a long outbox
                     _log.info("receiver fails", host=host, error=tries[0].error)
                     await asyncio.sleep(min(self.retries.pause(failures), self.retries.rest_s))
         except StoreError as error:
@@ -166,7 +166,7 @@ class WebhookSender:
             await asyncio.sleep(1.0)
 
     async def _send(self, delivery: Delivery) -> _Try:
-        """Try once, within `timeout_s`; no more than the head of the answer is read."""
+        """Try once, within `timeout_s`; of the response only status and headers are read."""
         name, now = f"{self._name}_{delivery.id}", int(time.time())
         if not is_allowed(delivery.url, self.hosts):
             return _Try(delivery, "its host is not among callback_hosts", final=True)
@@ -192,7 +192,7 @@ class WebhookSender:
         if 200 <= status < 300:
             return _Try(delivery)
         if status == 410:
-            return _Try(delivery, "410: the receiver wants no more of it", final=True)
+            return _Try(delivery, "410: the receiver refuses further deliveries", final=True)
         error = f"answered {status}"
         if 300 <= status < 400:
             error += ", and redirects are not followed"
@@ -202,9 +202,9 @@ class WebhookSender:
 
 
 def is_allowed(url: str, hosts: Collection[str] | None) -> bool:
-    """Whether `hosts` has the host of this URL, as ``name`` or as ``name:port``.
+    """Whether `hosts` contains the host of this URL, as ``name`` or ``name:port``.
 
-    Without `hosts`, whether it is an address that is public, or a name, which is resolved later.
+    Without `hosts`: whether the host is a public address or a name, which is checked when resolved.
     """
     if hosts is None:
         host = urlsplit(url).hostname or ""
@@ -214,7 +214,7 @@ def is_allowed(url: str, hosts: Collection[str] | None) -> bool:
 
 
 def is_public(host: str) -> bool:
-    """Whether `host` is no private, link-local or loopback address; also for a name."""
+    """Whether `host` is a name, or an address that is not private, link-local or loopback."""
     try:
         return AllowList(()).permits(ipaddress.ip_address(host), 0)
     except ValueError:
@@ -231,7 +231,7 @@ def _encode_body(tx: Tx, delivery: Delivery, name: str) -> bytes:
 
 
 def _record(tx: Tx, tries: Sequence[_Try], retries: WebhookRetries) -> None:
-    """Record the outcomes of some tries."""
+    """Record the outcomes of tries."""
     for each in tries:
         count = each.delivery.tries + 1
         if not each.error:
@@ -246,19 +246,19 @@ def _record(tx: Tx, tries: Sequence[_Try], retries: WebhookRetries) -> None:
 
 # --------------------------------------------------------------------------- HTTP
 class _Resolver(AbstractResolver):
-    """Resolves names in threads of its own, so a slow name server blocks nothing else."""
+    """Resolver with its own threads, so that a slow name server does not block other work."""
 
-    def __init__(self, public_only: bool) -> None:  # noqa: FBT001 - named by its class
+    def __init__(self, public_only: bool) -> None:  # noqa: FBT001 - only argument
         self._public_only = public_only
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="tugline-names")
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Addresses of `host`. Raises `OSError`."""
+        """Return the addresses of `host`. Raises `OSError`."""
         resolve = partial(socket.getaddrinfo, host, port, family=family, type=socket.SOCK_STREAM)
-        found = await asyncio.get_running_loop().run_in_executor(self._pool, resolve)
-        if self._public_only and not all(is_public(str(one[4][0])) for one in found):
+        infos = await asyncio.get_running_loop().run_in_executor(self._pool, resolve)
+        if self._public_only and not all(is_public(str(info[4][0])) for info in infos):
             raise OSError(errno.EACCES, f"{host!r} has a private address, {_MUST_BE_PUBLIC}")
         flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         return [
@@ -270,9 +270,9 @@ class _Resolver(AbstractResolver):
                 "proto": proto,
                 "flags": flags,
             }
-            for kind, _, proto, _, address in found
+            for kind, _, proto, _, address in infos
         ]
 
     async def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)

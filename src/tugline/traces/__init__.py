@@ -1,1 +1,1 @@
-"""Builders: recorded calls of a session to traces to train on, and a ledger of all tokens."""
+"""Builders: turn a session's recorded calls into traces for training and a token ledger."""

@@ -1,13 +1,13 @@
-"""Builders: their contract, the two built-in ones, traces of placed answers, and their ledgers.
+"""Builders: their interface, the two built-in ones, and the ledgers of their traces.
 
-A builder is a pure function from recorded calls to traces and a ledger. Builders differ only in
-how they cut sequences: each trains the same sampled tokens, each in the same context. `PerRequest`
-is the simplest reading of a session, and the reference for the other; it costs O(turns x tokens),
+A builder is a pure function from recorded calls to traces and a ledger. Builders differ only in how
+they split sequences: all train the same sampled tokens in the same contexts. `PerRequest` is the
+simplest builder and the reference for `PrefixMerging`; its cost is O(turns x tokens), that of
 `PrefixMerging` O(tokens) (I7).
 
-Every sampled token ends up trained, masked or dropped, with a reason (I2). All counts come from the
+Every sampled token is trained, masked or dropped, with a reason (I2). All counts come from the
 spans of traces, so a ledger cannot disagree with its traces. The ledger of a session is the sum of
-its calls', that of a step the sum of its sessions'.
+its calls' ledgers, the ledger of a step the sum of its sessions'.
 """
 
 from abc import ABC, abstractmethod
@@ -38,46 +38,46 @@ from tugline.types import (
 
 
 class Built(NamedTuple):
-    """The traces of a session and its ledger."""
+    """Traces and ledger of a session."""
 
     traces: tuple[Trace, ...]
     ledger: Ledger
     dropped: Mapping[int, Reason] = {}
-    """Why tokens of a call are in no trace, by the call's number; `Reason.OVER_LENGTH` for calls
-    that are not listed."""
+    """Reason why tokens of a call are in no trace, by call number; `Reason.OVER_LENGTH` for calls
+    not listed."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Builder(ABC):
-    """Turns the recorded calls of one session into traces and a balanced ledger."""
+    """Base of builders, which turn a session's calls into traces and a balanced ledger."""
 
     max_length: PositiveInt | None = None
-    """The longest trace in tokens; of a longer one the exact beginning is kept."""
+    """Maximum length of a trace in tokens; longer ones are truncated at the end."""
     train_side: bool = False
-    """Train the answers of side calls (titles, routers, summaries) like any other."""
+    """Whether answers of side calls (titles, routers, summaries) are trained like any other."""
 
     @abstractmethod
     def build(self, calls: Sequence[Call]) -> Built:
-        """Build traces of `calls`, which may be in any order. Pure: equal calls, equal traces.
+        """Build traces of `calls`, given in any order. Pure: equal calls give equal traces.
 
-        Raises `CaptureError` on a call that lacks ids, logprobs or versions.
+        Raises `CaptureError` on a call without ids, logprobs or versions.
         """
 
 
 def make_builder(spec: PluginSpec) -> Builder:
-    """Make the builder that a task names. Raises `UsageError` for an unknown name or option."""
+    """Make the builder of `spec`. Raises `UsageError` for an unknown name or option."""
     return plugins.make("builder", spec, Builder)
 
 
 # --------------------------------------------------------------------------- built in
 class PerRequest(Builder):
-    """One trace per model call: its prompt as context, its answer to train on.
+    """Builder of one trace per model call, with the prompt as context and the answer trained.
 
-    Traces are in the order of the calls; a trace's parent is that of the call before.
+    Traces are in the order of the calls; a trace's parent is that of the previous call.
     """
 
     def build(self, calls: Sequence[Call]) -> Built:
-        """Give every call a trace of its own."""
+        """See `Builder.build`."""
         parts: list[_Part] = []
         for chain in build_chains(calls):
             previous = chain.forked_after
@@ -89,16 +89,16 @@ class PerRequest(Builder):
 
 
 class PrefixMerging(Builder):
-    """One trace per exact chain of calls, in the order of their first calls.
+    """Builder of one trace per exact chain of calls, in the order of their first calls.
 
-    The idea is Polar's (arXiv 2605.24220): calls whose prompts each begin with the prompt and
-    answer before are one sequence. Here it is applied strictly: ids are compared, never text, and
-    a call that does not fit forks into a trace of its own with its whole context. The copied
-    context of a fork is not trained a second time: it has mask False, logprob 0 and no span.
+    The idea is Polar's (arXiv 2605.24220): calls whose prompts each begin with the previous prompt
+    and answer are one sequence. Here it is applied strictly: ids are compared, never text, and a
+    call that does not match starts a trace with its whole context. The copied context of a fork is
+    not trained again: it has mask False, logprob 0 and no span.
     """
 
     def build(self, calls: Sequence[Call]) -> Built:
-        """Give every chain of calls a trace."""
+        """See `Builder.build`."""
         parts = [
             (chain.place_answers(train_side=self.train_side), chain.kind, chain.forked_after)
             for chain in build_chains(calls)
@@ -106,14 +106,14 @@ class PrefixMerging(Builder):
         return _build(calls, parts, self.max_length)
 
 
-# --------------------------------------------------------------------------- a trace
+# --------------------------------------------------------------------------- traces
 _Part = tuple[Sequence[Answer], TraceKind, int | None]
-"""Answers of one trace, its kind, and the number of the call that it follows."""
+"""Answers of a trace, its kind, and the number of the call that it follows."""
 
 
 def _build(calls: Sequence[Call], parts: Sequence[_Part], max_length: int | None) -> Built:
     """Make a trace of each part, with all ids of its last call."""
-    index = {one.call.number: i for i, (answers, *_) in enumerate(parts) for one in answers}
+    index = {a.call.number: i for i, (answers, *_) in enumerate(parts) for a in answers}
     traces: list[Trace] = []
     for answers, kind, previous in parts:
         last = answers[-1].call
@@ -131,13 +131,13 @@ def make_trace(
     max_length: int | None,
     earlier: Sequence[Trace],
 ) -> Trace:
-    """Make one trace of `ids` with `answers` as its spans; `parent` is an index in `earlier`.
+    """Make a trace of `ids` with `answers` as its spans; `parent` is an index of `earlier`.
 
-    All other ids are context: mask False, logprob 0, no span. Of more than `max_length` tokens the
-    beginning is kept, up to the last answer that begins in it.
+    Other ids are context: mask False, logprob 0, no span. A trace longer than `max_length` is
+    truncated there, or at the end of the last answer that begins before.
     """
     if max_length is not None:
-        answers = [one for one in answers if one.start < max_length] or answers[:1]
+        answers = [answer for answer in answers if answer.start < max_length] or answers[:1]
         ids = ids[: min(max_length, answers[-1].start + len(answers[-1].call.sampled_ids))]
     mask = np.zeros(len(ids), np.bool_)
     logprobs = np.zeros(len(ids), np.float32)
@@ -168,7 +168,7 @@ def make_trace(
 
 
 def find_distribution(call: Call) -> Distribution:
-    """Return what the answer of `call` was sampled from; None in its sampling is the default."""
+    """Return the distribution of the answer of `call`; None in its sampling is the default."""
     sampling, default = call.sampling, Distribution()
     return Distribution(
         temperature=default.temperature if sampling.temperature is None else sampling.temperature,
@@ -179,9 +179,9 @@ def find_distribution(call: Call) -> Distribution:
 
 
 def count_shared_tokens(trace: Trace, ids: Ids, images: tuple[str, ...]) -> int:
-    """Return how many leading tokens a trace has in common with `ids` and their `images`.
+    """Return the number of leading tokens that a trace shares with `ids` and their `images`.
 
-    An id does not say which image it stands for, so sequences with different images share none.
+    Image ids do not identify the image, so sequences with different images share no tokens.
     """
     n = min(len(trace.images), len(images))
     return shared_prefix(trace.ids, ids) if trace.images[:n] == images[:n] else 0
@@ -194,10 +194,10 @@ _NOTHING: Mapping[int, Reason] = {}
 def count_calls(
     calls: Sequence[Call], traces: Iterable[Trace], dropped: Mapping[int, Reason] = _NOTHING
 ) -> dict[int, Ledger]:
-    """Account for the answer of each call, by the call's number; each ledger balances.
+    """Return a balanced ledger of each call's answer, by call number.
 
-    Tokens that no span covers were dropped for the reason in `dropped` (`Built.dropped`), by
-    default for exceeding the maximum length.
+    Tokens that no span covers count as dropped for the reason in `dropped` (`Built.dropped`), by
+    default `Reason.OVER_LENGTH`.
     """
     spans: dict[int, list[Span]] = {call.number: [] for call in calls}
     for trace in traces:
@@ -221,7 +221,7 @@ def count_calls(
 
 
 def count_spans(spans: Iterable[Span]) -> Ledger:
-    """Account for the sampled tokens of a trace; dropped tokens are in no trace."""
+    """Return the ledger of a trace's sampled tokens; dropped tokens are in no trace."""
     counts: Counter[Reason | None] = Counter()
     for span in spans:
         counts[span.masked] += span.end - span.start
@@ -230,21 +230,21 @@ def count_spans(spans: Iterable[Span]) -> Ledger:
 
 
 def sum_ledgers(ledgers: Iterable[Ledger]) -> Ledger:
-    """Add up ledgers, without reasons of no tokens; the sum balances if each of them does."""
+    """Add up ledgers, omitting reasons without tokens; the sum balances if each ledger does."""
     sampled = trained = 0
     masked: Counter[Reason] = Counter()
     dropped: Counter[Reason] = Counter()
-    for one in ledgers:
-        sampled, trained = sampled + one.sampled, trained + one.trained
-        masked.update(one.masked)
-        dropped.update(one.dropped)
+    for ledger in ledgers:
+        sampled, trained = sampled + ledger.sampled, trained + ledger.trained
+        masked.update(ledger.masked)
+        dropped.update(ledger.dropped)
     return Ledger(sampled=sampled, trained=trained, masked=dict(+masked), dropped=dict(+dropped))
 
 
 def leave_out(
     ledger: Ledger, *, masked: Mapping[Reason, int], dropped: Mapping[Reason, int]
 ) -> Ledger:
-    """Count trained tokens as masked or dropped instead, so many by reason."""
+    """Move counts of trained tokens to `masked` and `dropped`, given by reason."""
     lost = sum(masked.values()) + sum(dropped.values())
     moved = Ledger(trained=-lost, masked=dict(masked), dropped=dict(dropped))
     return sum_ledgers([ledger, moved])
@@ -253,5 +253,5 @@ def leave_out(
 def count_session(
     calls: Sequence[Call], traces: Iterable[Trace], dropped: Mapping[int, Reason] = _NOTHING
 ) -> Ledger:
-    """Account for every token that was sampled in a session."""
+    """Return the ledger of all tokens sampled in a session."""
     return sum_ledgers(count_calls(calls, traces, dropped).values())

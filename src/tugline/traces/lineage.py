@@ -1,9 +1,9 @@
-"""How calls continue each other, measured on the token ids rather than taken from the record.
+"""Continuation of calls, computed from token ids instead of the recorded parents.
 
-The builders, `tugline verify`, the viewer, exports and replay all ask here, so they agree (I1). A
-call joins a chain only if all of the chain's ids and images begin its prompt. Prompts that are
-views of one buffer, as `tugline.recording.file.read` returns them, are not compared again, so the
-work is linear in the unique ids (I7).
+The builders, `tugline verify`, the viewer, exports and replay all use this module, so they agree
+(I1). A call joins a chain only if its prompt begins with all of the chain's ids and images. Prompts
+that are views of one buffer, as `tugline.recording.file.read` returns them, are not compared again,
+so the cost is linear in the unique ids (I7).
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,35 +17,35 @@ from tugline.types import Branch, Call, CallOutcome, Finish, Mode, Reason, Trace
 
 
 class Continuation(StrEnum):
-    """How the prompt of a call continues its parent."""
+    """Relation of a call's prompt to its parent."""
 
     FIRST = "first"
-    """The call has no parent: it begins a conversation."""
+    """The call has no parent: it starts a conversation."""
     EXACT = "exact"
     """The prompt begins with all ids of the parent, prompt and answer."""
     ECHO_CHANGED = "echo_changed"
-    """As `EXACT`, although the harness wrote the parent's answer differently."""
+    """Like `EXACT`, but the harness echoed the parent's answer in another form."""
     FORKED = "forked"
-    """The prompt departs from the parent's ids, for the recorded reason."""
+    """The prompt differs from the parent's ids, for the recorded reason."""
     BROKEN = "broken"
-    """The prompt departs from the parent's ids, and the record claims that it does not."""
+    """The prompt differs from the parent's ids, contrary to the record."""
     NO_TOKEN_IDS = "no_token_ids"  # noqa: S105 - no secret
     """The engine reported no ids, so nothing can be compared."""
 
 
 class Lineage(NamedTuple):
-    """A call's continuation, and the ids that it has in common with its parent."""
+    """A call's continuation, and the number of ids shared with its parent."""
 
     continuation: Continuation
     shared: int = 0
-    """Leading ids of the prompt that are the parent's."""
+    """Number of leading prompt ids shared with the parent."""
     reasons: tuple[str, ...] = ()
-    """Changes of the echo, or why the call forks or is broken: a `Branch`, ``client_gone``,
+    """Echo changes, or the reason why the call forks or is broken: a `Branch`, ``client_gone``,
     ``ids_differ`` or ``parent_missing``."""
 
 
 def trace_lineage(call: Call, parent: Call | None) -> Lineage:
-    """Compare `call` with its recorded parent; `parent` is None if it is not recorded."""
+    """Compare `call` with its recorded parent; `parent` is None if it was not recorded."""
     if call.mode is Mode.TEXT or (parent is not None and parent.mode is Mode.TEXT):
         return Lineage(Continuation.NO_TOKEN_IDS)
     branch = () if call.branch is None else (call.branch.value,)
@@ -66,12 +66,12 @@ def trace_lineage(call: Call, parent: Call | None) -> Lineage:
 
 
 def count_ids(call: Call) -> int:
-    """Return how many ids a call has, prompt and answer."""
+    """Return the number of ids of a call, prompt and answer."""
     return len(call.prompt_ids) + len(call.sampled_ids)
 
 
 def count_shared_ids(call: Call, parent: Call) -> int:
-    """Return how many leading ids of `parent`, prompt then answer, begin the prompt of `call`."""
+    """Return the number of leading prompt ids of `call` shared with `parent` (prompt, answer)."""
     size = len(parent.prompt_ids)
     shared = shared_prefix(parent.prompt_ids, call.prompt_ids)
     if shared < size:
@@ -91,10 +91,10 @@ def extends(call: Call, parent: Call) -> bool:
 
 
 def adds_to_parent(call: Call) -> bool:
-    """Whether `call.messages` are only those added to the conversation of its parent.
+    """Whether `call.messages` are only those added to its parent's conversation.
 
-    Those of any other call are a whole conversation. A prompt that only the engine rendered anew
-    continues the conversation, though not the ids. A raw prompt is a whole one, without messages.
+    Otherwise they are a whole conversation. A prompt that the engine rendered differently continues
+    the conversation, but not the ids. A raw prompt is whole and has no messages.
     """
     raw = call.raw_prompt and not call.resumed
     return not raw and call.parent is not None and call.branch in {None, Branch.ENGINE_RERENDERED}
@@ -106,16 +106,16 @@ class Answer(NamedTuple):
 
     call: Call
     start: int
-    """Index in the trace of its first token."""
+    """Index of the answer's first token in the trace."""
     masked: Reason | None
-    """Why it is not trained; None if it is."""
+    """Reason why the answer is not trained; None if it is trained."""
     images: tuple[str, ...]
-    """Digests of the images before it, in order."""
+    """Digests of the images in the prompt, in order."""
 
 
 @dataclass(slots=True, eq=False)
 class Chain:
-    """Calls whose prompts each begin with all ids of the call before."""
+    """Calls whose prompts each begin with all ids of the previous call."""
 
     kind: TraceKind
     forked_after: int | None
@@ -125,10 +125,10 @@ class Chain:
     """Digests of the images in each call's prompt, in order."""
 
     def is_extended_by(self, call: Call, images: tuple[str, ...]) -> bool:
-        """Whether the prompt of `call` begins, id for id, with everything in this chain.
+        """Whether the prompt of `call` begins with all ids and images of this chain.
 
-        Side calls extend only side calls, so that a title request in the middle of a conversation
-        does not split it.
+        Side calls extend only side calls, so that a title request during a conversation does not
+        split the conversation.
         """
         tip = self.calls[-1]
         return (
@@ -138,7 +138,7 @@ class Chain:
         )
 
     def place_answers(self, *, train_side: bool) -> list[Answer]:
-        """Return the answers of its calls with their positions in the chain's ids."""
+        """Return the chain's answers with their positions in its ids."""
         tip = self.calls[-1]
         return [
             Answer(
@@ -152,11 +152,11 @@ class Chain:
 
 
 def mask_reason(call: Call, *, extended: bool, train_side: bool) -> Reason | None:
-    """Return why an answer is not trained; None if it is.
+    """Return the reason why an answer is not trained; None if it is trained.
 
     An answer whose client disconnected is masked unless a later prompt extends it, which proves
-    that the harness received it. An answer whose engine was lost is trained as far as it got, like
-    one that was cut for length.
+    that the harness received it. An incomplete answer of a lost engine is trained, like an answer
+    truncated by length.
     """
     if call.replayed:
         return Reason.REPLAYED
@@ -172,10 +172,10 @@ def mask_reason(call: Call, *, extended: bool, train_side: bool) -> Reason | Non
 
 
 def build_chains(calls: Iterable[Call]) -> list[Chain]:
-    """Sort calls into chains: each call joins the chain that it extends exactly, or starts one.
+    """Group calls into chains: each call joins a chain that it extends exactly, or starts one.
 
-    The chain of the recorded parent is tried first and verified, then the longest that fits. Of
-    two calls that extend the same answer, the first joins the chain and the second starts its own.
+    The chain of the recorded parent is tried first, then the longest chain that the call extends.
+    Of two calls that extend the same answer, the first joins the chain and the second starts one.
     """
     chains = _Chains()
     for call in check_calls(calls):
@@ -184,7 +184,7 @@ def build_chains(calls: Iterable[Call]) -> list[Chain]:
 
 
 class _Chains:
-    """The chains of a session while calls are added in the order of their numbers."""
+    """Chains of a session, to which calls are added in the order of their numbers."""
 
     def __init__(self) -> None:
         self.all: list[Chain] = []
@@ -217,10 +217,10 @@ class _Chains:
         return max(extended, key=lambda chain: count_ids(chain.calls[-1]), default=None)
 
     def _classify(self, call: Call) -> tuple[TraceKind, int | None]:
-        """Return the kind of trace that begins with `call`, and the call that it follows.
+        """Return the kind of the trace that starts with `call`, and the call that it follows.
 
         The trace follows the recorded parent, or a call with the same prompt. The first call of a
-        sub-agent is no fork: it follows the latest call of the thread that started it.
+        sub-agent follows the latest call of the thread that started the sub-agent.
         """
         if call.kind is TraceKind.SIDE:
             return TraceKind.SIDE, None
@@ -253,9 +253,9 @@ class _Chains:
 def check_calls(calls: Iterable[Call]) -> list[Call]:
     """Return calls in the order of their numbers. Raises `CaptureError` on an incomplete one."""
     ordered = sorted(calls, key=lambda call: call.number)
-    for one, other in pairwise(ordered):
-        if one.number == other.number:
-            raise CaptureError(f"session {one.session}: call {one.number} is there twice")
+    for call, other in pairwise(ordered):
+        if call.number == other.number:
+            raise CaptureError(f"session {call.session}: call {call.number} is recorded twice")
     for call in ordered:
         for fault in find_call_faults(call):
             raise CaptureError(f"call {call.number} of session {call.session}: {fault}")
@@ -263,7 +263,7 @@ def check_calls(calls: Iterable[Call]) -> list[Call]:
 
 
 def find_call_faults(call: Call) -> Iterator[str]:
-    """Yield what a call lacks to be trained from."""
+    """Yield the faults that make a call unusable for training."""
     if call.mode is Mode.TEXT:
         return
     sampled = len(call.sampled_ids)

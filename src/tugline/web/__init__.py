@@ -1,1 +1,1 @@
-"""."""
+"""HTTP: a client of engines, a server of ASGI apps, and server-sent events."""

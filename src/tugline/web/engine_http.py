@@ -1,8 +1,8 @@
-"""HTTP/1.1 to inference engines, over connections that are used again.
+"""HTTP/1.1 client of inference engines, with connection reuse.
 
-A model call sends a hundred kilobytes and reads a reply of many small parts, which costs a general
-client a tenth of all that the gateway does. What engines need is little: keep-alive, TLS, and a
-connection that is closed at once when nobody waits for its reply.
+A model call sends a hundred kilobytes and reads a reply of many small parts; with a general client
+this takes a tenth of the gateway's time. Engines need few features: keep-alive, TLS, and a
+connection that is closed at once when its reply is not needed any more.
 """
 
 import asyncio
@@ -20,29 +20,30 @@ import msgspec
 from tugline.errors import EngineError, UsageError
 
 ANSWER_TIMEOUT_S = 120.0
-"""For one whole answer: the first of a fresh engine may take half a minute."""
+"""Timeout of a whole answer; the first one of a new engine may take half a minute."""
 _CONNECT_S = 10.0
 _UNUSED_S = 60.0
-"""How long a connection is kept that nobody uses."""
+"""Lifetime of an idle connection."""
 _AWAY = frozenset({502, 503, 504})
-"""Statuses of an engine that is loading, or of a proxy whose engine is down."""
+"""Statuses of a loading engine, or of a proxy whose engine is down."""
 _Origin = tuple[str, int, bool]
-"""Host, port, and whether it speaks TLS."""
+"""Host, port, and whether to use TLS."""
 
 
 class Reply(asyncio.Protocol):
-    """A connection, and the reply that is read from it. Raises `OSError` when it is lost."""
+    """A connection and the reply read from it. Raises `OSError` if the connection is lost."""
 
     def __init__(self) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
-        """By their names in small letters."""
+        """Headers by name in lower case."""
         self.replied = self.complete = self._keep = False
-        """Whether anything came since the request was sent, and whether all has come."""
+        """Whether any data came since the request was sent; whether the reply is complete; whether
+        the server keeps the connection open."""
         self.used_at = 0.0
         self._transport: asyncio.Transport
         self._parts: list[bytes] = []
-        self.on_body = self._parts.append  # the parser calls it: a stream is hundreds of parts
+        self.on_body = self._parts.append  # called by the parser, hundreds of times per stream
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
         self._fault: OSError | None = None
@@ -55,7 +56,7 @@ class Reply(asyncio.Protocol):
             await self._wait()
 
     async def chunks(self) -> AsyncGenerator[bytes]:
-        """The body as it comes."""
+        """Yield the body as it comes."""
         while self._parts or not self.complete:
             if not self._parts:
                 await self._wait()
@@ -63,18 +64,18 @@ class Reply(asyncio.Protocol):
             yield self._take_parts()
 
     async def read(self) -> bytes:
-        """The whole body."""
+        """Read the whole body."""
         while not self.complete:
             await self._wait()
         return self._take_parts()
 
     @property
     def reusable(self) -> bool:
-        """Whether another request may follow."""
+        """Whether another request can be sent."""
         return self.complete and self._fault is None and not self._parts and self._keep
 
     def close(self) -> None:
-        """End the connection now."""
+        """Close the connection now."""
         self._transport.abort()
 
     def _take_parts(self) -> bytes:
@@ -99,21 +100,21 @@ class Reply(asyncio.Protocol):
 
     # ----------------------------------------------------------------------- called by the loop
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the connection."""
+        """Store the transport."""
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came."""
+        """Parse received data."""
         self.replied = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(ConnectionError(f"it sent what is no HTTP: {error}"))
+            self._fail(ConnectionError(f"it sent invalid HTTP: {error}"))
         if self._parts:
             self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the reply: one without a length ends well with its connection."""
+        """End the reply; a reply without a length is complete when its connection ends."""
         sized = {"content-length", "transfer-encoding"} & self.headers.keys()
         if self.status >= 200 and not sized and exc is None and self._fault is None:
             self.complete = True
@@ -122,16 +123,16 @@ class Reply(asyncio.Protocol):
 
     # ----------------------------------------------------------------------- called by the parser
     def on_message_begin(self) -> None:
-        """Stop at something that nobody asked for: the connection is closed, the reply is whole."""
+        """Reject a message without a request, after the reply; the connection is then closed."""
         if self.complete:
-            raise ConnectionError("it replied unasked")
+            raise ConnectionError("it sent a reply without a request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header."""
+        """Store a header."""
         self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        """Let the sender look at the status, unless it is one before the reply proper, as 100."""
+        """Wake the sender, which waits for a status other than an interim one such as 100."""
         self.status, self._keep = self._parser.get_status_code(), self._parser.should_keep_alive()
         self._wake()
 
@@ -143,11 +144,11 @@ class Reply(asyncio.Protocol):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """One model as ``/v1/models`` lists it."""
+    """A model in ``/v1/models``."""
 
     id: str
     max_model_len: int = 0
-    """Context window in tokens; 0 where the engine does not say."""
+    """Context window in tokens; 0 if the engine does not report it."""
     owned_by: str = ""
 
 
@@ -156,7 +157,7 @@ class _ListedModel(msgspec.Struct):
     max_model_len: int | None = None
     owned_by: str = ""
     parent: str | None = None
-    """Of an adapter: the model it is added to, whose window is its own."""
+    """The base model of an adapter, whose window the adapter has."""
 
 
 class _Models(msgspec.Struct):
@@ -164,10 +165,10 @@ class _Models(msgspec.Struct):
 
 
 class EngineHttp:
-    """Connections to engines, and the address of one; nothing is retried."""
+    """Connection pool for engines, and the URL of one engine; failed requests are not retried."""
 
     def __init__(self, url: str = "", key: str = "") -> None:
-        """`key` is the API key, if engines want one."""
+        """`key` is the engine's API key, if any."""
         self.url = url.rstrip("/").removesuffix("/v1")
         key_line = f"authorization: Bearer {key.strip()}\r\n" if key else ""
         self._common = f"accept: */*\r\nuser-agent: tugline\r\n{key_line}".encode()
@@ -177,16 +178,16 @@ class EngineHttp:
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
-        for reply in [one for kept in self._idle.values() for one in kept]:
+        for reply in [reply for idle in self._idle.values() for reply in idle]:
             reply.close()
         self._idle.clear()
 
     @contextlib.asynccontextmanager
     async def request(self, url: str, *body: bytes | memoryview) -> AsyncIterator[Reply]:
-        """Get `url`, or post JSON to it, in parts; yields the reply once its headers have come.
+        """Get `url`, or post JSON `body` parts to it; yield the reply once its headers have come.
 
-        A reply that was not read to its end when the block ends is aborted. Whoever asks sets a
-        deadline for the whole. Raises `OSError`.
+        A reply that is not read to its end in the block is aborted. The caller sets the timeout.
+        Raises `OSError`.
         """
         origin, path, host = _split(url)
         head = b"".join((b"POST " if body else b"GET ", path, host, self._common))
@@ -204,36 +205,36 @@ class EngineHttp:
                 reply.close()
 
     async def _send(self, origin: _Origin, request: Sequence[bytes | memoryview]) -> Reply:
-        """Send over a kept connection, or over a new one if engines have closed those."""
+        """Send over an idle connection, or over a new one if all idle ones were closed."""
         if origin[2]:  # each part would be a TLS record of its own
             request = [b"".join(request)]
         while True:
-            kept = self._take(origin)
-            reply = kept or await _connect(origin)
+            idle = self._take(origin)
+            reply = idle or await _connect(origin)
             try:
                 await reply.send(request)
             except BaseException as error:
                 reply.close()
-                if kept is None or kept.replied or not isinstance(error, ConnectionError):
+                if idle is None or idle.replied or not isinstance(error, ConnectionError):
                     raise
             else:
                 return reply
 
     def _take(self, origin: _Origin) -> Reply | None:
-        kept, oldest = self._idle.get(origin, []), time.monotonic() - _UNUSED_S
-        while kept and (kept[0].used_at < oldest or not kept[0].reusable):
-            kept.pop(0).close()
-        while kept:
-            if (reply := kept.pop()).reusable:
+        idle, oldest = self._idle.get(origin, []), time.monotonic() - _UNUSED_S
+        while idle and (idle[0].used_at < oldest or not idle[0].reusable):
+            idle.pop(0).close()
+        while idle:
+            if (reply := idle.pop()).reusable:
                 return reply
         return None
 
     async def card(
         self, model: str | None, timeout_s: float = ANSWER_TIMEOUT_S, *, url: str | None = None
     ) -> ModelCard:
-        """The model of this name, or the first. Raises `EngineError` or `UsageError`.
+        """Return the model of this name, or the first. Raises `EngineError` or `UsageError`.
 
-        A server that lists no models is believed to serve the one of this name.
+        A server that lists no models is assumed to serve a model of this name.
         """
         url = self.url if url is None else url
         status: int | None = None
@@ -258,7 +259,7 @@ class EngineHttp:
             raise EngineError(msg, status=status) from error
         for card in cards:
             if model in {None, card.id}:
-                windows = [one.max_model_len for one in cards if one.id in {card.id, card.parent}]
+                windows = [c.max_model_len for c in cards if c.id in {card.id, card.parent}]
                 return ModelCard(card.id, max(n or 0 for n in windows), card.owned_by)
         if not cards and model is not None:
             return ModelCard(model)
@@ -271,7 +272,7 @@ class EngineHttp:
     async def post(
         self, path: str, body: bytes, timeout_s: float = ANSWER_TIMEOUT_S
     ) -> tuple[int, bytes]:
-        """Send JSON; returns status and body. Raises `EngineError` if there is no answer."""
+        """Post JSON; return status and body. Raises `EngineError` if there is no answer."""
         try:
             async with asyncio.timeout(timeout_s), self.request(self.url + path, body) as reply:
                 return reply.status, await reply.read()
@@ -280,7 +281,7 @@ class EngineHttp:
             raise EngineError(msg) from error
 
     async def get_object(self, path: str) -> dict[str, Any]:
-        """A JSON object; empty if there is none."""
+        """Get a JSON object; empty if there is none."""
         with contextlib.suppress(OSError, msgspec.DecodeError):
             async with asyncio.timeout(ANSWER_TIMEOUT_S), self.request(self.url + path) as reply:
                 if reply.status == 200:
@@ -291,10 +292,10 @@ class EngineHttp:
 
 @lru_cache(maxsize=256)
 def _split(url: str) -> tuple[_Origin, bytes, bytes]:
-    """Where `url` leads, its path, and the lines that follow it."""
+    """Split `url` into origin, path, and the rest of the request line with the host header."""
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise UsageError(f"{url!r} is no address of an engine, such as http://127.0.0.1:8000")
+        raise UsageError(f"{url!r} is not an engine's address, such as http://127.0.0.1:8000")
     secure = parts.scheme == "https"
     path = parts.path + ("?" + parts.query if parts.query else "")
     host = f" HTTP/1.1\r\nhost: {parts.netloc.rpartition('@')[2]}\r\n"
@@ -315,7 +316,7 @@ async def _connect(origin: _Origin) -> Reply:
     try:
         async with asyncio.timeout(_CONNECT_S):
             loop = asyncio.get_running_loop()
-            made = await loop.create_connection(Reply, host, port, ssl=_tls() if secure else None)
-            return made[1]
+            pair = await loop.create_connection(Reply, host, port, ssl=_tls() if secure else None)
+            return pair[1]
     except TimeoutError as error:
-        raise TimeoutError(f"it did not take the connection within {_CONNECT_S:g} s") from error
+        raise TimeoutError(f"it did not accept the connection within {_CONNECT_S:g} s") from error

@@ -1,8 +1,8 @@
-"""Serve an ASGI app on a socket inside this process, and read and answer its requests.
+"""Serve an ASGI app on a socket of this process, and read and answer its requests.
 
-Connections that send headers slowly or without end are closed, and bodies are bounded before and
-after decompression, and in time (I6). The response classes of a framework cost more than the rest
-of a model call.
+Connections that send headers too slowly or too large ones are closed; bodies are bounded before and
+after decompression, and in time (I6). No framework is used, because its response classes would cost
+more than the rest of a model call.
 """
 
 import asyncio
@@ -24,25 +24,25 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tugline.errors import ClientGone, EngineError, RequestError, TooLarge, UsageError
 
 STOP_S = 5.0
-"""How long open responses may take to finish when a server stops."""
+"""Time in which open responses must finish when a server stops."""
 HEADERS_S = 10.0
 """Deadline for the headers of a request."""
 MAX_HEADERS = 64 << 10
 """Bytes of request line and headers."""
 _DRAIN_S, _DRAIN_BYTES = 5.0, 256 << 20
-"""How much of a refused body is read and dropped, so that its sender reads the refusal."""
+"""Seconds and bytes for which a refused body is still read, so that its sender gets the refusal."""
 _REQUEST_BYTES = 4 << 10
-"""Memory of a request beside its body."""
+"""Memory of a request without its body."""
 _ZSTD_WINDOW = 8 << 20
-"""Memory that decompression may take, as RFC 9659 has it."""
+"""Maximum window of decompression in bytes, as in RFC 9659."""
 KEEP_ALIVE_S = 75
 """Lifetime of an idle connection: agents run tools between their calls."""
 
 
 class _BatchingTransport:
-    """A transport that sends headers together with what is written behind them.
+    """A transport that sends headers together with the data that follows.
 
-    The server writes headers and body apart, and each write wakes the client.
+    The server writes headers and body separately, and each write would wake the client.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -50,7 +50,7 @@ class _BatchingTransport:
         self._headers = b""
 
     def write(self, data: bytes) -> None:
-        """Send, or if it is headers, soon."""
+        """Send data; headers wait for the next write or the next turn of the event loop."""
         if data.startswith(b"HTTP/") and not self._headers:
             self._headers = data
             self._loop.call_soon(self._flush)
@@ -59,7 +59,7 @@ class _BatchingTransport:
             self._headers = b""
 
     def close(self) -> None:
-        """Send what was written and close."""
+        """Send pending headers and close."""
         self._flush()
         self._transport.close()
 
@@ -72,14 +72,14 @@ class _BatchingTransport:
 
 
 class _BoundedHttp(HttpToolsProtocol):
-    """HTTP/1.1 with a deadline and a bound for the headers."""
+    """HTTP/1.1 protocol with a timeout and a size limit for headers."""
 
     def __init__(self, *args: Any, headers_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._headers_timeout_s = headers_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
         self._header_bytes = 0
-        """Bytes that have come without completing a request's headers."""
+        """Bytes received of a request's incomplete headers."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         batching = _BatchingTransport(transport, self.loop)  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ class _BoundedHttp(HttpToolsProtocol):
             self._refuse()
 
     def on_body(self, body: bytes) -> None:
-        """Keep the only part as it came: the server's own buffer copies it in and out."""
+        """Store a single part without a copy, which the server's own buffer would make."""
         cycle: Any = self.cycle
         if cycle.response_complete:
             return
@@ -129,7 +129,7 @@ class _BoundedHttp(HttpToolsProtocol):
         cycle.message_event.set()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """The app answers it."""
+        """Do nothing: the app answers the request."""
 
     def _refuse(self) -> None:
         if not self.transport.is_closing():
@@ -149,16 +149,16 @@ _TOO_LARGE = (
 
 
 def raise_file_limit() -> int:
-    """Let this process open as many files as the system lets it; returns how many."""
+    """Raise the limit of open files to the system's maximum; return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError):  # macOS says more than it gives
+    with contextlib.suppress(ValueError):  # macOS reports a limit that it then refuses
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         return hard
     return soft
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes any free one. Raises `UsageError` when the port is taken."""
+    """Bind a socket; port 0 takes any free port. Raises `UsageError` if the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -180,14 +180,14 @@ async def serve(
     headers_timeout_s: float = HEADERS_S,
     tls: tuple[Path, Path] | None = None,
 ) -> AsyncIterator[str]:
-    """Serve `app` until the block ends; yields its base URL, such as ``http://127.0.0.1:40123``.
+    """Serve `app` during the block; yield its base URL, such as ``http://127.0.0.1:40123``.
 
-    With `tls`, a certificate and its key as PEM files, it speaks HTTPS. Raises `UsageError`.
+    With `tls`, PEM files of a certificate and its key, HTTPS is served. Raises `UsageError`.
     """
     sock = listen(host, port)
     config = uvicorn.Config(
         app,
-        interface="asgi3",  # a bound method would be taken for the old protocol
+        interface="asgi3",  # otherwise a bound method is mistaken for ASGI 2
         lifespan="off",
         access_log=False,
         log_level="warning",
@@ -204,7 +204,7 @@ async def serve(
     )
     try:
         config.load()
-    except OSError as error:  # also what `ssl` raises
+    except OSError as error:  # includes the errors of `ssl`
         sock.close()
         msg = f"certificate {tls and tls[0]} and key {tls and tls[1]} cannot be used: {error}"
         raise UsageError(msg) from error
@@ -242,33 +242,33 @@ class _Encoding(RequestError):
 
 
 class HttpRequest:
-    """A request."""
+    """An HTTP request."""
 
     def __init__(self, scope: Message, receive: Receive) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: str = scope["query_string"].decode("latin-1")
         self.peer: str = (scope.get("client") or ("",))[0]
-        """Address that it comes from."""
+        """Address of the client."""
         self.headers: dict[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
         self.disconnected = False
-        """Whether the client left before its reply was handed over whole."""
+        """Whether the client disconnected before the whole reply was sent."""
         self._complete = False
         self._more = True
-        """Whether a part of the request's body is still to come."""
+        """Whether more of the request's body is expected."""
         self._receive = receive
         self.lost: asyncio.Future[None] = scope.get("lost") or asyncio.Future()
-        """Done when the connection is lost."""
+        """Future that is done when the connection is lost."""
 
     async def body(
         self, limit: int, timeout_s: float, take: Callable[[int], None] = lambda _size: None
     ) -> bytes:
-        """The decoded body. Raises `RequestError` if it is too large, too slow or malformed.
+        """Read the decoded body. Raises `RequestError` if it is too large, too slow or malformed.
 
-        `take` gets the size of each part, and may raise `EngineError` if there is no room for it.
-        The rest of a refused body is dropped as it comes, for a bounded time.
+        `take` is called with the size of each part, and may raise `EngineError` above a limit. The
+        rest of a refused body is read and dropped, for a bounded time.
         """
         parts: list[bytes] = []
 
@@ -314,7 +314,7 @@ class HttpRequest:
 
 
 class Http(HttpRequest):
-    """A request and its response."""
+    """An HTTP request and its response."""
 
     def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
         super().__init__(scope, receive)
@@ -333,7 +333,7 @@ class Http(HttpRequest):
         await self.write(b"")
 
     async def write(self, data: bytes) -> None:
-        """Send a part of a stream; waits while the client reads slowly."""
+        """Send a part of a stream; wait while the client reads slowly."""
         await self._send_body(data, more=True)
 
     async def end(self, data: bytes) -> None:
@@ -343,7 +343,7 @@ class Http(HttpRequest):
 
     @contextlib.contextmanager
     def while_connected(self) -> Iterator[None]:
-        """Leave the block as soon as the client hangs up."""
+        """Leave the block as soon as the client disconnects."""
         task = asyncio.current_task()
 
         def leave(_lost: asyncio.Future[None]) -> None:
@@ -375,7 +375,7 @@ def _too_large(size: int, limit: int) -> TooLarge:
 
 
 def _decompress(raw: bytes, encoding: str, limit: int) -> bytes:
-    """Decompress `raw`, never beyond the limit."""
+    """Decompress `raw`, at most up to `limit`. Raises `RequestError`."""
     try:
         if encoding == "zstd":
             with zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(
@@ -386,7 +386,7 @@ def _decompress(raw: bytes, encoding: str, limit: int) -> bytes:
             inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
             data = inflater.decompress(raw, limit + 1)
             if len(data) <= limit and not inflater.eof:
-                raise RequestError(f"the {encoding} body ends in the middle")
+                raise RequestError(f"the {encoding} body is incomplete")
         else:
             msg = f"content-encoding {encoding!r} is unknown; use gzip, deflate, zstd or none"
             raise _Encoding(msg)

@@ -1,15 +1,15 @@
-"""Server-sent events: encode one, and read the payloads of a stream."""
+"""Encode server-sent events, and read the payloads of a stream."""
 
 import re
 from collections.abc import AsyncGenerator, AsyncIterable
 
 DONE = b"[DONE]"
-"""Payload with which OpenAI-compatible servers end a stream."""
+"""Last payload of a stream of OpenAI-compatible servers."""
 _DATA = re.compile(rb"^data:(.*)", re.MULTILINE)
 
 
 def encode_event(data: bytes, event: str = "", event_id: int | None = None) -> bytes:
-    """One event whose `data` has no line breaks."""
+    """Encode an event; `data` must not contain line breaks."""
     head = b"" if event_id is None else b"id: %d\n" % event_id
     if event:
         head += b"event: " + event.encode() + b"\n"
@@ -17,9 +17,9 @@ def encode_event(data: bytes, event: str = "", event_id: int | None = None) -> b
 
 
 async def read_payloads(chunks: AsyncIterable[bytes]) -> AsyncGenerator[list[bytes]]:
-    """Payloads of the events in a stream without `DONE`, all that one chunk completes together.
+    """Yield payloads of events except `DONE`, in lists of those completed by one chunk.
 
-    White space around a payload is left.
+    White space around a payload is not stripped.
     """
     rest = b""
     async for chunk in chunks:

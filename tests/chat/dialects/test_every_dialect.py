@@ -1,4 +1,4 @@
-"""What all dialects must do alike: one row or one example each, with neutral messages."""
+"""Behaviour that all dialects share, tested with neutral messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from chat.dialects.wires import (
     TalkWire,
     Wire,
     finished,
-    pieces_of,
     sse,
 )
 from tugline import errors
@@ -66,30 +65,19 @@ def test_every_route_has_one_dialect(row: dict[str, Any]) -> None:
     assert found[:1] == ([(owner, Action[row["action"]])] if owner else [])
 
 
-@pytest.mark.parametrize(
-    ("wire", "headers", "query", "secret"),
-    [
-        *((wire, {"authorization": "Bearer k"}, "alt=sse", "k") for wire in ALL_WIRES.values()),
-        *((wire, {"authorization": "Basic k"}, "", None) for wire in ALL_WIRES.values()),
-        *((wire, {}, "", None) for wire in ALL_WIRES.values()),
-        (ANTHROPIC, {"x-api-key": "k"}, "", "k"),
-        (ANTHROPIC, {}, "key=k", None),
-        (GOOGLE, {"x-goog-api-key": "k"}, "", "k"),
-        (GOOGLE, {}, "alt=sse&key=k%2B", "k+"),
-    ],
-)
-def test_where_the_secret_is(
-    wire: Wire, headers: dict[str, str], query: str, secret: str | None
-) -> None:
-    """A bearer token everywhere, and the places of each API."""
-    assert wire.dialect.find_secret(headers, query) == secret
+@every_wire
+def test_the_secret_is_read_from_the_places_of_its_api(wire: Wire) -> None:
+    """A bearer token in every API, and the header or query parameter of Anthropic and Google."""
+    for row in TABLES["secrets"]:
+        if row.get("dialect") in {None, wire.dialect.name}:
+            assert wire.dialect.find_secret(row["headers"], row["query"]) == row["secret"], row
 
 
 # --------------------------------------------------------------------------- requests
 @each_wire
 def test_a_conversation_is_the_same_in_every_dialect(wire: TalkWire) -> None:
-    """Text, reasoning, parallel calls, results in another order, images in what both sides say."""
-    said = (
+    """Text, reasoning, parallel calls, results in another order, images of users and tools."""
+    messages = (
         Message(Role.SYSTEM, "Be brief."),
         Message(Role.USER, "Look: ", images=(Image(PIXEL, 6),)),
         Message(Role.ASSISTANT, "I look.", (READ, RUN), reasoning="Hm."),
@@ -98,9 +86,9 @@ def test_a_conversation_is_the_same_in_every_dialect(wire: TalkWire) -> None:
         Message(Role.ASSISTANT, "Done."),
         Message(Role.USER, "Thanks."),
     )
-    body = wire.write(said)
+    body = wire.write(messages)
     request = wire.parse({**body, "tools": wire.tools})
-    assert request.messages == said
+    assert request.messages == messages
     assert request.tools[0] == Tool("read", "Read", {"type": "object"})
     assert (request.n, request.parallel, request.tool_choice) == (1, True, ToolChoice())
     assert (request.sampling.temperature, request.thread) == (None, ThreadInfo())
@@ -108,20 +96,20 @@ def test_a_conversation_is_the_same_in_every_dialect(wire: TalkWire) -> None:
 
 @each_wire
 def test_a_known_prefix_is_not_parsed_again(wire: TalkWire) -> None:
-    """What was parsed in an earlier request is the same objects, also if it stands elsewhere."""
+    """Messages of an earlier request are the same objects, wherever the history is in the body."""
     cache = ParseCache()
-    said = [Message(Role.SYSTEM, "s" * 4000), Message(Role.USER, "Hi")]
+    messages = [Message(Role.SYSTEM, "s" * 4000), Message(Role.USER, "Hi")]
     for i in range(40):
         call = ToolCall(f"c{i}", "read", '{"path":"x"}')
-        said.append(Message(Role.ASSISTANT, "word " * 30, (call,)))
-        said.append(Message(Role.TOOL, "line\n" * 250, tool_call_id=call.id))
-    first = wire.parse({**wire.write(said[:-2]), "tools": wire.tools}, cache)
-    body = {**wire.fields, **wire.write(said), "tools": wire.tools}
+        messages.append(Message(Role.ASSISTANT, "word " * 30, (call,)))
+        messages.append(Message(Role.TOOL, "line\n" * 250, tool_call_id=call.id))
+    first = wire.parse({**wire.write(messages[:-2]), "tools": wire.tools}, cache)
+    body = {**wire.fields, **wire.write(messages), "tools": wire.tools}
     request = wire.request(body)
     assert len(request.body) > 60_000
     second = wire.dialect.parse(request, cache)
     assert second == wire.parse(body)
-    more = wire.write([*said, Message(Role.USER, "Go on.")])
+    more = wire.write([*messages, Message(Role.USER, "Go on.")])
     third = wire.dialect.parse(wire.request({"tools": wire.tools, **wire.fields, **more}), cache)
     for earlier, later in ((first, second), (second, third)):
         assert all(a is b for a, b in zip(earlier.messages, later.messages, strict=False))
@@ -147,7 +135,7 @@ TURNS = st.sampled_from(
 def test_the_cache_changes_nothing(
     wire: TalkWire, histories: list[tuple[list[Message], bool]]
 ) -> None:
-    """Whatever was asked or refused before, a request is parsed as if it were the first."""
+    """Whatever was parsed or refused before, a request is parsed as if it were the first."""
     cache = ParseCache()
     for history, refused in histories:
         body = wire.write([*history, Message(Role.USER, "Go on.")])
@@ -158,10 +146,10 @@ def test_the_cache_changes_nothing(
         assert wire.parse(body, cache) == wire.parse(body)
 
 
-def test_a_request_that_only_begins_like_another_is_read_as_it_is() -> None:
-    """A list that comes twice, white space, items that end elsewhere: what JSON says, counts."""
+def test_requests_with_a_common_beginning_are_parsed_correctly() -> None:
+    """Repeated keys, white space, items that end elsewhere: the cache follows the JSON."""
 
-    def said(text: str, cache: ParseCache) -> list[str]:
+    def parse(text: str, cache: ParseCache) -> list[str]:
         body = HttpRequest("POST", "v1", "/chat/completions", "", {}, text.encode())
         return [message.content for message in OpenAIChat().parse(body, cache).messages]
 
@@ -179,13 +167,13 @@ def test_a_request_that_only_begins_like_another_is_read_as_it_is() -> None:
     ):
         for before in (front + "]}", f"{front},{user('c')}]}}", text):
             cache = ParseCache()
-            assert said(before, cache)[-1] in "bcde"
-            assert said(text, cache) == said(text, ParseCache()) == contents
+            assert parse(before, cache)[-1] in "bcde"
+            assert parse(text, cache) == parse(text, ParseCache()) == contents
 
 
 @pytest.mark.parametrize("case", REQUESTS, ids=lambda case: case["name"])
-def test_a_request_means_what_its_client_says(case: dict[str, Any]) -> None:
-    """All of the neutral request; what does not change the meaning changes nothing."""
+def test_requests_are_parsed_into_neutral_requests(case: dict[str, Any]) -> None:
+    """Every field of the neutral request; equivalent bodies are parsed alike."""
     wire = ALL_WIRES[case["dialect"]]
     meant = msgspec.convert({"model": "m", **case["means"]}, Request)
     for body in case["bodies"]:
@@ -196,8 +184,8 @@ def test_a_request_means_what_its_client_says(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "row", UNDERSTOOD, ids=lambda row: "-".join((row["dialect"], *row["means"]))
 )
-def test_a_field_means_what_its_api_says(row: dict[str, Any]) -> None:
-    """Tool choice, sampling, formats and threads, beside a field that nobody knows yet; no more."""
+def test_fields_set_their_part_of_the_neutral_request(row: dict[str, Any]) -> None:
+    """Tool choice, sampling, formats and threads; an unknown field changes nothing."""
     wire = ALL_WIRES[row["dialect"]]
     body = wire.write([Message(Role.USER, "Hi")])
     body |= {"tools": wire.tools} if isinstance(wire, TalkWire) else {}
@@ -247,11 +235,13 @@ def test_an_echoed_answer_keeps_its_meaning(wire: TalkWire, data: st.DataObject)
 
 @pytest.mark.parametrize("case", TABLES["replies"], ids=lambda case: case["name"])
 def test_a_reply_has_the_parts_and_events_of_its_api(case: dict[str, Any]) -> None:
-    """Whole and streamed, with what becomes of calls that the model garbled."""
+    """Whole and streamed, also for malformed calls; the counts are exact."""
     wire = WIRES[case["dialect"]]
     request = wire.hello(tools=wire.tools, **case.get("fields", {}))
     message = msgspec.convert(case["message"], Message)
-    assert wire.answer(wire.whole(request, message)) == case["answer"]
+    reply = wire.whole(request, message)
+    assert wire.answer(reply) == case["answer"]
+    assert usage_of(reply) == TABLES["usage"][case["dialect"]]
     stream = wire.streamed(request, message)
     assert wire.collect(stream) == case["answer"]
     if "events" in case:
@@ -260,7 +250,7 @@ def test_a_reply_has_the_parts_and_events_of_its_api(case: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("case", TABLES["streams"], ids=lambda case: case["name"])
 def test_a_stream_has_the_events_of_its_api(case: dict[str, Any]) -> None:
-    """Whatever the order in which its choices go on, and however long it is silent meanwhile."""
+    """In whatever order its choices continue, with keep-alives in between."""
     wire = WIRES[case["dialect"]]
     request = wire.hello(tools=wire.tools, **case.get("fields", {}))
     stream = wire.dialect.stream(request, "s1-4", 17)
@@ -294,10 +284,10 @@ def assert_events(stream: bytes, expected: list[dict[str, Any]]) -> None:
         (Finish.ABORT, None, (), ("max_tokens", "MAX_TOKENS", "length", "incomplete")),
     ],
 )
-def test_why_an_answer_ended(
+def test_finish_reasons_are_those_of_the_api(
     finish: Finish, stop: str | None, calls: tuple[ToolCall, ...], reasons: tuple[str, ...]
 ) -> None:
-    """Finish, stop string and calls in each dialect's words; a cut answer always says so."""
+    """For each finish, stop string and calls; a truncated answer is always marked as such."""
     message = Message(Role.ASSISTANT, "x", calls)
     for wire, reason in zip(WIRES.values(), reasons, strict=True):
         reply = wire.whole(wire.hello(), message, finish=finish, stop=stop)
@@ -308,13 +298,17 @@ def test_why_an_answer_ended(
             assert reply["stop_sequence"] == stop
 
 
+def usage_of(reply: dict[str, Any]) -> Any:
+    """The token counts of a reply."""
+    return reply.get("usage", reply.get("usageMetadata"))
+
+
 @every_wire
-def test_usage_is_true(wire: Wire) -> None:
-    """In a whole reply, and at the end of a stream, which those of OpenAI must be asked for."""
+def test_usage_counts_are_exact(wire: Wire) -> None:
+    """In a whole reply, and at the end of a stream, where OpenAI's APIs only have it on request."""
     message = Message(Role.ASSISTANT, "x", reasoning="Hm.")
     request = wire.hello(stream_options={"include_usage": True})
-    reply = wire.whole(request, message)
-    usage = reply.get("usage", reply.get("usageMetadata"))
+    usage = usage_of(wire.whole(request, message))
     assert usage == TABLES["usage"][wire.dialect.name]
     stream = wire.streamed(request, message)
     assert json.dumps(usage, separators=(",", ":")) in stream.decode()
@@ -323,42 +317,15 @@ def test_usage_is_true(wire: Wire) -> None:
     assert (b"usage" not in wire.streamed(wire.hello(), message)) is chunked
 
 
-@pytest.mark.parametrize(
-    ("wire", "fields"),
-    [
-        (ANTHROPIC, {"thinking": {"type": "disabled"}}),
-        (GOOGLE, {"generationConfig": {"thinkingConfig": {"includeThoughts": False}}}),
-        (GOOGLE, {"generationConfig": {"thinkingConfig": {"include_thoughts": False}}}),
-    ],
-)
-def test_thoughts_are_hidden_from_clients_that_turn_them_off(
-    wire: TalkWire, fields: dict[str, Any]
-) -> None:
-    """Neither whole nor streamed; the counts stay true."""
-    request, message = wire.hello(**fields), Message(Role.ASSISTANT, "Yes.", reasoning="Hm.")
-    reply = wire.whole(request, message)
-    (part,) = wire.answer(reply)
-    assert part["text"] == "Yes."
-    assert wire.collect(wire.streamed(request, message)) == [part]
-    assert reply.get("usage", reply.get("usageMetadata")) == TABLES["usage"][wire.dialect.name]
-
-
-@pytest.mark.parametrize(
-    ("wire", "reply"),
-    [
-        (ANTHROPIC, {"input_tokens": 12}),
-        (GOOGLE, {"totalTokens": 12}),
-        (RESPONSES, {"object": "response.input_tokens", "input_tokens": 12}),
-    ],
-)
-def test_a_count_has_the_shape_of_its_api(wire: Wire, reply: dict[str, Any]) -> None:
-    """Clients compact by it."""
-    assert json.loads(wire.dialect.encode_count(12)) == reply
+@pytest.mark.parametrize("name", TABLES["counts"])
+def test_a_count_has_the_shape_of_its_api(name: str) -> None:
+    """Clients decide by it when to compact their history."""
+    assert json.loads(WIRES[name].dialect.encode_count(12)) == TABLES["counts"][name]
 
 
 @every_wire
-def test_models(wire: Wire) -> None:
-    """A list of one with its window, and the one alone."""
+def test_the_list_of_models_has_the_window(wire: Wire) -> None:
+    """In the list, and for the model alone."""
     page = json.loads(wire.dialect.encode_models(["m"], 8192, 17))
     (model,) = page.get("data", page.get("models"))
     assert model == json.loads(wire.dialect.encode_model("m", 8192, 17))
@@ -373,7 +340,7 @@ def test_models(wire: Wire) -> None:
     ids=lambda part: part if isinstance(part, str) else f"{part['error']}-{part['status']}",
 )
 def test_errors_have_the_original_shape(dialect: str, row: dict[str, Any]) -> None:
-    """Status, text and type; a retry that cannot help is not asked for; the same in a stream."""
+    """Status, text and type, also in a stream; clients do not retry where that cannot help."""
     wire, options = ALL_WIRES[dialect], row.get("with", {})
     error = getattr(errors, row["error"])("no", **options)
     found, headers, body = wire.dialect.encode_error(error)
@@ -400,7 +367,7 @@ def test_an_overflow_is_worded_as_clients_expect_it(row: dict[str, Any]) -> None
 
 @every_wire
 def test_a_neutral_field_has_the_name_of_the_dialect(wire: Wire) -> None:
-    """The sampling contract refuses ``top_p``, the window ``messages``."""
+    """As of ``top_p`` and ``messages``, which errors name."""
     names = {"google": "contents", "openai_responses": "input", "openai_completions": "prompt"}
     body = wire.dialect.encode_error(ContextOverflow("no", param="messages"))[2].decode()
     assert f'"{names.get(wire.dialect.name, "messages")}"' in body or wire is ANTHROPIC
@@ -410,9 +377,8 @@ def test_a_neutral_field_has_the_name_of_the_dialect(wire: Wire) -> None:
 
 @every_wire
 def test_a_comment_keeps_a_stream_alive(wire: Wire) -> None:
-    """Before the first event too; Gemini CLI can take none."""
+    """Also before the first event; Gemini CLI accepts none."""
     stream = wire.dialect.stream(wire.hello(), "s1-4", 17)
     assert stream.keep_alive() == (b"" if wire is GOOGLE else b": keep-alive\n\n")
     assert stream.start(Usage(31, 0)) or wire is GOOGLE
     assert b"data" in stream.add(TextDelta("x"))
-    assert pieces_of(Message(Role.ASSISTANT)) == []

@@ -28,15 +28,15 @@ def parse(
 
 
 def user(text: str) -> dict[str, Any]:
-    """What the user says, in its shortest form."""
+    """A user's message in its shortest form."""
     return {"role": "user", "content": text}
 
 
-# --------------------------------------------------------------------------- what comes in
+# --------------------------------------------------------------------------- requests
 
 
 def test_tools_that_come_as_an_item() -> None:
-    """Codex sends them so for models that it knows; they join the request's own."""
+    """As Codex sends them for models that it knows; they are added to those of the request."""
     added = {"type": "additional_tools", "role": "developer", "tools": [AGENTS, PATCH]}
     cache = ParseCache()
     request = parse([added, user("Hi")], tools=[READ], cache=cache)
@@ -47,7 +47,7 @@ def test_tools_that_come_as_an_item() -> None:
     assert [tool.name for tool in parse([added, user("Hi")]).tools] == ["agents__spawn", "patch"]
 
 
-# --------------------------------------------------------------------------- what goes out
+# --------------------------------------------------------------------------- replies
 def test_a_reply_is_the_sdks_and_repeats_its_request() -> None:
     """The official SDK's model of a response, validated strictly; also the last of a stream."""
     repeated = {"tools": TOOLS[:2], "instructions": "Be brief.", "metadata": {"k": "v"}}
@@ -88,7 +88,7 @@ def test_text_after_a_call_is_a_message_of_its_own() -> None:
 
 
 def test_a_failing_stream_ends_in_both_ways() -> None:
-    """An error event, for those who look for it, and a failed response."""
+    """With an error event and with a failed response."""
     stream = RESPONSES.stream(parse(), "s1-4", 17)
     sent = stream.start(Usage(31, 0)) + stream.add(TextDelta("Loo"))
     *_, error, failed = sse(sent + stream.fail(EngineError("gone")))
@@ -99,7 +99,7 @@ def test_a_failing_stream_ends_in_both_ways() -> None:
     assert stream.keep_alive().startswith(b":")
 
 
-def test_compaction_there_and_back() -> None:
+def test_compaction_round_trip() -> None:
     """The model is asked for a summary; its item is later read as the user's."""
     items = [{"role": "developer", "content": "Rules."}, user("Mend it.")]
     items += [{"role": "assistant", "content": "Done."}]

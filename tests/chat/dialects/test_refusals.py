@@ -1,4 +1,4 @@
-"""Whatever is wrong in a request, it is parsed or refused by name; never anything else."""
+"""Malformed requests are parsed or refused by name, and never raise another exception."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tugline.errors import RequestError
 
 HERE = Path(__file__).parent
 REFUSED = [json.loads(line) for line in (HERE / "refused.jsonl").read_text().splitlines()]
-"""Fields of a request, the field that is to blame for its refusal, and a part of the text."""
+"""Fields of a request, the parameter that the error names, and a part of its text."""
 FULL = json.loads((HERE / "full.json").read_text())
 """For each dialect a request with a little of everything."""
 WRONG = [None, True, 3, -1.5, "", "x", [], ["x"], [None], [[]], {}, {"type": "x"}, {"x": {}}, [{}]]
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: f"{row['dialect']}-{row['param']}")
-def test_what_cannot_be_honoured_is_refused_by_name(row: dict[str, Any]) -> None:
-    """The error names the field, and its text says the value or what would be right."""
+def test_unsupported_fields_are_refused_by_name(row: dict[str, Any]) -> None:
+    """The error names the field; its text has the value or what is allowed."""
     wire = ALL_WIRES[row["dialect"]]
     with pytest.raises(RequestError) as caught:
         wire.hello(**row["fields"])
@@ -35,15 +35,15 @@ def test_what_cannot_be_honoured_is_refused_by_name(row: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("wire", ALL_WIRES.values(), ids=ALL_WIRES)
-def test_malformed_bodies_are_the_clients_fault(wire: Wire) -> None:
-    """Whatever arrives is answered with a 400, never with a crash."""
+def test_malformed_bodies_are_400(wire: Wire) -> None:
+    """Whatever the bytes are."""
     whole = json.dumps({**wire.fields, **FULL[wire.dialect.name]}).encode()
-    spoilt = [b"", b"{", b"[]", b"5", b"\xff", b"\0\0", b"[" * 90_000, whole[:-1]]
-    spoilt.append(whole.replace(b'"Hi', b'"\xff'))
+    malformed = [b"", b"{", b"[]", b"5", b"\xff", b"\0\0", b"[" * 90_000, whole[:-1]]
+    malformed.append(whole.replace(b'"Hi', b'"\xff'))
     deep = b"[" * 9000 + b"]" * 9000
-    spoilt += [whole.replace(name, deep) for name in (b'"user"', b'"text"')]
-    spoilt += [whole.replace(b'"name"', b'"\xff"'), whole.replace(b'"a"', b'"\\ud800"')]
-    for body in spoilt:
+    malformed += [whole.replace(name, deep) for name in (b'"user"', b'"text"')]
+    malformed += [whole.replace(b'"name"', b'"\xff"'), whole.replace(b'"a"', b'"\\ud800"')]
+    for body in malformed:
         if body != whole:
             with pytest.raises(RequestError) as caught:
                 wire.dialect.parse(wire.request(body), ParseCache())
@@ -62,7 +62,7 @@ def test_any_field_may_be_anything(wire: Wire, path: str) -> None:
     """Every field in turn is missing or of another kind: parsed or refused, never a crash."""
     parsed = refused = 0
     statuses = set()
-    for body in [*WRONG, *spoil(FULL[wire.dialect.name])]:
+    for body in [*WRONG, *corrupt(FULL[wire.dialect.name])]:
         try:
             request = wire.dialect.parse(wire.request(body, path), ParseCache())
         except RequestError as error:
@@ -76,13 +76,13 @@ def test_any_field_may_be_anything(wire: Wire, path: str) -> None:
     assert statuses == {400}
 
 
-def spoil(whole: Any) -> Iterator[Any]:
-    """The body with one place left out, or holding something else, for every place in it."""
-    for *way, last in places(whole):
+def corrupt(whole: Any) -> Iterator[Any]:
+    """For every value in the body: the body without it, and with other values in its place."""
+    for *path_to, last in list_paths(whole):
         for value in [..., *WRONG]:
             body = copy.deepcopy(whole)
             place = body
-            for step in way:
+            for step in path_to:
                 place = place[step]
             if value is ...:
                 del place[last]
@@ -91,10 +91,10 @@ def spoil(whole: Any) -> Iterator[Any]:
             yield body
 
 
-def places(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value inside `value`."""
+def list_paths(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value inside `value`."""
     steps = value if isinstance(value, dict) else range(len(value) * isinstance(value, list))
     for step in steps:
         yield (*before, step)
         if isinstance(value[step], dict | list):
-            yield from places(value[step], (*before, step))
+            yield from list_paths(value[step], (*before, step))

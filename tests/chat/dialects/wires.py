@@ -57,7 +57,7 @@ def finished(message: Message, **more: Any) -> Response:
 
 
 def pieces_of(message: Message, *, single: bool = False) -> list[Piece]:
-    """The message as a stream brings it, character by character with `single`."""
+    """The pieces of a streamed message; with `single` one for each character."""
 
     def cut(text: str | None) -> Sequence[str]:
         return list(text or "") if single else [text] if text else []
@@ -151,7 +151,7 @@ class TalkWire(Wire):
 
     @abstractmethod
     def collect(self, stream: bytes) -> Any:
-        """The same from a stream."""
+        """The same, from a stream."""
 
     @abstractmethod
     def echo(self, answer: Any, rewrite: str) -> Json:

@@ -38,7 +38,7 @@ SAMPLING = Sampling(temperature=0.5, top_p=0.9, top_k=7, max_tokens=9, seed=3, s
 
 
 def ask_for(wire: EngineFormat, banned: tuple[int, ...] = (), **more: Any) -> EngineRequest:
-    """A request that this format takes; `more` is the harness's own part of it."""
+    """A request in this format; `more` are fields of the harness."""
     given = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "Hi."}]}
     request = msgspec.convert(given | more, Request)
     asked = EngineRequest(
@@ -68,7 +68,7 @@ def whole(name: str) -> list[Delta]:
 
 
 def reported_ids(name: str) -> list[int]:
-    """What the recorded stream says was sampled, read without any of our code."""
+    """The sampled ids of the recorded stream, read without the code under test."""
     events = [json.loads(payload) for payload in RECORDED[name]["stream"]]
     if name == "sglang_generate":
         return list(events[-1]["output_ids"])
@@ -87,7 +87,7 @@ def joined(deltas: list[Delta]) -> tuple[list[int], list[float]]:
 @pytest.mark.parametrize("at_once", [1, 3, 1000])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_stream_gives_every_token_once_however_it_is_cut(name: str, at_once: int) -> None:
-    """Ids and logprobs are complete and aligned, and the end is said once."""
+    """Ids and logprobs are complete and aligned, with one finish reason."""
     deltas = streamed(name, at_once=at_once)
     ids, logprobs = joined(deltas)
     assert ids == reported_ids(name)
@@ -135,7 +135,7 @@ def test_an_observed_answer_has_its_parts_and_its_prompt(name: str) -> None:
 
 
 def test_versions_are_read_where_the_engine_reports_them() -> None:
-    """Both native routes say them; vLLM at the end of a stream, counted from the first token."""
+    """By both native routes; vLLM has them at the end of a stream, counted from the first token."""
     spans = (VersionSpan(0, 0, 8),)
     assert [d.spans for d in streamed("vllm_generate") if d.spans] == [spans]
     assert [d.spans for d in streamed("sglang_generate") if d.spans] == [spans]
@@ -144,7 +144,7 @@ def test_versions_are_read_where_the_engine_reports_them() -> None:
 
 
 def test_weights_that_change_in_the_middle_are_two_spans() -> None:
-    """SGLang's and vLLM's own words for it, on one answer of four tokens."""
+    """As SGLang and vLLM report them, for an answer of four tokens."""
     sglang, vllm = (json.dumps(body).encode() for body in PAYLOADS["weights_changed"].values())
     (delta,) = SglangGenerate().make_reader().read_body(sglang)
     assert delta.spans == (VersionSpan(0, 0, 1), VersionSpan(3, 1, 4))
@@ -179,8 +179,8 @@ def test_an_aborted_sglang_chat_has_counts_only() -> None:
     end = {"choices": [{"delta": {}, "finish_reason": "abort"}]}
     usage = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 11}}
     deltas = reader.read_events([json.dumps(event).encode() for event in (*events, end, usage)])
-    told = sum(len((e["choices"][0]["logprobs"] or {"content": []})["content"]) for e in events)
-    assert sum(delta.unreported_tokens for delta in deltas) == told > 0
+    count = sum(len((e["choices"][0]["logprobs"] or {"content": []})["content"]) for e in events)
+    assert sum(delta.unreported_tokens for delta in deltas) == count > 0
     assert deltas[-1].finish is Finish.ABORT
 
 
@@ -196,8 +196,8 @@ def test_an_observed_answer_without_ids_is_an_error(wire: EngineFormat) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_nonsense_is_an_engine_error(name: str) -> None:
-    """Neither garbage nor an error in the middle of a stream goes further."""
+def test_unreadable_events_are_an_engine_error(name: str) -> None:
+    """Also an error in the middle of a stream."""
     wire = FORMATS[name]
     for payload in (b"<html>", b"\xff\xfe", b'{"choices": 5, "meta_info": 5}'):
         with pytest.raises(EngineError, match="cannot be read"):
@@ -208,8 +208,8 @@ def test_nonsense_is_an_engine_error(name: str) -> None:
         wire.make_reader().read_events([b'{"error": {"message": "out of memory", "code": 500}}'])
 
 
-def test_text_alone_is_counted() -> None:
-    """By the server's usage where it tells it, else by events; never nothing."""
+def test_tokens_of_text_only_answers_are_counted() -> None:
+    """By the usage that the server reports, else by events; never as 0."""
     with_usage = TextChat().make_reader()
     payloads = [payload.encode() for payload in RECORDED["vllm_chat"]["stream"]]
     deltas = with_usage.read_events(payloads)
@@ -218,13 +218,13 @@ def test_text_alone_is_counted() -> None:
     assert all(not len(delta.ids) for delta in deltas)
     assert deltas[-1].prompt_count > 0
     without = TextChat().make_reader()
-    told = [delta for payload in payloads[:-1] for delta in without.read_events([payload])]
-    assert 0 < sum(delta.unreported_tokens for delta in told) <= sampled
+    uncounted = [delta for payload in payloads[:-1] for delta in without.read_events([payload])]
+    assert 0 < sum(delta.unreported_tokens for delta in uncounted) <= sampled
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_prompt_too_long_is_a_context_overflow(name: str) -> None:
-    """Each engine words it differently; the numbers are told on."""
+    """Each engine words it differently; the error has the numbers."""
     status, body = RECORDED[name]["overflow"]
     error = parse_engine_error(status, body.encode(), None)
     assert isinstance(error, ContextOverflow)
@@ -239,7 +239,7 @@ def test_an_overflow_inside_a_stream_is_one_too() -> None:
         reader.read_events([RECORDED["sglang_generate"]["overflow_stream"].encode()])
 
 
-def test_other_refusals_keep_their_words() -> None:
+def test_other_refusals_keep_status_and_message() -> None:
     """Status, Retry-After and message reach whoever decides about a retry."""
     error = parse_engine_error(503, b'{"error": {"message": "overloaded"}}', "3")
     assert isinstance(error, EngineError)
@@ -250,7 +250,7 @@ def test_other_refusals_keep_their_words() -> None:
     assert "teapot" in str(parse_engine_error(418, b"I am a teapot", None))
 
 
-# --------------------------------------------------------------------------- asking
+# --------------------------------------------------------------------------- requests
 def sent(row: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """The JSON that the engine of a row is sent."""
     wire = BY_CLASS[row["wire"]]
@@ -260,13 +260,13 @@ def sent(row: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("row", PAYLOADS["sent"], ids=lambda row: row["wire"])
-def test_what_an_engine_is_sent(row: dict[str, Any]) -> None:
-    """No id is changed on the way, a banned one is biased out; or a conversation goes out whole."""
+def test_engine_requests_have_the_documented_body(row: dict[str, Any]) -> None:
+    """Ids are unchanged and banned ones biased out; or the whole conversation is sent."""
     assert sent(row, **row.get("fields", {})) == row["body"]
 
 
 @pytest.mark.parametrize("row", PAYLOADS["constrained"], ids=lambda row: row["wire"])
-def test_structured_output_is_asked_for_in_each_engines_words(row: dict[str, Any]) -> None:
+def test_structured_output_is_requested_in_each_engines_format(row: dict[str, Any]) -> None:
     """A schema, or any JSON object."""
     expected = sent(row)
     for name, fields in row["asks"].items():
@@ -275,7 +275,7 @@ def test_structured_output_is_asked_for_in_each_engines_words(row: dict[str, Any
 
 
 def test_sglang_refuses_what_its_chat_route_would_ignore() -> None:
-    """One tool call at most: asked for, the server makes several all the same."""
+    """A limit of one tool call, to which the server does not keep."""
     wire, tool = SglangChat(), {"name": "read", "description": "", "parameters": {}}
     with pytest.raises(Unsupported, match="one tool call") as caught:
         wire.build_request(ask_for(wire, tools=[tool], parallel=False))
@@ -284,6 +284,6 @@ def test_sglang_refuses_what_its_chat_route_would_ignore() -> None:
 
 @pytest.mark.parametrize("name", BY_CLASS)
 def test_an_abort_names_the_request_as_its_route_does(name: str) -> None:
-    """Its id, with the words that the route puts around it."""
+    """With the prefix that the route puts before its id."""
     post = BY_CLASS[name].build_abort("r-1")
     assert (post and json.loads(b"".join(post.body))) == PAYLOADS["aborts"][name]

@@ -1,4 +1,4 @@
-"""DeepSeek V4's calls are read as its own library reads them, and nothing around them is lost."""
+"""Calls of DeepSeek V4 are parsed as by its own library; text around them is kept."""
 
 # ruff: noqa: RUF001  # the marks as the model writes them
 from __future__ import annotations
@@ -37,13 +37,13 @@ def invoked(*parameters: tuple[str, str, str], name: str = "t") -> str:
 
 
 def test_values_have_the_kind_that_is_written_beside_them() -> None:
-    """A text stays as it is, also over lines; everything else is JSON, or text if it is none."""
+    """Strings stay as they are; everything else is JSON, or text if it cannot be parsed."""
     call = invoked(("s", "true", "5\n"), ("n", "false", "[1, 2.5]"), ("x", "false", "{"))
     assert parse(call) == [("t", {"s": "5\n", "n": [1, 2.5], "x": "{"})]
 
 
 def test_texts_around_calls_keep_their_place() -> None:
-    """The marks of a section are not text, what stands around and behind it is."""
+    """The marks of a section are not text; what is before and after it is."""
     section = f"<｜DSML｜tool_calls>\n{invoked()}\n{invoked(name='u')}\n</｜DSML｜tool_calls>"
     assert parse(f"a {section} b") == ["a", ("t", {}), ("u", {}), "\nb"]
 
@@ -59,6 +59,6 @@ def test_texts_around_calls_keep_their_place() -> None:
     ids=["twice", "nameless", "unclosed", "wordy"],
 )
 def test_a_malformed_call_is_text_as_it_was_written(broken: str) -> None:
-    """It is shown, not mended; a later call is still one."""
+    """It is not repaired; other calls are still parsed."""
     assert parse(broken) == [broken.strip()]
     assert parse(f"{invoked()}{broken}") == [("t", {}), broken.strip()]

@@ -1,4 +1,4 @@
-"""Prompts are continued from their ends, exactly, whatever the template."""
+"""Prompts are extended exactly, from their last ids, in every template."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def text_of(made: Rendering, ids: Ids) -> str:
 
 
 def test_every_template_of_the_library_is_known_by_name() -> None:
-    """The registry has each typed configuration; an unknown name lists them."""
+    """The registry has each typed configuration; the error for an unknown name lists them."""
     assert set(SPECIALS) == set(CONFIGS)
     with pytest.raises(ConfigError, match=r"renderer='qwen2' is unknown.*glm-4\.5.*qwen3\.5"):
         Rendering(tokenizer(), "qwen2")
@@ -50,14 +50,14 @@ def test_every_template_of_the_library_is_known_by_name() -> None:
 
 
 def test_a_published_model_is_known_by_its_exact_name() -> None:
-    """A fine-tune may have another template, so nothing is guessed."""
+    """The template of a fine-tuned model is not guessed."""
     made = Rendering.for_model(tokenizer(), "Qwen/Qwen3-8B")
     assert made.name == "qwen3"
     assert Rendering.for_model(tokenizer(), "me/Qwen3-8B") is None
 
 
 def test_equal_conversations_render_once() -> None:
-    """The samples of a group share their first prompt; the memory of renders is bounded."""
+    """The samples of a group share their first prompt; the cache is bounded."""
     made = Rendering(tokenizer(), "qwen3")
     first = made.render((HELLO,), TOOLS)
     again = made.render((msgspec.structs.replace(HELLO),), (msgspec.structs.replace(READ),))
@@ -129,8 +129,8 @@ def _merging(name: str, merges: str) -> Rendering:
     return Rendering(made, name)
 
 
-def test_a_known_shape_is_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library is asked for the first tail of a shape, not for one that differs in its words."""
+def test_a_known_shape_is_extended_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It renders the first tail of a shape, and not one that differs only in its texts."""
     made = Rendering(merging_tokenizer(SPECIALS["qwen3"].split()), "qwen3")
     prompt = made.render((HELLO,), TOOLS)
     sampled = np.asarray([*made.tokenizer.encode("</think>Yes."), made.stop_ids[0]], np.int32)
@@ -145,8 +145,8 @@ def test_a_known_shape_is_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", OFFLINE)
 @pytest.mark.parametrize("calls", [1, 2])
-def test_an_extension_is_what_a_render_of_all_would_say(name: str, calls: int) -> None:
-    """The results of an answer's calls continue it as the template itself would have put them."""
+def test_an_extension_equals_a_full_render(name: str, calls: int) -> None:
+    """Tool results continue an answer exactly as in a render of the whole conversation."""
     if name == "llama-3" and calls > 1:
         pytest.skip("its template knows single calls only")
     made = rendering(name)
@@ -163,19 +163,9 @@ def test_an_extension_is_what_a_render_of_all_would_say(name: str, calls: int) -
     assert [*whole[:end], *extension.tolist()] == whole
 
 
-@pytest.mark.parametrize("name", OFFLINE)
-def test_an_answer_that_broke_off_is_closed(name: str) -> None:
-    """What the model did not close, the extension closes, after the ids that are there."""
-    made = rendering(name)
-    prompt = made.render((HELLO,), TOOLS)
-    sampled = np.asarray(made.tokenizer.encode("ab"), np.int32)
-    extension = made.render_extension(prompt[-64:], sampled, (HELLO,), TOOLS)
-    assert "hello hello" in text_of(made, extension)
-
-
 @pytest.mark.parametrize("retention", ["all", "tool_cycle", "template"])
 def test_reasoning_is_kept_as_long_as_was_chosen(retention: str) -> None:
-    """For ever, or within tool calls as Qwen3's template says: else the prompt is rendered anew."""
+    """For ever, or within tool calls as in Qwen3's template: else the prompt is rendered anew."""
     made = rendering("qwen3", retention)
     prompt = made.render((HELLO,), TOOLS)
     ids = made.tokenizer.encode("<think>a</think>b<|im_end|>")
@@ -187,7 +177,7 @@ def test_reasoning_is_kept_as_long_as_was_chosen(retention: str) -> None:
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_late_system_messages_keep_their_place(name: str) -> None:
-    """Whatever role a template has for them, they are neither left out nor moved."""
+    """They are neither left out nor moved, whatever role a template gives them."""
     made = rendering(name)
     answer = Message(Role.ASSISTANT, "ANSWER")
     messages = [
@@ -210,7 +200,7 @@ def test_late_system_messages_keep_their_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "qwen3-vl"])
 def test_images_are_refused_by_name(name: str) -> None:
-    """A rendering of text does not drop a picture silently."""
+    """They are not dropped silently."""
     picture = Message(Role.USER, "See", images=(Image("data:image/png;base64,AA"),))
     with pytest.raises(Unsupported, match="images") as caught:
         rendering(name).render((picture,), ())
@@ -218,8 +208,8 @@ def test_images_are_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["kimi-k2", "kimi-k2.5"])
-def test_kimi_knows_its_calls_by_number(name: str) -> None:
-    """Ids of other dialects become the template's own, as the model writes them."""
+def test_kimi_numbers_its_calls(name: str) -> None:
+    """Call ids of the dialects are replaced by those that the model writes."""
     made = rendering(name)
     again = msgspec.structs.replace(RESULT, tool_call_id="call_1_0")
     text = text_of(made, made.render((HELLO, called(), RESULT, called(1, 1), again), ()))
@@ -240,7 +230,7 @@ def test_kimi_knows_its_calls_by_number(name: str) -> None:
 
 
 class _Harmony:
-    """Renders one message as harmony does, over any vocabulary."""
+    """Renders one message as harmony does, with any vocabulary."""
 
     def __init__(self, made: Tokenizer) -> None:
         self._made = made
@@ -251,7 +241,7 @@ class _Harmony:
 
 
 def test_results_name_their_tool_where_the_template_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Harmony's results are the tool's own messages: the answer's calls tell the names."""
+    """As in harmony, whose results are messages of the tool; the names are those of the calls."""
     vocabulary = tokenizer(SPECIALS["gpt-oss"].split())
     monkeypatch.setattr("renderers.gpt_oss.load_harmony_encoding", lambda _: _Harmony(vocabulary))
     made = Rendering(vocabulary, "gpt-oss")
@@ -266,7 +256,7 @@ def test_results_name_their_tool_where_the_template_does(monkeypatch: pytest.Mon
 
 
 def test_a_tool_choice_that_cannot_be_kept_is_not_forced() -> None:
-    """Only what makes the call certain is forced."""
+    """A call is forced only where its prefix is certain."""
     made = rendering("qwen3")
     assert made.force_tool_call(ToolChoice()) is None
     assert made.force_tool_call(ToolChoice(ChoiceMode.NONE)) is None
@@ -278,7 +268,7 @@ def test_a_tool_choice_that_cannot_be_kept_is_not_forced() -> None:
 
 
 def test_arguments_are_read_by_their_schema() -> None:
-    """A template without JSON says by the tool's schema what is a text and what is a number."""
+    """Where the template has no JSON, the schema of the tool distinguishes texts and numbers."""
     made = rendering("qwen3.5")
     tool = Tool("t", "", {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}}})
     text = "<tool_call>\n<function=t>\n" + "".join(
@@ -289,8 +279,8 @@ def test_arguments_are_read_by_their_schema() -> None:
     assert (name, json.loads(arguments)) == ("t", {"s": "5", "n": 5})
 
 
-def test_the_documented_table_is_true() -> None:
-    """Each row of the page on templates says what its template does here."""
+def test_the_table_of_templates_in_the_docs_is_correct() -> None:
+    """Each row of docs/templates.md agrees with its template."""
     page = Path(__file__).parents[3] / "docs" / "templates.md"
     rows = {
         cells[0].strip("`"): cells[1:]
@@ -302,10 +292,10 @@ def test_the_documented_table_is_true() -> None:
         what, vocabulary = template(name), tokenizer(SPECIALS[name].split())
         marks = what.markers(vocabulary)
         held = what.guard_mark or ("" if marks.reasons else what.hold_prefix)
-        told = f"yes, but not after `{held}`" if held else "yes" if what.incremental else "no"
+        streams = f"yes, but not after `{held}`" if held else "yes" if what.incremental else "no"
         forced = "any or one" if what.force and what.force.after is not None else "any"
         assert row == [
-            told,
+            streams,
             forced if what.force else "no",
             "in its place" if what.late_system else "a user's",
             "yes" if marks.call >= 0 else "no",

@@ -8,7 +8,7 @@ from google.genai import types
 
 
 async def main() -> str:
-    """What it says in the end."""
+    """Run the agent; return its last answer."""
     client = genai.Client(api_key=KEY, http_options=types.HttpOptions(base_url=URL))
     config = types.GenerateContentConfig(system_instruction="You read.", tools=[read])
     chat = client.aio.chats.create(model="m", config=config)

@@ -19,7 +19,7 @@ def make_model() -> Any:
 
 
 async def main() -> str:
-    """What it says in the end."""
+    """Run the agent; return its last answer."""
     agent = create_agent(make_model(), [tool(read)], system_prompt="You read.")
     start = {"messages": [{"role": "user", "content": "Mend it."}]}
     if HOW == "whole":

@@ -19,7 +19,7 @@ TOOL = {
 
 
 async def main() -> str:
-    """What it says in the end."""
+    """Run the agent; return its last answer."""
     model, base = MODELS[API]
     messages = [{"role": "system", "content": "You read."}, {"role": "user", "content": "Mend it."}]
     while True:

@@ -8,7 +8,7 @@ from llama_index.llms.openai import OpenAI, OpenAIResponses
 
 
 async def main() -> str:
-    """What it says in the end."""
+    """Run the agent; return its last answer."""
     make = OpenAIResponses if API == "openai_responses" else OpenAI
     llm = make(model="gpt-4.1", api_base=f"{URL}/v1", api_key=KEY)
     agent = FunctionAgent(

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 
 
 async def main() -> str:
-    """What it says in the end."""
+    """Run the agent; return its last answer."""
     client = AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY)
     make = OpenAIResponsesModel if API == "openai_responses" else OpenAIChatCompletionsModel
     model = make("m", openai_client=client)

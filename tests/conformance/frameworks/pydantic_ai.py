@@ -34,7 +34,7 @@ async def listen(_: object, events: AsyncIterable[object]) -> None:
 
 
 async def main() -> str:
-    """What it says in the end."""
+    """Run the agent; return its last answer."""
     if HOW == "whole":
         return (await agent.run("Mend it.")).output
     return (await agent.run("Mend it.", event_stream_handler=listen)).output

@@ -17,8 +17,8 @@ import ray
 import ray._private.parameter
 from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider
 
-say = functools.partial(print, "at", flush=True)
-"""Answers; Ray writes lines of its own."""
+answer = functools.partial(print, "at", flush=True)
+"""Print an answer with a prefix, since Ray prints lines of its own."""
 MACHINES = 3
 """Most of them."""
 LISTS = (
@@ -26,7 +26,7 @@ LISTS = (
     "initialization_commands", "rsync_exclude", "rsync_filter", "setup_commands",
     "worker_setup_commands", "worker_start_ray_commands",
 )  # fmt: skip
-"""Keys of a cluster's file that must be there, and say nothing here."""
+"""Keys that the file of a cluster must have, empty here."""
 
 
 class Provider(FakeMultiNodeProvider):  # type: ignore[misc,unused-ignore]
@@ -43,7 +43,7 @@ class Provider(FakeMultiNodeProvider):  # type: ignore[misc,unused-ignore]
 
 
 def main(port: str) -> None:
-    """Start the head; the autoscaler looks each second and removes what was idle for six."""
+    """Start the head; the autoscaler runs each second and removes machines idle for six."""
     address = f"{ray._private.services.get_node_ip_address()}:{port}"
     machine = {"CPU": 1, "object_store_memory": 80 << 20}
     config: dict[str, Any] = {
@@ -82,10 +82,10 @@ def main(port: str) -> None:
         env={**os.environ, **env}, check=True, stdout=sys.stderr,
     )  # fmt: skip
     ray.init(address=address, log_to_driver=False)
-    say(address)
+    answer(address)
     for _ in sys.stdin:
         machines = {one["NodeName"] for one in ray.nodes() if one["Alive"]}
-        say(",".join(sorted(machines - {address.partition(":")[0]})))
+        answer(",".join(sorted(machines - {address.partition(":")[0]})))
     os._exit(0)
 
 

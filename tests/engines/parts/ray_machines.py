@@ -14,13 +14,13 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-say = functools.partial(print, "at", flush=True)
-"""Answers; Ray writes lines of its own."""
+answer = functools.partial(print, "at", flush=True)
+"""Print an answer with a prefix, since Ray prints lines of its own."""
 
 
 @ray.remote(num_cpus=0)
 class EngineServer:
-    """Stands for an engine that a trainer has started in this cluster."""
+    """A stand-in for an engine that a trainer has started in this cluster."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -31,10 +31,10 @@ class EngineServer:
 
 
 def main() -> None:
-    """Start it, and do what is asked until stdin ends."""
+    """Start it, and run commands until stdin ends."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     machines = {name: _add(cluster, name) for name in sys.argv[1:]}
-    say(cluster.address)
+    answer(cluster.address)
     for line in sys.stdin:
         what, name = line.split()
         if what == "add":
@@ -51,7 +51,7 @@ def main() -> None:
             on_head = NodeAffinitySchedulingStrategy(cluster.head_node.node_id, soft=False)
             options = {"name": "vllm_server_0", "lifetime": "detached"}
             EngineServer.options(scheduling_strategy=on_head, **options).remote(int(name))
-        say(cluster.address)
+        answer(cluster.address)
     os._exit(0)  # what is left ends with this process
 
 

@@ -50,7 +50,7 @@ NEVER = Message(Role.ASSISTANT, "Never.")
         (one_changed(2, "logprobs", 2, np.nan), "numbers traces", "logprob nan at sampled"),
         (changed(2, versions=()), "ledger numbers traces", "versions for none of 7"),
         (changed(2, versions=LONG_SPAN), "ledger numbers traces", "versions for 0-9 of 7"),
-        (changed(2, answer=NEVER), "text", "'Never.'; its ids say text"),
+        (changed(2, answer=NEVER), "text", "'Never.'; its ids decode to text"),
         (changed(3, branch=None), "lineage", "call 3 has only"),
         (changed(3, parent=7), "lineage", "continues call 7, which is not recorded"),
     ],

@@ -104,12 +104,12 @@ GONE = "registry.invalid/nobody/nothing:1"
     ("options", "image", "expected"),
     [
         ({}, GONE, f"'{GONE}' cannot be pulled: .*registry.invalid.*load it into the engine by"),
-        ({"pull": "never"}, GONE, f"'{GONE}' is not there, and the option pull is 'never'$"),
-        ({}, "../../info?", r"'\.\./\.\./info\?': that is no name of an image$"),
-        ({}, "a/../../../version", ": that is no name of an image$"),
-        ({}, "a b", ": that is no name of an image$"),
-        ({}, "x?all=1", ": that is no name of an image$"),
-        ({}, "./a", ": that is no name of an image$"),
+        ({"pull": "never"}, GONE, f"'{GONE}' is missing, and the option pull is 'never'$"),
+        ({}, "../../info?", r"'\.\./\.\./info\?': not a valid name of an image$"),
+        ({}, "a/../../../version", ": not a valid name of an image$"),
+        ({}, "a b", ": not a valid name of an image$"),
+        ({}, "x?all=1", ": not a valid name of an image$"),
+        ({}, "./a", ": not a valid name of an image$"),
         ({"pull_s": 1.0}, "127.0.0.1:{port}/x:1", r": not done within 1 s \(option pull_s\)$"),
     ],
 )

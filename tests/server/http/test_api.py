@@ -1,4 +1,4 @@
-"""The routes with a real control plane behind them: what each is good for."""
+"""The routes with a real control plane behind them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ DOCS = Path(__file__).resolve().parents[3] / "docs" / "api.md"
 
 
 async def test_a_task_is_submitted_once(server_of_each: Served) -> None:
-    """201 the first time, also twice in a batch, 200 for the same again, 409 for another.
+    """201 the first time, also twice in a batch, 200 for a repetition, 409 for a conflict.
 
-    One conflict in a batch keeps all the others out.
+    One conflict in a batch refuses all of it.
     """
     server = server_of_each
     first = await server.ask("POST", "/v1/tasks", json=[TASK, TASK])
@@ -47,8 +47,8 @@ async def test_a_task_is_submitted_once(server_of_each: Served) -> None:
     assert len((await server.ask("POST", "/v1/tasks", json=batch[:-1])).json) == 999
 
 
-async def test_a_task_can_be_looked_at_and_had_back(server: Served) -> None:
-    """Its state, its body as it came, its sessions."""
+async def test_tasks_and_sessions_can_be_read(server: Served) -> None:
+    """A task's state, its body as submitted, its sessions."""
     changes = {"samples": 3, "tags": {"set": "a"}, "tenant": "lab"}
     await server.submit(**changes)
     task = (await server.ask("GET", "/v1/tasks/t", "read")).json
@@ -60,7 +60,7 @@ async def test_a_task_can_be_looked_at_and_had_back(server: Served) -> None:
 
 # --------------------------------------------------------------------------- results
 async def test_a_result_is_committed_once_and_read_in_every_form(server: Served) -> None:
-    """View, packed trajectory, JSON trajectory; the same commit again is fine, another is not.
+    """View, packed and JSON trajectory; repeating a commit is fine, another result is not.
 
     Its version is that of the weights when it was leased.
     """
@@ -73,8 +73,8 @@ async def test_a_result_is_committed_once_and_read_in_every_form(server: Served)
     other = await server.commit(node, "t-0", epoch, result("t-0", "t", reward=0.5))
     assert other.refusal == (409, "fenced")
     view = (await server.ask("GET", "/v1/sessions/t-0/result")).json
-    shown = {"status": "completed", "reward": 1.0, "bytes": len(data), "version": 3}
-    assert view.items() >= shown.items()
+    expected = {"status": "completed", "reward": 1.0, "bytes": len(data), "version": 3}
+    assert view.items() >= expected.items()
 
     async def fetch(**headers: str) -> Answer:
         return await server.ask("GET", "/v1/sessions/t-0/trajectory", headers=headers)
@@ -85,8 +85,8 @@ async def test_a_result_is_committed_once_and_read_in_every_form(server: Served)
     assert (await fetch(accept="application/x-msgpack")).body == zstandard.decompress(data)
 
 
-async def test_a_recording_of_the_servers_own_node_is_shown(server: Served, tmp_path: Path) -> None:
-    """The turns and texts of the last lease, before there is a result; 204 for one elsewhere."""
+async def test_local_recordings_can_be_read(server: Served, tmp_path: Path) -> None:
+    """Turns and texts of the last lease, before there is a result; 204 for other nodes."""
     _, epoch = await server.start(samples=2)
     folder = tmp_path / "nodes" / "n" / "recordings"
     folder.mkdir(parents=True)
@@ -95,9 +95,9 @@ async def test_a_recording_of_the_servers_own_node_is_shown(server: Served, tmp_
     response = await server.ask("GET", path, "read")
     assert (response.status, response.headers["content-type"]) == (200, "application/gzip")
     block = gzip.decompress(response.body)
-    shown = msgspec.json.decode(block[4 : 4 + int.from_bytes(block[:4], "little")])["session"]
-    assert [turn["call"] for turn in shown["turns"]] == [0, 1, 2, 3, 4, 5]
-    assert shown["recording"] == f"t-0.{epoch}.rec"
+    view = msgspec.json.decode(block[4 : 4 + int.from_bytes(block[:4], "little")])["session"]
+    assert [turn["call"] for turn in view["turns"]] == [0, 1, 2, 3, 4, 5]
+    assert view["recording"] == f"t-0.{epoch}.rec"
     packed = await server.ask("GET", f"{path}?files=true", "read")
     assert (packed.status, packed.headers["content-type"]) == (200, "application/x-tar")
     with tarfile.open(fileobj=io.BytesIO(packed.body)) as archive:
@@ -105,8 +105,8 @@ async def test_a_recording_of_the_servers_own_node_is_shown(server: Served, tmp_
     assert (await server.ask("GET", "/v1/sessions/t-1/recording")).status == 204
 
 
-async def test_what_is_kept_is_for_its_user_only(server: Served, tmp_path: Path) -> None:
-    """Store, trajectories and logs hold the work of all tenants: other users cannot read them."""
+async def test_files_of_the_server_are_private(server: Served, tmp_path: Path) -> None:
+    """Store, trajectories and logs are not readable by other users."""
     node, epoch = await server.start()
     assert (await server.write_log(node, epoch, b"one")).status == 200
     assert (await server.commit(node, "t-0", epoch, result("t-0", "t"))).status == 200
@@ -115,12 +115,12 @@ async def test_what_is_kept_is_for_its_user_only(server: Served, tmp_path: Path)
 
 
 # --------------------------------------------------------------------------- nodes
-async def test_a_node_joins_works_and_goes(server: Served) -> None:
-    """Join, lease, renew, hand back, drain."""
+async def test_a_node_over_http(server: Served) -> None:
+    """Register, lease, renew, release, drain."""
     node, epoch = await server.start("worker")
     (seen,) = (await server.ask("GET", "/v1/nodes", "read")).json
-    shown = {"name": "worker", "state": "live", "slots": 8, "running": 1}
-    assert seen.items() >= shown.items()
+    expected = {"name": "worker", "state": "live", "slots": 8, "running": 1}
+    assert seen.items() >= expected.items()
     held = {"held": [{"session": "t-0", "epoch": epoch, "status": "run"}]}
     renewed = await server.ask("POST", f"/v1/nodes/{node.node}/renew", node.token, json=held)
     assert renewed.json["stop"] == []
@@ -132,7 +132,7 @@ async def test_a_node_joins_works_and_goes(server: Served) -> None:
 
 
 # --------------------------------------------------------------------------- the server
-async def test_the_server_tells_how_it_is(server: Served) -> None:
+async def test_health_status_and_metrics(server: Served) -> None:
     """Health without a token, status and metrics with one; requests are counted by route."""
     await server.submit(samples=2)
     await server.join()
@@ -148,10 +148,10 @@ async def test_the_server_tells_how_it_is(server: Served) -> None:
     assert task == {("GET /v1/tasks/{id}", "2xx"): 1, ("GET /v1/tasks/{id}", "4xx"): 1}
 
 
-async def test_a_store_that_cannot_be_used_is_503_and_a_fault_names_its_id(
+async def test_store_errors_are_503_and_faults_are_500(
     server: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both are problems; the one says when to come again, the other what to look for in the log."""
+    """A 503 says when to retry; a 500 names the log entry and hides the details."""
 
     def fail(error: Exception) -> Callable[[Tx], None]:
         def op(_tx: Tx) -> None:

@@ -1,4 +1,4 @@
-"""Every door, and every key that must not open it."""
+"""Tokens: who may call which route."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _path(route: Route, ident: str = "t") -> str:
     return route.path.replace("{id}", ident).replace("{number}", "1")
 
 
-async def test_no_route_opens_without_its_token(server: Served) -> None:
-    """Nobody, a stranger, a node that is gone, and every role that a route does not name."""
-    gone = await server.join("again")
-    await server.lease(gone, wait_s=0)
+async def test_every_route_needs_its_token(server: Served) -> None:
+    """No token, unknown tokens, one of a lost node, and every role that the route does not list."""
+    lost = await server.join("again")
+    await server.lease(lost, wait_s=0)
     await server.join("again")
     node = await server.join()
-    strangers = (None, "", "stranger", TOKENS.client + "x", TOKENS.client[:-1], gone.token)
+    strangers = (None, "", "stranger", TOKENS.client + "x", TOKENS.client[:-1], lost.token)
     keys = {"client": TOKENS.client, "read": TOKENS.read, "join": TOKENS.join, "node": node.token}
     for route in GUARDED:
         for key in strangers:
@@ -43,8 +43,8 @@ async def test_no_route_opens_without_its_token(server: Served) -> None:
             assert response.refusal == (403, "forbidden"), (route.path, role)
 
 
-async def test_only_bearer_tokens_are_tokens(server: Served) -> None:
-    """A token elsewhere is none: tokens stay out of addresses, which end up in logs."""
+async def test_tokens_are_accepted_as_bearer_only(server: Served) -> None:
+    """URLs end up in logs, so that tokens in them are not accepted."""
     authorizations = ("Bearer", "Basic client-token", "client-token", "Bearer  ")
     elsewhere = ({"cookie": "token=client-token"}, {"x-api-key": "client-token"})
     for headers in (*({"authorization": one} for one in authorizations), *elsewhere):
@@ -54,7 +54,7 @@ async def test_only_bearer_tokens_are_tokens(server: Served) -> None:
 
 
 async def _send_all(server: Served, node: NodeRegistered, epoch: int) -> list[tuple[int, str]]:
-    """What a node gets that sends result, log and return of ``t-0`` and does not hold it."""
+    """Responses to a result, a log and a release of ``t-0`` by a node that does not hold it."""
     back = {"epoch": epoch, "reason": "because"}
     answers = [
         await server.commit(node, "t-0", epoch, b"not even unpacked"),
@@ -64,8 +64,8 @@ async def _send_all(server: Served, node: NodeRegistered, epoch: int) -> list[tu
     return [answer.refusal for answer in answers]
 
 
-async def test_a_session_is_written_to_by_the_node_that_holds_it_alone(server: Served) -> None:
-    """Result, log and return; by nobody before it is leased, and by nobody after its end."""
+async def test_only_the_holding_node_writes_to_a_session(server: Served) -> None:
+    """Result, log and release; neither before the lease nor after its end."""
     await server.submit()
     node, other = await server.join(), await server.join("other")
     refused = [(409, "fenced")] * 3
@@ -80,7 +80,7 @@ async def test_a_session_is_written_to_by_the_node_that_holds_it_alone(server: S
     assert (await server.ask("GET", "/v1/sessions/t-0/log")).body == b""
 
 
-def audited(server: Served) -> list[tuple[str, ...]]:
+def read_audit_log(server: Served) -> list[tuple[str, ...]]:
     """Who did what, in order."""
     path = server.control.folder / "audit.jsonl"
     lines = [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
@@ -88,10 +88,8 @@ def audited(server: Served) -> list[tuple[str, ...]]:
     return [(line["who"], line["what"], *line.get("tasks", ())) for line in lines]
 
 
-async def test_people_have_tokens_of_their_own_and_the_audit_log_has_their_names(
-    server: Served,
-) -> None:
-    """What changes something is written down with who did it; reading and nodes' work are not."""
+async def test_the_audit_log_names_people(server: Served) -> None:
+    """Changes are logged with the name of the token; reads and the work of nodes are not."""
     people = {"ann": Person("ann-token"), "bob": Person("bob-token", "read")}
     server.app.tokens = msgspec.structs.replace(TOKENS, people=people)
 
@@ -114,7 +112,7 @@ async def test_people_have_tokens_of_their_own_and_the_audit_log_has_their_names
     assert await ask("POST", "runs/r/steps", "ann-token", {"step": 1}) < 300
     await server.lease(await server.join(), wait_s=0.0)
     assert stat.S_IMODE((server.control.folder / "audit.jsonl").stat().st_mode) == 0o600
-    assert audited(server) == [
+    assert read_audit_log(server) == [
         ("ann", "POST /v1/tasks", "a"),
         ("client", "POST /v1/tasks/a/cancel"),
         ("ann", "PUT /v1/sessions/a-0/note"),
@@ -124,16 +122,16 @@ async def test_people_have_tokens_of_their_own_and_the_audit_log_has_their_names
     assert await ask("GET", "tasks", "ann-token") == 401
 
 
-async def test_an_audit_log_that_cannot_be_written_is_said(server: Served) -> None:
-    """The change is made: its client is not told of a fault, but the server's log is."""
+async def test_a_failing_audit_log_is_logged(server: Served) -> None:
+    """The change itself succeeds."""
     (server.control.folder / "audit.jsonl").mkdir()
-    with structlog.testing.capture_logs() as said:
+    with structlog.testing.capture_logs() as logged:
         await server.submit()
-    assert [(one["event"], one["tasks"]) for one in said] == [("audit log not written", ["t"])]
+    assert [(one["event"], one["tasks"]) for one in logged] == [("audit log not written", ["t"])]
 
 
-def test_tokens_must_be_tokens() -> None:
-    """An empty token would open the server to everybody, two equal ones would blur the roles."""
+def test_invalid_tokens_are_refused() -> None:
+    """Tokens must be non-empty ASCII, and differ from each other."""
     for bad in (("", "b", "c"), ("a", "a", "c"), ("a b", "b", "c"), ("ä", "b", "c")):
         with pytest.raises(UsageError):
             Tokens(*bad)
@@ -150,8 +148,8 @@ async def _post(server: Served, key: str = "client", **changes: Any) -> Answer:
     return await server.ask("POST", "/v1/tasks", key, json={**TASK, **changes})
 
 
-async def test_a_token_submits_so_many_times_a_minute(tmp_path: Path) -> None:
-    """For each tenant, or all without an entry; the answer says when the next one is taken."""
+async def test_submissions_per_minute_are_limited(tmp_path: Path) -> None:
+    """By token and tenant; `retry-after` says when the next one is accepted."""
     limits = {"default": TenantSettings(requests_per_minute=2), "free": 1.0}
     async with serve(f"sqlite:{tmp_path / 'db'}", tmp_path, tenants=limits) as server:
         people = {"ann": Person("ann-token")}
@@ -164,8 +162,8 @@ async def test_a_token_submits_so_many_times_a_minute(tmp_path: Path) -> None:
             response = await _post(server, tenant=tenant)
             assert response.refusal == (429, "quota")
             assert response.headers["retry-after"] == "20"
-            said = f"tenant is '{tenant}', for which a token may submit 2 times a minute;"
-            assert response.problem.detail == f"{said} submit again in 20 s"
+            detail = f"tenant is '{tenant}', for which a token may submit 2 times a minute;"
+            assert response.problem.detail == f"{detail} submit again in 20 s"
         assert (await _post(server, "ann-token", tenant="a")).status == 200
         assert (await _post(server, id="f", tenant="free")).status == 201
         for _ in range(3):
@@ -174,8 +172,8 @@ async def test_a_token_submits_so_many_times_a_minute(tmp_path: Path) -> None:
         assert [(await _post(server, tenant="a")).status for _ in range(2)] == [200, 429]
 
 
-async def test_a_person_of_a_tenant_works_for_that_one_only(server_of_each: Served) -> None:
-    """Submits and cancels its work, and reads everything; what names no tenant gets it."""
+async def test_a_tenants_token_changes_only_its_own_work(server_of_each: Served) -> None:
+    """It reads everything; tasks without a tenant get its own."""
     server = server_of_each
     people = {"ann": Person("ann-token", tenant="lab")}
     server.app.tokens = msgspec.structs.replace(TOKENS, people=people)
@@ -188,8 +186,8 @@ async def test_a_person_of_a_tenant_works_for_that_one_only(server_of_each: Serv
         await server.ask("POST", "/v1/sessions/theirs-0/cancel", "ann-token"),
     ):
         assert response.refusal == (403, "forbidden")
-        said = "this token is for the work of tenant 'lab' only, not of 'other'"
-        assert response.problem.detail == said
+        expected = "this token is for the work of tenant 'lab' only, not of 'other'"
+        assert response.problem.detail == expected
     assert (await server.ask("GET", "/v1/tasks/mine", "ann-token")).json["tenant"] == "lab"
     assert (await server.ask("GET", "/v1/tasks/theirs", "ann-token")).status == 200
     for path in ("tasks/mine", "sessions/mine-0"):

@@ -1,4 +1,4 @@
-"""What must not come in, and how it is told: status, type, field, and what would be right."""
+"""Refused requests: status, type, field, and what would be right."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Mistake = tuple[str, dict[str, Any], tuple[int, str, str], str]
 
 
 def _read_rows(node: NodeRegistered) -> Iterator[Mistake]:
-    """Rows of bad_input.jsonl: tasks as changes to one, or any request, and who sends it."""
+    """Rows of bad_input.jsonl: changes to a valid task, or any request, and who sends it."""
     keys = {"join": "join", "node": node.token}
     for line in Path(__file__).with_name("bad_input.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -54,8 +54,8 @@ MORE: list[Mistake] = [
 
 
 @pytest.mark.timeout(60)
-async def test_the_table_of_bad_input(server_of_each: Served) -> None:
-    """Each mistake gets its status, type, field and a detail that helps; nothing is kept."""
+async def test_bad_requests_are_refused(server_of_each: Served) -> None:
+    """Each has its status, type, field and a helpful detail; nothing is stored."""
     server, wrong = server_of_each, []
     for request, how, expected, part in (*_read_rows(await server.join()), *MORE):
         method, path = request.split(" ")
@@ -72,8 +72,8 @@ def _fields(mistakes: Sequence[FieldError | Invalid]) -> list[str]:
     return [each.field for each in mistakes]
 
 
-async def test_all_mistakes_of_a_body_are_answered_at_once(server: Served) -> None:
-    """Of the types, and then of what is sensible; the client raises one error with all of them."""
+async def test_all_mistakes_of_a_body_are_reported_at_once(server: Served) -> None:
+    """First those of the types, then those of validation; the client raises one error."""
     wrong = [dict(TASK, samples=0, limits={"agent_s": "x"}), dict(TASK, id="u", priority="x")]
     problem = (await server.ask("POST", "/v1/tasks", json=wrong)).problem
     assert _fields(problem.errors) == ["0.samples", "0.limits.agent_s", "1.priority"]
@@ -89,7 +89,7 @@ async def test_all_mistakes_of_a_body_are_answered_at_once(server: Served) -> No
 
 
 async def test_bodies_are_bounded(server: Served) -> None:
-    """What is too large is refused by its length, and where none is told, as soon as it shows."""
+    """By their declared length, or while they are received."""
     too_much = io.BytesIO(b" " * ((1 << 20) + 1))
     response = await server.ask("POST", "/v1/weights", headers=JSON, data=too_much)
     assert response.refusal == (413, "too-large")
@@ -106,7 +106,7 @@ SOUND = Task(id="t", instruction="i", harness=PluginSpec("a"), evaluator=PluginS
 
 
 @pytest.mark.parametrize("value", [0, -1, 8e6, math.nan, math.inf])
-def test_a_number_out_of_its_range_is_refused(value: float) -> None:
+def test_numbers_out_of_range_are_refused(value: float) -> None:
     """Also in a task that was made in Python."""
     with pytest.raises(Invalid, match="agent_s") as refused:
         check_task(replace(SOUND, limits=Limits(agent_s=value)))
@@ -122,7 +122,7 @@ GOOD: list[dict[str, Any]] = [
 ]
 
 
-def test_what_can_be_is_taken() -> None:
-    """Callbacks at any web address; one place to begin with."""
+def test_unusual_tasks_are_accepted() -> None:
+    """Callbacks to any web address; several kinds of workspace."""
     for change in GOOD:
         check_task(replace(SOUND, **change))

@@ -1,4 +1,4 @@
-"""What the console needs of the server: its files, open to everybody, and lists."""
+"""The web console's files, open to everybody, and its lists."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from served import Served
 
 
 @pytest.mark.parametrize("path", ["/", "/sessions", "/sessions/mend-0?turn=3", "/nodes/n.1"])
-async def test_each_page_is_the_console(server: Served, path: str) -> None:
-    """Whoever opens a link gets the same page, which may run its own scripts only."""
+async def test_every_path_serves_the_console(server: Served, path: str) -> None:
+    """Links lead to the same page, which may run only its own scripts."""
     page = await server.ask("GET", path, None)
     assert page.status == 200
     assert page.headers["content-type"].startswith("text/html")
@@ -28,8 +28,8 @@ async def test_each_page_is_the_console(server: Served, path: str) -> None:
         assert "immutable" in asset.headers["cache-control"]
 
 
-async def test_the_newest_come_first_with_their_results(server_of_each: Served) -> None:
-    """Pages backwards, with results of those that have ended and their node."""
+async def test_lists_begin_with_the_newest(server_of_each: Served) -> None:
+    """Pages backwards, with the results of ended sessions."""
     server = server_of_each
     await server.finish(id="mend", samples=3)
     await server.submit(id="later", samples=2)

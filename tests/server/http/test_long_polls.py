@@ -1,25 +1,24 @@
-"""Long polls and streams: woken, let go when a client leaves, ended when the server goes down."""
+"""Long polls and event streams: notification, disconnected clients, shutdown."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import aiohttp
 import msgspec
 import pytest
 
-from house import House
-from leased import until
+from live_server import LiveServer
 from observed import read
 from served import Served
 from tugline.protocol import Event
+from waiting import until
 
 SSE = {"accept": "text/event-stream"}
 
 
-async def test_a_wait_that_brings_nothing_ends_in_time(server: Served) -> None:
-    """An empty answer, with the cursor to go on from."""
+async def test_a_long_poll_ends_at_its_timeout(server: Served) -> None:
+    """With an empty page and the cursor to continue from."""
     async with asyncio.timeout(20):
         response = await server.ask("GET", "/v1/results?wait_s=0.05&after=0")
     assert response.json == {"items": [], "groups": [], "cursor": 0}
@@ -34,10 +33,10 @@ async def test_a_wait_that_brings_nothing_ends_in_time(server: Served) -> None:
         ("/v1/sessions/t-0/log?follow=true", {}),
     ],
 )
-async def test_whoever_hangs_up_is_forgotten(
+async def test_disconnected_clients_are_dropped(
     server: Served, path: str, headers: dict[str, str]
 ) -> None:
-    """A client that leaves frees its place at once, long before its time is up."""
+    """At once, long before the end of their wait."""
     await server.submit()
     position = (await server.ask("GET", "/v1/status")).json["position"]
     reading = asyncio.create_task(server.ask("GET", path.format(position), headers=headers))
@@ -46,12 +45,10 @@ async def test_whoever_hangs_up_is_forgotten(
     await until(lambda: server.app.waits.open == 0)
 
 
-async def test_a_server_that_goes_down_waits_for_nobody(tmp_path: Path) -> None:
-    """Open long-polls get 503, streams end as streams do, and it is down within two seconds."""
-    house = House(tmp_path)
-    await house.start()
+async def test_shutdown_does_not_wait_for_clients(live: LiveServer) -> None:
+    """Long polls get 503, streams end, and the server is down within two seconds."""
     async with aiohttp.ClientSession() as http:
-        served = Served(house.url, house.app, house.control, http)
+        served = Served(live.url, live.app, live.control, http)
         node = await served.join()
         lease = f"/v1/nodes/{node.node}/lease"
         asking = [
@@ -62,16 +59,16 @@ async def test_a_server_that_goes_down_waits_for_nobody(tmp_path: Path) -> None:
                 *(served.ask("GET", "/v1/events", headers=SSE) for _ in range(5)),
             )
         ]
-        await until(lambda: house.app.waits.open == len(asking))
+        await until(lambda: live.app.waits.open == len(asking))
         async with asyncio.timeout(2):
-            await house.stop()
-        *polls, told = await asyncio.gather(*asking[:3])
+            await live.stop()
+        *polls, stream = await asyncio.gather(*asking[:3])
     assert [answer.refusal for answer in polls] == [(503, "stopping")] * 2
-    assert (told.status, told.body) == (200, b": events\n\n")
+    assert (stream.status, stream.body) == (200, b": events\n\n")
 
 
-async def test_many_wait_at_once(server: Served) -> None:
-    """300 long-polls, each on its own connection, are counted, and all woken by one result."""
+async def test_many_clients_wait_at_once(server: Served) -> None:
+    """300 long polls on their own connections are counted, and all woken by one result."""
     path = "/v1/results?wait_s=60"
     asking = [asyncio.create_task(server.ask("GET", path, "read")) for _ in range(300)]
     await until(lambda: server.app.waits.open == 300)
@@ -84,8 +81,8 @@ async def test_many_wait_at_once(server: Served) -> None:
 
 
 # --------------------------------------------------------------------------- streams
-async def _event(got: aiohttp.ClientResponse) -> tuple[str, Event]:
-    """The next event: its name, and what it holds; comments are passed over."""
+async def _read_event(got: aiohttp.ClientResponse) -> tuple[str, Event]:
+    """The next event's name and content; comments are skipped."""
     while True:
         fields: dict[str, str] = {}
         while line := (await got.content.readline()).decode().rstrip("\n"):
@@ -97,26 +94,26 @@ async def _event(got: aiohttp.ClientResponse) -> tuple[str, Event]:
             return fields["event"], event
 
 
-async def test_a_stream_begins_with_what_is_new_or_after_a_position(server: Served) -> None:
-    """It goes on behind that event, without a gap and without a repeat; of one task, or of all."""
+async def test_a_stream_begins_now_or_after_a_position(server: Served) -> None:
+    """Without a gap or a repetition; of one task, or of all."""
     for name in ("a", "b"):
         await server.submit(id=name)
     async with server.request("GET", "/v1/events", "read", headers=SSE) as got:
         assert got.headers["content-type"].startswith("text/event-stream")
         await server.submit(id="c")
-        name, event = await _event(got)
+        name, event = await _read_event(got)
         assert (name, event.task) == ("task.accepted", "c")
     page = (await server.ask("GET", "/v1/events")).json
     assert [one["task"] for one in page] == ["a", "b", "c"]
     path = f"/v1/events?after={page[0]['position']}"
     async with server.request("GET", path, headers=SSE) as got:
-        assert [(await _event(got))[1].task for _ in range(2)] == ["b", "c"]
+        assert [(await _read_event(got))[1].task for _ in range(2)] == ["b", "c"]
     async with server.request("GET", f"{path}&task=c", headers=SSE) as got:
-        assert (await _event(got))[1].task == "c"
+        assert (await _read_event(got))[1].task == "c"
 
 
-async def test_a_silent_stream_says_that_it_lives(server: Served) -> None:
-    """A comment, now and then, for proxies and for readers that want to know."""
+async def test_an_idle_stream_sends_keep_alives(server: Served) -> None:
+    """As comments, for proxies and readers."""
     server.app.waits.keep_alive_s = 0.05
     async with server.request("GET", "/v1/events", headers=SSE) as got:
         text = await asyncio.wait_for(got.content.readuntil(b"keep-alive\n\n"), 20)

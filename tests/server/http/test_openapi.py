@@ -1,4 +1,4 @@
-"""The OpenAPI document is what the server does: schemathesis holds them against each other."""
+"""The server conforms to its OpenAPI document, as schemathesis checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from served import TOKENS, Served, result, serve
 from tugline.protocol import NodeRegistered
 
 DOCUMENT = json.loads(FILE.read_bytes())
-OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()]
+OPERATIONS = [each.ok() for each in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()]
 # not among the checks: those that want answers kept between requests, or send requests of their own
 PASSED_BY = {"use_after_free", "ensure_resource_availability", "ignored_auth"}
 # a schema cannot say that `min_usable` is at most `samples`, or that a file's path is relative
@@ -40,21 +40,21 @@ MODES = [
 
 
 @asynccontextmanager
-async def _lived_in(folder: Path) -> AsyncIterator[tuple[str, NodeRegistered]]:
-    """A server with one of everything; its address, and its node."""
+async def _serve_with_data(folder: Path) -> AsyncIterator[tuple[str, NodeRegistered]]:
+    """The address and the node of a server with a task, a result and a callback."""
     async with serve(
         f"sqlite:{folder / 'db'}", folder, lease_s=1.0, callback_hosts=("*",)
     ) as server:
         node, epoch = await server.start(samples=4, callback={"url": "http://127.0.0.1:9/"})
         assert (await server.commit(node, "t-0", epoch, result("t-0", "t"))).status == 200
         await server.lease(node, 1)
-        living = asyncio.create_task(_live(server, node))
+        leasing = asyncio.create_task(_keep_lease(server, node))
         yield server.url, node
-        living.cancel()
+        leasing.cancel()
 
 
-async def _live(server: Served, node: NodeRegistered) -> None:
-    """Keep the node's lease, and put in place at once what all nodes are to put in place."""
+async def _keep_lease(server: Served, node: NodeRegistered) -> None:
+    """Keep the node's lease, and apply new orders at once."""
     applied = 0
     while True:
         applied = (await server.lease(node, 0, 0.3, applied)).control.generation
@@ -62,14 +62,14 @@ async def _live(server: Served, node: NodeRegistered) -> None:
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, NodeRegistered]]:
-    """That server on a thread of its own."""
-    lived_in = _lived_in(tmp_path_factory.mktemp("server"))
+    """That server on its own thread."""
+    lived_in = _serve_with_data(tmp_path_factory.mktemp("server"))
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(lived_in) as known:
         yield known
 
 
-def _settled(case: Case, url: str, node: NodeRegistered, *, real: bool) -> dict[str, Any]:
-    """How to send `case`: with a token that opens it, often a known id, and no long wait."""
+def _request_options(case: Case, url: str, node: NodeRegistered, *, real: bool) -> dict[str, Any]:
+    """Options to send `case`: a valid token, often a known id, and no long wait."""
     roles = DOCUMENT["paths"][case.path][case.method.lower()]["x-roles"]
     tokens = {"client": TOKENS.client, "join": TOKENS.join, "read": TOKENS.read, "node": node.token}
     if real and "id" in case.path_parameters:
@@ -87,11 +87,13 @@ def _settled(case: Case, url: str, node: NodeRegistered, *, real: bool) -> dict[
 
 
 @pytest.mark.filterwarnings("ignore:Do not use the `random`")  # schemathesis does
-@pytest.mark.parametrize(("operation", "mode"), MODES, ids=lambda one: getattr(one, "label", one))
-def test_the_server_keeps_to_its_document(
+@pytest.mark.parametrize(
+    ("operation", "mode"), MODES, ids=lambda case: getattr(case, "label", case)
+)
+def test_the_server_conforms_to_its_document(
     operation: APIOperation, mode: GenerationMode, address: tuple[str, NodeRegistered]
 ) -> None:
-    """Right and wrong requests get documented statuses and bodies, and never a 500."""
+    """Valid and invalid requests get documented statuses and bodies, and never a 500."""
     url, node = address
     (rejects,) = CHECKS.get_by_names(["negative_data_rejection"])
     taken = [check for check in CHECKS.get_all() if check.__name__ not in PASSED_BY | TOO_STRICT]
@@ -106,7 +108,7 @@ def test_the_server_keeps_to_its_document(
     @given(case=operation.as_strategy(generation_mode=mode), real=st.booleans())
     def holds(case: Case, real: bool) -> None:  # noqa: FBT001 - hypothesis fills it in
         right = mode is GenerationMode.POSITIVE
-        answer = case.call(**_settled(case, url, node, real=real and right))
+        answer = case.call(**_request_options(case, url, node, real=real and right))
         parts = case.meta.components if case.meta else {}
         wrong = {part for part, how in parts.items() if how.mode is GenerationMode.NEGATIVE}
         mended = wrong <= {ParameterLocation.HEADER, ParameterLocation.COOKIE}
@@ -115,14 +117,14 @@ def test_the_server_keeps_to_its_document(
     holds()
 
 
-def test_the_document_is_that_of_the_routes() -> None:
-    """Made with ``python tools/docs/openapi.py``, which writes it."""
+def test_the_document_is_up_to_date() -> None:
+    """Written by ``python tools/docs/openapi.py``."""
     assert make_document() == FILE.read_bytes()
 
 
 @pytest.mark.parametrize("name", ["Task", "Limits", "Sampling", "Group"])
 def test_every_number_of_a_task_has_a_range(name: str) -> None:
-    """No client can ask for what no machine could ever do."""
+    """Minimum and maximum are in the schema."""
     for field, schema in DOCUMENT["components"]["schemas"][name]["properties"].items():
         for kind in schema.get("anyOf", [schema]):
             if kind.get("type") in {"integer", "number"}:
@@ -130,13 +132,13 @@ def test_every_number_of_a_task_has_a_range(name: str) -> None:
                 assert "maximum" in kind, field
 
 
-def test_every_field_of_a_query_is_described() -> None:
-    """A parameter without a sentence helps nobody."""
-    dumb = [
+def test_every_query_parameter_is_described() -> None:
+    """Each has a description."""
+    undescribed = [
         f"{method} {path} {parameter['name']}"
         for path, methods in DOCUMENT["paths"].items()
         for method, operation in methods.items()
         for parameter in operation["parameters"]
         if parameter["in"] == "query" and not parameter["description"]
     ]
-    assert not dumb
+    assert not undescribed

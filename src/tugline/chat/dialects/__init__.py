@@ -7,11 +7,11 @@ from tugline.chat.dialects.openai_chat import OpenAIChat, OpenAICompletions
 from tugline.chat.dialects.openai_responses import OpenAIResponses
 
 DIALECTS = (Anthropic(), Google(), OpenAIResponses(), OpenAICompletions(), OpenAIChat())
-"""In the order in which they are matched: OpenAI Chat claims any ``/models`` that is left."""
+"""Dialects in the order of matching; OpenAI Chat matches the remaining ``/models`` requests."""
 
 
 def fallback_dialect(request: HttpRequest) -> Dialect:
-    """Dialect whose error shape answers an unknown route, by the headers and the version."""
+    """Choose the dialect of the error for an unknown route, by headers and version."""
     anthropic = "anthropic-version" in request.headers
     google = request.version.startswith("v1beta") or "x-goog-api-key" in request.headers
     wanted = "anthropic" if anthropic else "google" if google else "openai_chat"

@@ -1,13 +1,13 @@
-"""Anthropic Messages, as Claude Code, pi, opencode, litellm and the SDKs speak it.
+"""Anthropic Messages, as used by Claude Code, pi, opencode, litellm and the SDKs.
 
-A conversation stays one token sequence (I1) although its history is sent anew each time:
-``cache_control`` marks and text given as a string or as one block mean the same; Claude Code's
-billing block, which changes from request to request, is left out of the system prompt; a tool's
-input is written compactly, because clients echo it as an object. Order is kept: a ``system``
-message stays where it is, and results and text of one user message follow each other as sent.
+A conversation stays one token sequence (I1) although every request repeats its history:
+``cache_control`` marks are ignored; text as a string equals text as one block; Claude Code's
+billing block, which differs in every request, is dropped from the system prompt; a tool's input is
+written compactly, because clients echo it as an object. Order is kept: a ``system`` message stays
+at its position, and so do the results and texts of a user message.
 
-Fields that would change the response and cannot be honoured are refused by name (I4): tools that
-run on the API's own servers, documents, edits of the context, responses begun by the client.
+Fields that would change the response and cannot be honoured are refused by name (I4): server-side
+tools, documents, context edits, and responses started by the client.
 """
 
 import uuid
@@ -74,14 +74,14 @@ class _Context(msgspec.Struct):
 
 
 class _Thread(msgspec.Struct):
-    """Whether the session keeps this conversation, or goes on with one that it keeps."""
+    """Request to store this conversation, or to continue a stored one."""
 
     type: Literal["create", "continue"]
     previous_message_id: str = ""
 
 
 class _MessagesBody(msgspec.Struct):
-    """The envelope; fields that it does not name are accepted and change nothing."""
+    """Request body; other fields are accepted and ignored."""
 
     model: str
     messages: Annotated[list[Raw], Meta(min_length=1)]
@@ -114,11 +114,11 @@ class Anthropic(base.Dialect):
     posts: ClassVar = {"/messages": base.Action.ANSWER, "/messages/count_tokens": base.Action.COUNT}
 
     def owns_models(self, request: base.HttpRequest) -> bool:
-        """By the header that all of its clients send."""
+        """Whether the request has the header that all Anthropic clients send."""
         return "anthropic-version" in request.headers
 
     def find_secret(self, headers: Mapping[str, str], query: str) -> str | None:
-        """``x-api-key``, or a bearer token."""
+        """Return ``x-api-key``, or a bearer token."""
         return headers.get("x-api-key") or base.bearer(headers)
 
     def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
@@ -156,7 +156,7 @@ class Anthropic(base.Dialect):
         )
 
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
-        """A ``message`` object."""
+        """Encode a ``message`` object."""
         response = responses[0]
         pieces = split_message(response.message, reasoning=request.reasoning)
         head = anthropic_messages.build_message(response.id, response.model, response.usage)
@@ -165,13 +165,13 @@ class Anthropic(base.Dialect):
         return base.encode({**head, "content": content, **end})
 
     def encode_models(self, names: Sequence[str], window: int, created: int) -> bytes:
-        """One page that holds them all."""
+        """Encode all models as one page."""
         data = [self.build_model(name, window, created) for name in names]
         first, last = (names[0], names[-1]) if names else (None, None)
         return base.encode({"data": data, "has_more": False, "first_id": first, "last_id": last})
 
     def build_model(self, name: str, window: int, created: int) -> dict[str, Any]:
-        """A ``model`` object."""
+        """Build a ``model`` object."""
         return {
             "type": "model",
             "id": name,
@@ -182,13 +182,13 @@ class Anthropic(base.Dialect):
         }
 
     def encode_error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
-        """The id of the request stands in the headers, too."""
+        """See `Dialect.encode_error`; the headers contain the request id as well."""
         body = self.build_error(error)
         headers = {"request-id": body["request_id"], **base.retry_headers(error)}
         return self.find_status(error), headers, base.encode(body)
 
     def build_error(self, error: TuglineError) -> dict[str, Any]:
-        """The ``error`` object. Claude Code starts compaction on the words "prompt is too long"."""
+        """Build the ``error`` object. Claude Code compacts on the text "prompt is too long"."""
         text = str(error)
         if isinstance(error, ContextOverflow):
             known = error.prompt is not None and error.window is not None
@@ -197,11 +197,11 @@ class Anthropic(base.Dialect):
         kind = _ERRORS.get(self.find_status(error), "invalid_request_error")
         fields: dict[str, Any] = {"type": kind, "message": text}
         if isinstance(error, RequestError) and error.param == _PREVIOUS:
-            fields["details"] = {"error_code": "thread_not_found"}  # the SDK sends it all again
+            fields["details"] = {"error_code": "thread_not_found"}  # the SDK resends everything
         return {"type": "error", "error": fields, "request_id": f"req_{uuid.uuid4().hex}"}
 
 
-# --------------------------------------------------------------------------- the envelope
+# --------------------------------------------------------------------------- request fields
 def _check(body: _MessagesBody) -> None:
     if body.mcp_servers:
         advice = ": no servers are called; leave it out"
@@ -209,9 +209,9 @@ def _check(body: _MessagesBody) -> None:
     for index, edit in enumerate(body.context_management.edits if body.context_management else []):
         kind, keep = edit.get("type"), edit.get("keep")
         if not (str(kind).startswith("clear_thinking_") and keep == "all"):
-            place = f"context_management.edits[{index}]"
+            path = f"context_management.edits[{index}]"
             advice = "; only clear_thinking with keep='all' leaves the prompt as it was sampled"
-            raise decoding.unsupported(edit, place, advice)
+            raise decoding.unsupported(edit, path, advice)
 
 
 def _parse_constraint(body: _MessagesBody) -> Constraint | None:
@@ -228,8 +228,8 @@ def _parse_constraint(body: _MessagesBody) -> Constraint | None:
 def _parse_choice(choice: _ToolChoiceBody) -> ToolChoice:
     mode = _CHOICES.get(choice.type)
     if mode is None:
-        right = f"must be one of {', '.join(_CHOICES)}"
-        raise decoding.invalid(choice.type, "tool_choice.type", right)
+        problem = f"must be one of {', '.join(_CHOICES)}"
+        raise decoding.invalid(choice.type, "tool_choice.type", problem)
     return ToolChoice(mode, (choice.name,) if mode is ChoiceMode.NAMED else ())
 
 

@@ -1,7 +1,7 @@
-"""The content blocks of Anthropic messages, parsed and built, whole and streamed.
+"""Parse and build the content blocks of Anthropic messages, whole and streamed.
 
-Clients send back what they were sent: `build_block` followed by `fold_message` gives the same
-message again (but for white space in a tool's input).
+Clients echo blocks as received: `fold_message` of the result of `build_block` gives the same
+message (except for white space in a tool's input).
 """
 
 import base64
@@ -28,13 +28,13 @@ from tugline.web.sse import encode_event
 
 _BILLING = "x-anthropic-billing-header:"
 _UNPARSED = "__unparsedToolInput"
-"""Claude Code's own form for an input that is no JSON object; used both ways."""
+"""Claude Code's key for an input that is not a JSON object, used in both directions."""
 _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
 # --------------------------------------------------------------------------- whole responses
 def build_message(response_id: str, model: str, usage: Usage) -> dict[str, Any]:
-    """A ``message`` object before it has content or an end."""
+    """Build a ``message`` object without content and stop reason."""
     return {
         "id": f"msg_{response_id}",
         "type": "message",
@@ -48,7 +48,7 @@ def build_message(response_id: str, model: str, usage: Usage) -> dict[str, Any]:
 
 
 def build_block(piece: Piece) -> dict[str, Any]:
-    """A block of a response: text, thinking or a tool use."""
+    """Build a block of a response: text, thinking or a tool use."""
     if isinstance(piece, TextDelta):
         return {"type": "text", "text": piece.text}
     if isinstance(piece, ReasoningDelta):
@@ -59,9 +59,9 @@ def build_block(piece: Piece) -> dict[str, Any]:
 
 
 def build_usage(usage: Usage) -> dict[str, Any]:
-    """Counts whose sum is the true prompt: reused tokens count as input, not as a cache read.
+    """Build token counts; reused tokens count as input, not as a cache read.
 
-    Clients add the three up, so nothing is gained by reporting our reuse as Anthropic's cache.
+    Clients add up the three input counts, so that their sum must be the prompt's length.
     """
     return {
         "input_tokens": usage.prompt,
@@ -73,7 +73,7 @@ def build_usage(usage: Usage) -> dict[str, Any]:
 
 
 def build_end(response: Response) -> dict[str, str | None]:
-    """Why the response ended, in Anthropic's words."""
+    """Build Anthropic's stop reason and stop sequence."""
     reason = "tool_use" if response.message.tool_calls else "end_turn"
     if response.finish is not Finish.STOP:
         reason = "max_tokens"
@@ -83,12 +83,12 @@ def build_end(response: Response) -> dict[str, str | None]:
 
 
 def _sign(digest: hashlib.blake2b) -> str:
-    """A thinking block's signature: clients demand one and send it back; nobody checks it."""
+    """Encode a thinking block's signature; clients require and echo one, which is not checked."""
     return base64.b64encode(digest.digest()).decode()
 
 
 def _build_input(call: ToolCall) -> bytes:
-    """The arguments as the JSON object that clients rely on, in the model's own spelling."""
+    """Return the arguments as a JSON object, as clients require, in the model's formatting."""
     arguments = call.arguments.strip() or "{}"
     if decoding.decode_object(arguments) is not None:
         return arguments.encode()
@@ -104,27 +104,27 @@ def _parse_input(value: dict[str, Any]) -> str:
 
 # --------------------------------------------------------------------------- streamed responses
 class MessageStream(base.Stream):
-    """One response as server-sent events: numbered blocks between start and stop.
+    """Encoder of a response as server-sent events: numbered blocks between start and stop.
 
-    Claude Code merges turns whose ``message.id`` is missing or repeated, and asks again without
-    streaming when a start event is missing; so all of the original's events are there (I4).
+    Claude Code merges turns whose ``message.id`` is missing or repeated, and retries without
+    streaming if a start event is missing; so all events of the original API are sent (I4).
     """
 
     def __post_init__(self) -> None:
         self._index = -1
         self._kind: type[Piece] | None = None
-        """Of the open block."""
+        """Kind of the open block."""
         self._digest = hashlib.blake2b()
         self._started = False
 
     def start(self, usage: Usage) -> bytes:
-        """``message_start`` with the true prompt count, and a ping as in the original."""
+        """Encode ``message_start`` with the exact prompt count, and a ping as in the original."""
         self._started = True
         message = build_message(self.response_id, self.request.model, usage)
         return _event("message_start", {"message": message}) + _PING
 
     def add(self, piece: Piece, index: int = 0) -> bytes:
-        """A delta, with the start of its block where it is the first; a tool use is one block."""
+        """Encode a delta, after a block start if the kind changes; a tool use is a whole block."""
         if isinstance(piece, ToolCall):
             block = {**build_block(piece), "input": {}}
             delta = {"type": "input_json_delta", "partial_json": _build_input(piece).decode()}
@@ -140,18 +140,18 @@ class MessageStream(base.Stream):
         return begin + self._delta({"type": "thinking_delta", "thinking": piece.text})
 
     def finish(self, responses: Sequence[Response]) -> bytes:
-        """The stop reason with the final counts, and ``message_stop``."""
+        """Encode the stop reason with the final counts, and ``message_stop``."""
         response = responses[0]
         fields = {"delta": build_end(response), "usage": build_usage(response.usage)}
         end = _event("message_delta", fields)
         return self._close() + end + _event("message_stop", {})
 
     def fail(self, error: TuglineError) -> bytes:
-        """An ``error`` event."""
+        """Encode an ``error`` event."""
         return encode_event(base.encode(self.dialect.build_error(error)), "error")
 
     def keep_alive(self) -> bytes:
-        """A ping; a comment before ``message_start``, which must be the first event."""
+        """Return a ping, or a comment before ``message_start``, which must be the first event."""
         return _PING if self._started else super().keep_alive()
 
     def _open(self, kind: type[Piece], block: dict[str, Any]) -> bytes:
@@ -188,14 +188,14 @@ def fold_message(messages: list[Message], item: Any, index: int) -> None:
         messages.extend([Message(Role.SYSTEM, text)] if text else [])
         return
     where = f"messages[{index - 1}]"
-    role, place = decoding.require(item, "role", str, where), f"{where}.content"
+    role, path = decoding.require(item, "role", str, where), f"{where}.content"
     content = item.get("content")
     if role == "system":
-        messages.append(Message(Role.SYSTEM, _parse_system(content, place)))
+        messages.append(Message(Role.SYSTEM, _parse_system(content, path)))
     elif role == "user":
-        messages.extend(_parse_user(_list_blocks(content, place), place))
+        messages.extend(_parse_user(_list_blocks(content, path), path))
     elif role == "assistant":
-        pieces = decoding.parse_list(_list_blocks(content, place), place, _parse_piece)
+        pieces = decoding.parse_list(_list_blocks(content, path), path, _parse_piece)
         add_turn(messages, join_pieces(pieces) or Message(Role.ASSISTANT))
     else:
         raise decoding.invalid(role, f"{where}.role", "must be user, assistant or system")
@@ -210,57 +210,57 @@ def _list_blocks(content: Any, where: str) -> list[Any]:
 
 
 def _parse_system(content: Any, where: str) -> str:
-    """A system prompt without Claude Code's billing block, which differs in every request."""
+    """Parse a system prompt, without Claude Code's billing block, which always differs."""
     builder = ContentBuilder()
     for i, block in enumerate(_list_blocks(content, where)):
-        place = f"{where}[{i}]"
-        if decoding.require(block, "type", str, place) != "text":
-            raise _unknown(block, place, "only text blocks stand in a system prompt")
-        text = decoding.require(block, "text", str, place)
+        path = f"{where}[{i}]"
+        if decoding.require(block, "type", str, path) != "text":
+            raise _unknown(block, path, "a system prompt may hold only text blocks")
+        text = decoding.require(block, "text", str, path)
         if not text.startswith(_BILLING):
             builder.add_text(text)
     return builder.text
 
 
 def _parse_user(blocks: list[Any], where: str) -> Iterator[Message]:
-    """Tool results and the content between them, in the order given."""
+    """Parse tool results and the content between them, in the given order."""
     builder = ContentBuilder()
     for i, block in enumerate(blocks):
-        place = f"{where}[{i}]"
-        if decoding.require(block, "type", str, place) == "tool_result":
+        path = f"{where}[{i}]"
+        if decoding.require(block, "type", str, path) == "tool_result":
             if not builder.empty:
                 yield builder.build(Role.USER)
                 builder = ContentBuilder()
-            yield _parse_result(block, place)
+            yield _parse_result(block, path)
         else:
-            _add_block(builder, block, place)
+            _add_block(builder, block, path)
     if not builder.empty or not blocks:
         yield builder.build(Role.USER)
 
 
 def _parse_result(block: dict[str, Any], where: str) -> Message:
     builder = ContentBuilder()
-    place = f"{where}.content"
-    for i, part in enumerate(_list_blocks(block.get("content") or [], place)):
-        _add_block(builder, part, f"{place}[{i}]")
+    path = f"{where}.content"
+    for i, part in enumerate(_list_blocks(block.get("content") or [], path)):
+        _add_block(builder, part, f"{path}[{i}]")
     call_id = decoding.require(block, "tool_use_id", str, where)
     return builder.build(Role.TOOL, call_id, failed=block.get("is_error") is True)
 
 
 def _add_block(builder: ContentBuilder, block: Any, where: str) -> None:
-    """Add a block of a user, or of a tool result."""
+    """Add a block of a user message or a tool result."""
     kind = decoding.require(block, "type", str, where)
     source = block.get("source")
     if kind == "text":
         builder.add_text(decoding.require(block, "text", str, where))
     elif kind == "image":
         builder.add_image(_parse_image(block, where))
-    elif kind == "tool_reference":  # Claude Code's search for tools it did not declare at first
+    elif kind == "tool_reference":  # result of Claude Code's search for deferred tools
         builder.add_text(f"Tool found: {decoding.require(block, 'tool_name', str, where)}")
     elif kind == "document" and isinstance(source, dict) and source.get("type") == "text":
         builder.add_text(decoding.require(source, "data", str, f"{where}.source"))
     else:
-        raise _unknown(block, where, "text, images and plain-text documents are understood")
+        raise _unknown(block, where, "use text, images and plain-text documents")
 
 
 def _parse_image(block: Any, where: str) -> str:
@@ -275,14 +275,14 @@ def _parse_image(block: Any, where: str) -> str:
 
 
 def _parse_piece(block: Any, where: str) -> Piece:
-    """A block of an assistant."""
+    """Parse a block of an assistant message."""
     kind = decoding.require(block, "type", str, where)
     if kind == "text":
         return TextDelta(decoding.require(block, "text", str, where))
     if kind == "thinking":
         return ReasoningDelta(decoding.require(block, "thinking", str, where))
     if kind != "tool_use":
-        raise _unknown(block, where, "text, thinking and tool_use are what was answered here")
+        raise _unknown(block, where, "an answer has text, thinking and tool_use blocks")
     arguments = _parse_input(decoding.require(block, "input", dict, where))
     name = decoding.require(block, "name", str, where)
     return ToolCall(decoding.require(block, "id", str, where), name, arguments)

@@ -1,10 +1,10 @@
-"""The contract of a dialect: pure translation between one wire format and the neutral types.
+"""Interface of a dialect: translation between a wire format and the neutral types.
 
-No I/O and no async here. A dialect is one class that owns all of its knowledge: routes, headers of
-the secret, both translations, the events of a stream, error bodies. The proxy never branches on a
-dialect's name. A field that changes the response and cannot be honoured is refused with a
-`RequestError` that names it; it is never dropped. Whatever a client can get wrong becomes a
-`RequestError` that names the field, its value and what would be right (never a 500).
+No I/O and no async here. A dialect is one class that defines its routes, the headers of the secret,
+both translations, the events of a stream, and error bodies. The proxy never branches on a dialect's
+name. A field that changes the response and cannot be honoured is refused with a `RequestError` that
+names it; it is never dropped. A client's mistake becomes a `RequestError` that names the field, its
+value and valid values (never a 500).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 CLIENT_TOOLS: Mapping[str, Tool] = msgspec.json.decode(
     (resources.files(__package__) / "client_tools.json").read_bytes(), type=dict[str, Tool]
 )
-"""Tools that clients run and whose schema the APIs define, by their type without its date."""
+"""Client-side tools whose schema the APIs define, by type without the date."""
 encode = msgspec.json.Encoder().encode
 
 
@@ -43,72 +43,72 @@ class Action(Enum):
 
 
 class HttpRequest(msgspec.Struct, frozen=True):
-    """One HTTP request; `path` is the part behind the session prefix and the API version."""
+    """An HTTP request; `path` is the part after the session prefix and the API version."""
 
     method: str
     version: str
-    """``v1``, ``v1beta``, or empty when the client sent none."""
+    """``v1``, ``v1beta``, or empty if the client sent none."""
     path: str
-    """Such as ``/messages`` or ``/models/m:streamGenerateContent``."""
+    """Path such as ``/messages`` or ``/models/m:streamGenerateContent``."""
     query: str
     headers: Mapping[str, str]
-    """Names in lower case."""
+    """Headers by name in lower case."""
     body: bytes = b""
 
 
 @dataclass(eq=False)
 class Stream(ABC):
-    """Encoder of one streamed response; every method returns bytes to send as they are."""
+    """Encoder of a streamed response; methods return bytes ready to send."""
 
     dialect: Dialect
-    """Builds the errors."""
+    """Dialect that builds the errors."""
     request: Request
     response_id: str
     created: int
 
-    def __post_init__(self) -> None:  # noqa: B027 - not every stream keeps something
-        """Prepare what the events share."""
+    def __post_init__(self) -> None:  # noqa: B027 - not every stream has state
+        """Prepare state shared by the events."""
 
     @property
     def content_type(self) -> str:
-        """Of the HTTP response."""
+        """Content type of the HTTP response."""
         return "text/event-stream"
 
     @abstractmethod
     def start(self, usage: Usage) -> bytes:
-        """Events before the first piece; ``usage.prompt`` is true, or 0 if not known yet."""
+        """Encode events before the first piece; ``usage.prompt`` is exact, or 0 if unknown."""
 
     @abstractmethod
     def add(self, piece: Piece, index: int = 0) -> bytes:
-        """One delta or one whole tool call of response `index` of several."""
+        """Encode a delta or a whole tool call of response number `index`."""
 
     @abstractmethod
     def finish(self, responses: Sequence[Response]) -> bytes:
-        """Finish reasons, usage and the end marker."""
+        """Encode finish reasons, usage and the end marker."""
 
     @abstractmethod
     def fail(self, error: TuglineError) -> bytes:
-        """An error after the headers have been sent."""
+        """Encode an error after the headers have been sent."""
 
     def keep_alive(self) -> bytes:
-        """Bytes that the client ignores, before and after `start`; empty if there are none."""
+        """Return bytes that the client ignores, before and after `start`; empty if none exist."""
         return b": keep-alive\n\n"
 
 
 class Dialect(ABC):
-    """Everything the gateway knows about one wire format."""
+    """Base class of wire formats."""
 
     name: str
     posts: ClassVar[Mapping[str, Action]] = {}
-    """Routes of POST."""
+    """POST routes."""
     stream_type: type[Stream]
     fields: ClassVar[Mapping[str, str]] = {}
     """This API's names of the neutral fields."""
     unavailable = 503
-    """Status when the engine failed and may be asked again."""
+    """HTTP status of an engine failure after which the request may be retried."""
 
     def match(self, request: HttpRequest) -> Action | None:
-        """Purpose of this request; None if it is not this dialect's."""
+        """Return the purpose of a request; None if it is not this dialect's."""
         if request.method == "POST":
             return self.posts.get(request.path)
         if request.method != "GET" or not self.owns_models(request):
@@ -118,11 +118,11 @@ class Dialect(ABC):
         return Action.MODEL if request.path.startswith("/models/") else None
 
     def owns_models(self, request: HttpRequest) -> bool:
-        """Whether a request to the model routes, which dialects share, is this dialect's."""
+        """Whether a request to the model routes, shared by dialects, is this dialect's."""
         return False
 
     def find_secret(self, headers: Mapping[str, str], query: str) -> str | None:
-        """The session secret, where this dialect's clients put it."""
+        """Return the session secret, from where this dialect's clients send it."""
         return bearer(headers)
 
     @abstractmethod
@@ -131,10 +131,10 @@ class Dialect(ABC):
 
     @abstractmethod
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
-        """Encode the whole reply as one body; `responses` holds ``request.n`` of them."""
+        """Encode the whole reply as one body; `responses` has length ``request.n``."""
 
     def stream(self, request: Request, response_id: str, created: int) -> Stream:
-        """Return an encoder for a streamed response."""
+        """Create the encoder of a streamed response."""
         return self.stream_type(self, request, response_id, created)
 
     def encode_count(self, tokens: int) -> bytes:
@@ -154,11 +154,11 @@ class Dialect(ABC):
         """Describe a model with a context of `window` tokens."""
 
     def encode_error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
-        """Status, extra headers and body of a failure."""
+        """Return status, extra headers and body of a failure."""
         return self.find_status(error), retry_headers(error), encode(self.build_error(error))
 
     def find_status(self, error: TuglineError) -> int:
-        """The HTTP status of a failure."""
+        """Return the HTTP status of a failure."""
         if isinstance(error, RequestError):
             return error.status
         if isinstance(error, EngineError) and not is_refused_by_engine(error):
@@ -170,7 +170,7 @@ class Dialect(ABC):
         """Build the body of a failure, which is also its event in a stream."""
 
     def name_field(self, error: TuglineError) -> str | None:
-        """The field that is to blame, by its name in this API."""
+        """Return this API's name of the field that caused the error."""
         param = error.param if isinstance(error, RequestError) else None
         return self.fields.get(param, param) if param else None
 
@@ -181,7 +181,7 @@ def is_refused_by_engine(error: TuglineError) -> bool:
 
 
 def retry_headers(error: TuglineError) -> dict[str, str]:
-    """Headers that say whether to try again, and when."""
+    """Build the headers that tell clients whether and when to retry."""
     if isinstance(error, RequestError) or is_refused_by_engine(error):
         return {"x-should-retry": "false"}
     if isinstance(error, EngineError) and error.retry_after is not None:
@@ -191,12 +191,12 @@ def retry_headers(error: TuglineError) -> dict[str, str]:
 
 # --------------------------------------------------------------------------- headers
 def bearer(headers: Mapping[str, str]) -> str | None:
-    """The token of an ``Authorization: Bearer`` header."""
+    """Return the token of an ``Authorization: Bearer`` header."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() or None if scheme.lower() == "bearer" else None
 
 
 def session_thread(headers: Mapping[str, str]) -> ThreadInfo:
-    """The thread as opencode names it in every dialect."""
+    """Return the thread from opencode's headers, which are the same in every dialect."""
     parent = headers.get("x-parent-session-id")
     return ThreadInfo(headers.get("x-session-id"), parent, TraceKind.SUBAGENT if parent else None)

@@ -1,7 +1,8 @@
-"""Strict decoding of requests: errors that name the field, and parsing that costs what is new.
+"""Strict, incremental decoding of requests, with errors that name the field.
 
-A field that changes the response and cannot be honoured is refused by name. What a client can get
-wrong becomes a `RequestError` with the field, its value and what would be right.
+A field that changes the response and cannot be honoured is refused by name. A client's mistake
+becomes a `RequestError` with the field, its value and valid values. The cost of parsing is
+proportional to the new part of a request.
 """
 
 import contextlib
@@ -22,48 +23,48 @@ from tugline.types import Message, Tool
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 ABSENT = msgspec.Raw(b"null")
-"""A field that is left out, or null."""
-_PLACE = re.compile(r" - at `\$\.?(.*)`$")
+"""Value of an absent or null field."""
+_PATH = re.compile(r" - at `\$\.?(.*)`$")
 _NAMED = re.compile(r"(?:required|unknown) field `(.+?)`")
 _STEPS = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 _KINDS = {str: "text", int: "a whole number", float: "a number", dict: "an object", list: "a list"}
 
 
 # --------------------------------------------------------------------------- refusals
-def invalid(value: object, place: str, problem: str) -> RequestError:
-    """The error for a value that is wrong; `problem` goes on from ``place=value``."""
-    return RequestError(f"{place}={value!r:.60} {problem}", param=place)
+def invalid(value: object, path: str, problem: str) -> RequestError:
+    """Make the error for an invalid value; its text is ``path=value`` and `problem`."""
+    return RequestError(f"{path}={value!r:.60} {problem}", param=path)
 
 
-def unsupported(value: object, place: str, advice: str, *, param: str | None = None) -> Unsupported:
-    """The error for a value that is well-formed and cannot be honoured."""
-    msg = f"{place}={value!r:.60} cannot be honoured here{advice}"
-    return Unsupported(msg, param=param or place)
+def unsupported(value: object, path: str, advice: str, *, param: str | None = None) -> Unsupported:
+    """Make the error for a well-formed value that cannot be honoured."""
+    msg = f"{path}={value!r:.60} cannot be honoured here{advice}"
+    return Unsupported(msg, param=param or path)
 
 
 def decoder_with_refusals(
     body: type[S], refusals: Mapping[str, tuple[Any, ...]]
 ) -> msgspec.json.Decoder[S]:
-    """A decoder of `body` that also reads the fields that `check_refusals` looks at."""
+    """Make a decoder of `body` that also reads the fields checked by `check_refusals`."""
     fields = [(name, Any, None) for name in refusals]
-    made = msgspec.defstruct(body.__name__, fields, bases=(body,), kw_only=True)
-    return cast("msgspec.json.Decoder[S]", msgspec.json.Decoder(made))
+    extended = msgspec.defstruct(body.__name__, fields, bases=(body,), kw_only=True)
+    return cast("msgspec.json.Decoder[S]", msgspec.json.Decoder(extended))
 
 
 def check_refusals(body: msgspec.Struct, refusals: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise `Unsupported` for a field with a value other than those that change nothing."""
+    """Raise `Unsupported` for a field whose value is not one of its harmless values."""
     for name, harmless in refusals.items():
         value = getattr(body, name)
         if value is not None and value not in harmless:
-            right = " or ".join(msgspec.json.encode(one).decode() for one in harmless)
-            raise unsupported(value, name, f"; it must be {right or 'left out'}")
+            allowed = " or ".join(msgspec.json.encode(other).decode() for other in harmless)
+            raise unsupported(value, name, f"; it must be {allowed or 'left out'}")
 
 
 # --------------------------------------------------------------------------- decoding
 def decode(
     data: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T], where: str, prefix: str = ""
 ) -> T:
-    """Decode `data`. Errors call the whole `where`, and a field by `prefix` and its path."""
+    """Decode `data`. Errors name the data as `where`, and a field as `prefix` and its path."""
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
@@ -73,20 +74,20 @@ def decode(
 
 
 def _name_field(text: str, data: bytes | msgspec.Raw, where: str, prefix: str) -> RequestError:
-    match, named = _PLACE.search(text), _NAMED.search(text)
+    match, named = _PATH.search(text), _NAMED.search(text)
     if match is None:
         return RequestError(f"{where}: {text}", param=named[1] if named else None)
-    place, problem = prefix + match[1], text[: match.start()]
+    path, problem = prefix + match[1], text[: match.start()]
     if named:
-        return RequestError(f"{place}: {problem}", param=f"{place}.{named[1]}")
+        return RequestError(f"{path}: {problem}", param=f"{path}.{named[1]}")
     value: Any = None
     try:
         value = msgspec.json.decode(data)
         for name, index in _STEPS.findall(match[1]):
             value = value[int(index)] if index else value[name]
     except (ValueError, LookupError, TypeError, RecursionError):
-        return RequestError(f"{place}: {problem}", param=place)
-    return RequestError(f"{place}={value!r:.60}: {problem}", param=place)
+        return RequestError(f"{path}: {problem}", param=path)
+    return RequestError(f"{path}={value!r:.60}: {problem}", param=path)
 
 
 def decode_object(text: str) -> dict[str, Any] | None:
@@ -98,34 +99,34 @@ def decode_object(text: str) -> dict[str, Any] | None:
 
 
 def require(item: Any, field: str, kind: type[T], where: str) -> T:
-    """``item[field]``, which must be there and of this kind."""
+    """Return ``item[field]``, which must exist and be of this kind."""
     value = require_object(item, where).get(field)
     if isinstance(value, kind) and (not isinstance(value, bool) or kind is bool):
         return value
-    place = f"{where}.{field}".lstrip(".")
-    raise invalid(value, place, f"must be {_KINDS.get(kind, kind.__name__)}")
+    path = f"{where}.{field}".lstrip(".")
+    raise invalid(value, path, f"must be {_KINDS.get(kind, kind.__name__)}")
 
 
 def optional(item: Mapping[str, Any], field: str, default: T, where: str) -> T:
-    """``item[field]``, which must be of the kind of `default`, or that if there is none."""
+    """Return ``item[field]``, which must be of the kind of `default`; `default` if absent."""
     return default if item.get(field) is None else require(item, field, type(default), where)
 
 
 def require_object(value: Any, where: str) -> dict[str, Any]:
-    """`value`, which must be a JSON object."""
+    """Return `value`, which must be a JSON object."""
     if not isinstance(value, dict):
         raise invalid(value, where, "must be an object")
     return value
 
 
 def optional_text(item: Mapping[str, Any], field: str) -> str | None:
-    """``item[field]`` if it is text."""
+    """Return ``item[field]`` if it is text, else None."""
     value = item.get(field)
     return value if isinstance(value, str) else None
 
 
 def parse_list(value: Any, where: str, parse: Callable[[Any, str], T]) -> tuple[T, ...]:
-    """Parse each item of a list; `parse` gets the item and its place."""
+    """Parse each item of a list; `parse` gets the item and its path."""
     if value is None:
         return ()
     if not isinstance(value, list):
@@ -135,35 +136,37 @@ def parse_list(value: Any, where: str, parse: Callable[[Any, str], T]) -> tuple[
 
 # --------------------------------------------------------------------------- incremental parsing
 Step = Callable[[list[Message], Any, int], None]
-"""Append the messages of one decoded item, or replace the last message that it extends.
+"""Function that appends the messages of a decoded item, or replaces the last message by its
+extension.
 
-It sees only the messages so far, the item and its index, so equal prefixes give equal messages.
+Its result depends only on the messages so far, the item and its index, so equal prefixes give equal
+messages.
 """
 _CACHED, _MAX_ITEMS, _NEARBY = 4, 10_000, 32 << 10
 ANY = msgspec.json.Decoder()
 _BETWEEN = b", \t\r\n"
-"""What stands between the items of a list."""
+"""Bytes that separate the items of a list."""
 
 
 @dataclass(slots=True, eq=False)
 class Items(Sequence[bytes]):
-    """The items of one request's conversation as JSON, and the messages that they become.
+    """Items of a request's conversation as JSON, and the messages made from them.
 
-    It grows in place while requests begin with all of the last one.
+    Extended in place while each request begins with the whole previous one.
     """
 
     body: bytes = b""
     start: int = 0
-    """Where the first item of its list begins."""
+    """Offset of the list's first item in `body`."""
     ends: list[int] = field(default_factory=list)
-    """Where each item of that list ends, counted from `start`."""
+    """End offset of each item of the list, relative to `start`."""
     before: tuple[bytes, ...] = ()
-    """Items that come first and are elsewhere in the body, such as a system prompt."""
+    """Leading items from elsewhere in the body, such as a system prompt."""
     messages: list[Message] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    """The number of messages after each item."""
+    """Number of messages after each item."""
     lasts: list[Message | None] = field(default_factory=list)
-    """The last message after each item, which a later item may have replaced."""
+    """Last message after each item, which a later item may have replaced."""
 
     def __len__(self) -> int:
         return len(self.before) + len(self.ends)
@@ -176,7 +179,7 @@ class Items(Sequence[bytes]):
         return self.body[self.start + start : self.start + self.ends[index]].lstrip(_BETWEEN)
 
     def count_shared(self, data: bytes, start: int) -> int:
-        """How many leading items of the list are in `data` as well, from `start`, before others."""
+        """Count the leading items that `data` repeats from `start`, followed by another item."""
         ends, mine = self.ends, memoryview(self.body)[self.start :]
         if ends and data.startswith(mine[: ends[-1]], start):
             count = len(ends)
@@ -186,11 +189,11 @@ class Items(Sequence[bytes]):
         return count if data[follows : follows + 1] == b"," else max(0, count - 1)
 
     def cut(self, count: int) -> "Items":
-        """What begins with the first `count` items of the list; this itself if they are all."""
+        """Return a copy with the first `count` items of the list; `self` if those are all."""
         if count == len(self.ends):
             return self
-        kept = len(self.before) + count
-        counts, lasts = self.counts[:kept], self.lasts[:kept]
+        total = len(self.before) + count
+        counts, lasts = self.counts[:total], self.lasts[:total]
         messages = self.messages[: counts[-1] if counts else 0]
         return Items(b"", 0, self.ends[:count], self.before, messages, counts, lasts)
 
@@ -207,16 +210,16 @@ class Items(Sequence[bytes]):
     def fold(
         self, step: Step, before: Sequence[bytes] = (), after: Sequence[bytes] = ()
     ) -> tuple[Message, ...]:
-        """The messages of these items, with others `before` and `after` them.
+        """Convert the items, and others `before` and `after` them, to messages.
 
-        Those of items that were folded before are the same objects. Raises `RequestError`.
+        Messages of items folded earlier are the same objects. Raises `RequestError`.
         """
         if self.before != (known := tuple(before)):
             self.before, self.counts, self.lasts = known, [], []
         if (count := len(self) + len(after)) > _MAX_ITEMS:
             raise invalid(count, "messages", f"are too many; the bound is {_MAX_ITEMS}")
         messages, counts, lasts = self.messages, self.counts, self.lasts
-        del messages[counts[-1] if counts else 0 :]  # what an item added before it was refused
+        del messages[counts[-1] if counts else 0 :]  # added by an item that was then refused
         if lasts and lasts[-1] is not None:
             messages[-1] = lasts[-1]
         for index in range(len(counts), len(self)):
@@ -230,28 +233,28 @@ class Items(Sequence[bytes]):
 
 
 class ParseCache:
-    """Caches the last requests of one session, so that parsing costs what is new in each (I7).
+    """Cache of a session's last requests, so that only the new part of each is parsed (I7).
 
-    Several are kept, for agents that take turns. Bodies are compared byte for byte.
+    Several requests are kept, for agents that alternate. Bodies are compared byte by byte.
     """
 
     def __init__(self) -> None:
         self._requests: list[Items] = []
         self._nearest: tuple[bytes, int, Items] = b"", 0, Items()
-        """The body that is being parsed, the number of items it shares with another, and that."""
+        """The body being parsed, the number of items shared with an earlier one, and its items."""
         self._parse_tools = lru_cache(_CACHED)(_parse_tools)
         self.conversations: dict[str, tuple[tuple[Message, ...], tuple[Tool, ...]]] = {}
-        """Conversations that requests may refer to, by the response they end in; with tools."""
+        """Conversations and tools that requests may refer to, by the id of the last response."""
 
-    def recall(self, name: str, place: str) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
-        """The kept conversation of an id such as ``resp_s1-4``. Raises `RequestError`."""
-        kept = self.conversations.get(name.partition("_")[2])
-        if kept is None:
-            raise invalid(name, place, "is not kept by this session; send the whole conversation")
-        return kept
+    def recall(self, name: str, path: str) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
+        """Return the stored conversation of an id such as ``resp_s1-4``. Raises `RequestError`."""
+        stored = self.conversations.get(name.partition("_")[2])
+        if stored is None:
+            raise invalid(name, path, "is not kept by this session; send the whole conversation")
+        return stored
 
     def known_bytes(self, data: bytes) -> int:
-        """How many leading bytes an earlier body has as well, up to the end of an item."""
+        """Return the number of leading bytes shared with an earlier body, up to an item's end."""
         if self._nearest[0] is not data:
             self._nearest = data, *self._find_nearest(data)
         _, count, best = self._nearest
@@ -260,9 +263,9 @@ class ParseCache:
     def decode_body(
         self, data: bytes, decoder: msgspec.json.Decoder[S], name: str
     ) -> tuple[S, Items]:
-        """Decode a request whose list `name` is its conversation: only what is new is scanned.
+        """Decode a request whose list `name` is its conversation; only the new part is scanned.
 
-        Returns that list's items too, valid until the next request. Raises `RequestError`.
+        Also returns the list's items, valid until the next request. Raises `RequestError`.
         """
         known = self.known_bytes(data)
         _, count, best = self._nearest
@@ -281,30 +284,31 @@ class ParseCache:
             start = offset(new[0], data)
             count, best = self._find_nearest(data, start)
             new = new[count:]
-        gone = best if count and best.ends[-1] - best.ends[count - 1] < _NEARBY else None
-        made = best.cut(count)
-        made.extend(data, start, new)
-        others = [one for one in self._requests if one is not gone and one is not made]
-        self._requests = [made, *others][:_CACHED]
-        return body, made
+        replaced = best if count and best.ends[-1] - best.ends[count - 1] < _NEARBY else None
+        items = best.cut(count)
+        items.extend(data, start, new)
+        others = [known for known in self._requests if known not in (replaced, items)]
+        self._requests = [items, *others][:_CACHED]
+        return body, items
 
     def _find_nearest(self, data: bytes, start: int | None = None) -> tuple[int, Items]:
-        """The request that shares most items with `data`, and how many.
+        """Return the number of items shared with the most similar request, and its items.
 
-        The list of `data` begins at `start`; else only requests count that are the same up to it.
+        The list of `data` begins at `start`; if None, only requests with the same bytes before
+        their list are compared.
         """
         shared = [
-            (one.count_shared(data, one.start if start is None else start), one)
-            for one in self._requests
-            if start is not None or data.startswith(memoryview(one.body)[: one.start])
+            (known.count_shared(data, known.start if start is None else start), known)
+            for known in self._requests
+            if start is not None or data.startswith(memoryview(known.body)[: known.start])
         ]
         return max(shared, key=itemgetter(0), default=(0, Items()))
 
     def parse_tools(
         self, raw: bytes, parse: Callable[[Any, str], tuple[Tool, ...]]
     ) -> tuple[Tool, ...]:
-        """Parse the tools in `raw` JSON; the same object while the bytes stay the same."""
-        return self._parse_tools(bytes(raw), parse)  # a `msgspec.Raw` equals no bytes
+        """Parse the tools in `raw` JSON; equal bytes return the same object."""
+        return self._parse_tools(bytes(raw), parse)  # `msgspec.Raw` never equals bytes
 
 
 def _parse_tools(raw: bytes, parse: Callable[[Any, str], tuple[Tool, ...]]) -> tuple[Tool, ...]:
@@ -317,8 +321,8 @@ def _decode_item(item: bytes, index: int) -> Any:
 
 
 def offset(item: msgspec.Raw, text: bytes) -> int:
-    """Where in `text` an item begins that was decoded from it, and so is a view of it."""
+    """Return the offset in `text` of an item decoded from it, which is a view of it."""
     item_at, text_at = (
-        np.frombuffer(one, np.uint8).__array_interface__["data"][0] for one in (item, text)
+        np.frombuffer(data, np.uint8).__array_interface__["data"][0] for data in (item, text)
     )
     return int(item_at - text_at)

@@ -1,10 +1,10 @@
-"""Google's ``generateContent`` family, as Gemini CLI, pi, opencode and the SDKs speak it.
+"""Google's ``generateContent`` API, as used by Gemini CLI, pi, opencode and the SDKs.
 
-Gemini CLI takes nothing but bare ``data:`` lines in a stream: no comments, no event names, no end
-marker (I4), so there is no keep-alive here.
+Gemini CLI accepts only bare ``data:`` lines in a stream: no comments, event names or end marker
+(I4), so there is no keep-alive.
 
-Field names are read in camel case and, as in the original, in snake case too, so that no field is
-overlooked. Fields that cannot be honoured are refused by name.
+Field names are read in camel case and in snake case, as in the original API, so that no field is
+ignored. Fields that cannot be honoured are refused by name.
 """
 
 import re
@@ -50,7 +50,7 @@ _CONFIG = "generationConfig"
 
 
 class _GenerateContentBody(msgspec.Struct, rename="camel"):
-    """The envelope; fields that it does not name are accepted and change nothing."""
+    """Request body; other fields are accepted and ignored."""
 
     contents: list[Raw] = []
     system_instruction: Raw = decoding.ABSENT
@@ -59,7 +59,7 @@ class _GenerateContentBody(msgspec.Struct, rename="camel"):
     tool_config: Raw = decoding.ABSENT
     cached_content: str | None = None
     generate_content_request: Raw = decoding.ABSENT
-    """The whole request, in the longer of the two forms of a count."""
+    """The whole request, in the long form of ``countTokens``."""
     system_snake: Raw = msgspec.field(default=decoding.ABSENT, name="system_instruction")
     generation_snake: Raw = msgspec.field(default=decoding.ABSENT, name="generation_config")
     choice_snake: Raw = msgspec.field(default=decoding.ABSENT, name="tool_config")
@@ -67,7 +67,7 @@ class _GenerateContentBody(msgspec.Struct, rename="camel"):
 
 
 class _Config(msgspec.Struct, rename="camel"):
-    """``generationConfig``; fields that it does not name are accepted and change nothing."""
+    """``generationConfig``; other fields are accepted and ignored."""
 
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -88,17 +88,17 @@ _config = msgspec.json.Decoder(_Config)
 
 
 class ContentStream(base.Stream):
-    """One streamed response; every chunk is a whole one with the parts that are new."""
+    """Encoder of a streamed response; each chunk is a whole response object with the new parts."""
 
     def __post_init__(self) -> None:
         self._head = {"modelVersion": self.request.model, "responseId": self.response_id}
         self._chunks = 0
         self._called: set[int] = set()
-        """Responses that hold a call."""
+        """Indices of responses with a call."""
 
     @property
     def content_type(self) -> str:
-        """With ``alt=sse`` events, else one JSON list that grows."""
+        """Content type: events with ``alt=sse``, else one streamed JSON list."""
         return super().content_type if self._sse else "application/json"
 
     @property
@@ -106,11 +106,11 @@ class ContentStream(base.Stream):
         return self.request.echo == _SSE
 
     def start(self, usage: Usage) -> bytes:
-        """Nothing: the first chunk is the first piece."""
+        """Return nothing: the first chunk is the first piece."""
         return b""
 
     def add(self, piece: Piece, index: int = 0) -> bytes:
-        """A chunk with one part; nothing for thoughts that the client does not want."""
+        """Encode a chunk with one part; nothing for thoughts that the client excludes."""
         if isinstance(piece, ReasoningDelta) and not self.request.reasoning:
             return b""
         part = google_messages.build_part(piece, signed=index not in self._called)
@@ -118,18 +118,18 @@ class ContentStream(base.Stream):
         return self._chunk({"candidates": [_build_candidate(index, [part])], **self._head})
 
     def finish(self, responses: Sequence[Response]) -> bytes:
-        """The chunk with finish reasons and usage; the original sends an empty text in it, too."""
-        ends = [_build_candidate(i, [{"text": ""}], one) for i, one in enumerate(responses)]
+        """Encode the chunk with finish reasons, usage and an empty text, as in the original."""
+        ends = [_build_candidate(i, [{"text": ""}], last) for i, last in enumerate(responses)]
         usage = _build_usage(responses)
         return self._last_chunk({"candidates": ends, "usageMetadata": usage, **self._head})
 
     def fail(self, error: TuglineError) -> bytes:
-        """The bare error object: Gemini CLI takes one in a ``data:`` line for the end."""
+        """Encode the bare error object: Gemini CLI treats one in a ``data:`` line as the end."""
         body = self.dialect.build_error(error)
         return base.encode(body) + b"\n\n" if self._sse else self._last_chunk(body)
 
     def keep_alive(self) -> bytes:
-        """Nothing: Gemini CLI fails on anything that is no chunk."""
+        """Return nothing: Gemini CLI fails on anything but chunks."""
         return b""
 
     def _chunk(self, data: dict[str, Any]) -> bytes:
@@ -144,7 +144,7 @@ class ContentStream(base.Stream):
 
 
 class Google(base.Dialect):
-    """``POST /v1beta/models/{model}:generateContent`` and its siblings."""
+    """``POST /v1beta/models/{model}:generateContent`` and related routes."""
 
     name = "google"
     stream_type = ContentStream
@@ -167,12 +167,12 @@ class Google(base.Dialect):
         return base.Action.COUNT if route[2] == "countTokens" else base.Action.ANSWER
 
     def owns_models(self, request: base.HttpRequest) -> bool:
-        """By the version of the API, or by the place of the key."""
+        """Whether the API version or the position of the key is Google's."""
         own = request.version.startswith(("v1alpha", "v1beta"))
         return own or self._find_key(request.headers, request.query) is not None
 
     def find_secret(self, headers: Mapping[str, str], query: str) -> str | None:
-        """``x-goog-api-key``, ``?key=``, or a bearer token."""
+        """Return ``x-goog-api-key``, ``?key=``, or a bearer token."""
         return self._find_key(headers, query) or base.bearer(headers)
 
     def _find_key(self, headers: Mapping[str, str], query: str) -> str | None:
@@ -185,7 +185,7 @@ class Google(base.Dialect):
         counted: list[bytes] = []
         if method == "countTokens" and body.generate_content_request != decoding.ABSENT:
             body = decoding.decode(body.generate_content_request, _body, "generateContentRequest")
-            items, counted = decoding.Items(), [bytes(one) for one in body.contents]
+            items, counted = decoding.Items(), [bytes(content) for content in body.contents]
         if not (items or counted):
             raise RequestError("contents=[] must hold at least one content", param="contents")
         cached = body.cached_content or body.cached_snake
@@ -220,25 +220,25 @@ class Google(base.Dialect):
         )
 
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
-        """A ``GenerateContentResponse``."""
+        """Encode a ``GenerateContentResponse``."""
         candidates = [
-            _build_candidate(index, google_messages.build_parts(request, one.message), one)
-            for index, one in enumerate(responses)
+            _build_candidate(index, google_messages.build_parts(request, reply.message), reply)
+            for index, reply in enumerate(responses)
         ]
         head = {"modelVersion": responses[0].model, "responseId": responses[0].id}
         usage = _build_usage(responses)
         return base.encode({"candidates": candidates, "usageMetadata": usage, **head})
 
     def encode_count(self, tokens: int) -> bytes:
-        """The reply of ``countTokens``."""
+        """Encode the reply of ``countTokens``."""
         return base.encode({"totalTokens": tokens})
 
     def encode_models(self, names: Sequence[str], window: int, created: int) -> bytes:
-        """One page that holds them all."""
+        """Encode all models as one page."""
         return base.encode({"models": [self.build_model(name, window, created) for name in names]})
 
     def build_model(self, name: str, window: int, created: int) -> dict[str, Any]:
-        """A ``Model`` object."""
+        """Build a ``Model`` object."""
         return {
             "name": f"models/{name}",
             "baseModelId": name,
@@ -250,7 +250,7 @@ class Google(base.Dialect):
         }
 
     def build_error(self, error: TuglineError) -> dict[str, Any]:
-        """The ``error`` object with its ``google.rpc`` status."""
+        """Build the ``error`` object with its ``google.rpc`` status."""
         status, field = self.find_status(error), self.name_field(error)
         text, details = str(error), []
         if isinstance(error, ContextOverflow) and error.prompt is not None:
@@ -297,13 +297,13 @@ def _either(camel: Raw, snake: Raw) -> Raw:
 
 
 def _parse_config(raw: Raw) -> _Config:
-    """The generation config. Raises `Unsupported` for fields that cannot be honoured."""
+    """Parse the generation config. Raises `Unsupported` for fields that cannot be honoured."""
     given = decoding.decode(raw, decoding.ANY, _CONFIG)
     if given is None:
         return _Config()
     fields = google_messages.to_camel(decoding.require_object(given, _CONFIG))
     config = decoding.decode(base.encode(fields), _config, _CONFIG, f"{_CONFIG}.")
-    modalities = [one for one in config.response_modalities or () if one != "TEXT"]
+    modalities = [name for name in config.response_modalities or () if name != "TEXT"]
     refused = {name: fields.get(name) for name in _REFUSED} | {"responseModalities": modalities}
     for name, value in refused.items():
         if value:
@@ -312,7 +312,7 @@ def _parse_config(raw: Raw) -> _Config:
 
 
 def _parse_constraint(config: _Config) -> Constraint | None:
-    """Structured output: JSON of any shape, or of a schema."""
+    """Parse the structured output: any JSON, or JSON of a schema."""
     media = config.response_mime_type or "text/plain"
     schema = config.response_json_schema
     if schema is None and config.response_schema is not None:
@@ -322,6 +322,6 @@ def _parse_constraint(config: _Config) -> Constraint | None:
             return Constraint(ConstraintKind.JSON_OBJECT)
         return Constraint(ConstraintKind.JSON_SCHEMA, base.encode(schema).decode())
     if media != "text/plain" or schema is not None:
-        right = "must be 'text/plain', or 'application/json' (which a response schema needs)"
-        raise decoding.invalid(media, f"{_CONFIG}.responseMimeType", right)
+        problem = "must be 'text/plain', or 'application/json' (which a response schema needs)"
+        raise decoding.invalid(media, f"{_CONFIG}.responseMimeType", problem)
     return None

@@ -1,11 +1,11 @@
-"""Google's contents, tools and tool choice, parsed and built.
+"""Parse and build Google's contents, tools and tool choice.
 
-A neutral message is split into parts and found again in them: thoughts, text and function calls one
-way; text, images and function responses, in the order given, the other way. Calls may come back
-without their ids or with new ones: a result finds its call by id, else by name and order.
+A response becomes parts: thoughts, text and function calls. A request's parts become messages:
+text, images and function responses, in the given order. Clients may echo calls without ids or with
+new ones, so a result is matched to its call by id, else by name and order.
 
-Google's ``Schema`` is JSON schema with its own spelling (types in capitals, ``nullable``, counts as
-text); templates and grammars want the common one, so it is rewritten when it is parsed.
+Google's ``Schema`` is a variant of JSON schema (types in capitals, ``nullable``, counts as text).
+Templates and grammars need standard JSON schema, so it is converted when parsed.
 """
 
 import base64
@@ -33,10 +33,10 @@ from tugline.errors import RequestError
 from tugline.types import Message, Role, Tool, ToolCall
 
 _ASIDE = {"thought", "thoughtSignature", "partMetadata", "videoMetadata", "mediaResolution"}
-"""Fields beside a part's one content."""
+"""Fields of a part other than its content."""
 _OUTPUT = ("output", "result", "error")
 _UNPARSED = "__unparsedArguments"
-"""Holds arguments that are no JSON object, which ``args`` must be; used both ways."""
+"""Key in ``args`` for arguments that are not a JSON object, used in both directions."""
 _MODES = {
     "MODE_UNSPECIFIED": ChoiceMode.AUTO,
     "AUTO": ChoiceMode.AUTO,
@@ -51,7 +51,7 @@ _MAPS = ("properties", "defs", "$defs")
 
 
 def to_camel(item: Mapping[str, Any]) -> dict[str, Any]:
-    """The same object with its own field names in camel case; values are left alone."""
+    """Return the object with its field names in camel case; values are unchanged."""
     if not any("_" in name for name in item):
         return dict(item)
     fields = {}
@@ -63,13 +63,13 @@ def to_camel(item: Mapping[str, Any]) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------- responses
 def build_parts(request: Request, message: Message) -> list[dict[str, Any]]:
-    """The parts of one response: thoughts where they are wanted, text, function calls."""
+    """Build the parts of a response: thoughts if requested, text, function calls."""
     pieces = split_message(message, reasoning=request.reasoning)
     return [build_part(piece, signed=piece in message.tool_calls[:1]) for piece in pieces]
 
 
 def build_part(piece: Piece, *, signed: bool) -> dict[str, Any]:
-    """A part; the first call of a response carries a signature, as in the original."""
+    """Build a part; the first call of a response has a signature, as in the original."""
     if isinstance(piece, TextDelta):
         return {"text": piece.text}
     if isinstance(piece, ReasoningDelta):
@@ -86,7 +86,7 @@ def build_part(piece: Piece, *, signed: bool) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------- contents
 _Part = tuple[str, dict[str, Any], str]
-"""The field that holds a part's content, the part, and its place."""
+"""Name of the field with a part's content, the part, and its path."""
 
 
 def fold_content(messages: list[Message], item: Any, index: int) -> None:
@@ -97,7 +97,7 @@ def fold_content(messages: list[Message], item: Any, index: int) -> None:
         return
     where = f"contents[{index - 1}]"
     role = item.get("role") or "user" if isinstance(item, dict) else None
-    if role not in ("user", "model", "function"):  # it may be a list, which has no hash
+    if role not in ("user", "model", "function"):  # not a set: `role` may be unhashable
         raise decoding.invalid(role, f"{where}.role", "must be user, model or function")
     parts = decoding.parse_list(
         decoding.require(item, "parts", list, where), f"{where}.parts", _parse_part
@@ -109,7 +109,7 @@ def fold_content(messages: list[Message], item: Any, index: int) -> None:
 
 
 def _parse_parts(item: Any, where: str) -> tuple[_Part, ...]:
-    """The parts of a content; one alone may stand without a list around it."""
+    """Parse the parts of a content; a single part may be given without a list."""
     alone = isinstance(item, dict) and isinstance(item.get("parts"), dict)
     parts = [item["parts"]] if alone else decoding.require(item, "parts", list, where)
     return decoding.parse_list(parts, f"{where}.parts", _parse_part)
@@ -121,26 +121,26 @@ def _parse_part(part: Any, where: str) -> _Part:
     if len(kinds) > 1:
         msg = f"{where} must hold one of {', '.join(sorted(kinds))}, not all"
         raise RequestError(msg, param=where)
-    if not kinds:  # a bare signature, as Gemini itself sends at the end of a stream
+    if not kinds:  # a bare signature, as Gemini sends at the end of a stream
         return "text", {**fields, "text": ""}, where
     return kinds[0], fields, where
 
 
 def _parse_system(item: Any) -> str:
-    """A system prompt: text, one part, or a content whose parts are text."""
+    """Parse a system prompt: text, one part, or a content whose parts are text."""
     if isinstance(item, str):
         return item
     builder = ContentBuilder()
     part = isinstance(item, dict) and "text" in item
-    for kind, fields, place in _parse_parts({"parts": item} if part else item, "systemInstruction"):
+    for kind, fields, path in _parse_parts({"parts": item} if part else item, "systemInstruction"):
         if kind != "text":
-            raise _unknown(kind, place, "only text stands in a system prompt")
-        builder.add_text(decoding.require(fields, "text", str, place))
+            raise _unknown(kind, path, "a system prompt may hold only text")
+        builder.add_text(decoding.require(fields, "text", str, path))
     return builder.text
 
 
 def _add_user(messages: list[Message], parts: Sequence[_Part]) -> None:
-    """Append function responses and the content between them, in the order given."""
+    """Append function responses and the content between them, in the given order."""
     builder = ContentBuilder()
     for kind, part, where in parts:
         if kind == "functionResponse":
@@ -164,7 +164,7 @@ def _add_part(builder: ContentBuilder, kind: str, part: dict[str, Any], where: s
     media = str(data.get("mimeType") or "")
     where = f"{where}.{kind}"
     if not media.startswith("image/") and not (media == "" and kind == "fileData"):
-        msg = f"{where}.mimeType={media!r} cannot be honoured; only images are understood"
+        msg = f"{where}.mimeType={media!r} cannot be honoured; only images are supported"
         raise RequestError(msg, param=f"{where}.mimeType")
     if kind == "inlineData":
         builder.add_image(f"data:{media};base64,{decoding.require(data, 'data', str, where)}")
@@ -181,14 +181,14 @@ def _parse_result(messages: Sequence[Message], value: Any, where: str) -> Messag
     response: dict[str, Any] = decoding.optional(value, "response", {}, where)
     builder = ContentBuilder()
     builder.add_text(_find_output(response))
-    for kind, part, place in _parse_parts(value, where) if value.get("parts") is not None else ():
-        _add_part(builder, kind, part, place)
+    for kind, part, path in _parse_parts(value, where) if value.get("parts") is not None else ():
+        _add_part(builder, kind, part, path)
     call_id = _find_call(messages, value.get("id"), name, where)
     return builder.build(Role.TOOL, call_id, failed=response.get("error") is not None)
 
 
 def _find_output(response: dict[str, Any]) -> str:
-    """The output of a function as text: one value as itself, anything else as JSON."""
+    """Return a function's output as text: a single text value, or else JSON."""
     if len(response) == 1:
         field, value = next(iter(response.items()))
         if isinstance(value, str) and field in _OUTPUT:
@@ -197,7 +197,7 @@ def _find_output(response: dict[str, Any]) -> str:
 
 
 def _find_call(messages: Sequence[Message], given: Any, name: str, where: str) -> str:
-    """The id of the call that a response answers: its own, else the next of that name."""
+    """Return the id of the call that a response answers: its own, else the next of that name."""
     taken: set[str | None] = set()
     for message in reversed(messages):
         if message.role is Role.TOOL:
@@ -215,7 +215,7 @@ def _find_call(messages: Sequence[Message], given: Any, name: str, where: str) -
 
 
 def _add_answer(messages: list[Message], parts: Sequence[_Part], index: int) -> None:
-    """Append a model's content; a call without an id gets one by its place in the turn."""
+    """Append a model's content; a call without an id gets one from its position in the turn."""
     pieces: list[Piece] = []
     number = len(messages[-1].tool_calls) if messages else 0
     for kind, part, where in parts:
@@ -227,7 +227,7 @@ def _add_answer(messages: list[Message], parts: Sequence[_Part], index: int) -> 
             pieces.append(_parse_call(fields, f"call_{index}_{number}", f"{where}.{kind}"))
             number += 1
         else:
-            raise _unknown(kind, where, "text and functionCall are what was answered here")
+            raise _unknown(kind, where, "a model's parts are text and functionCall")
     add_turn(messages, join_pieces(pieces) or Message(Role.ASSISTANT))
 
 
@@ -247,11 +247,11 @@ def _unknown(kind: str, where: str, advice: str) -> RequestError:
 
 # --------------------------------------------------------------------------- tools
 def parse_tools(item: Any, where: str) -> tuple[Tool, ...]:
-    """The functions that one item declares; tools that run on Google's servers are refused."""
+    """Parse the functions that an item declares; server-side tools are refused."""
     fields = to_camel(decoding.require_object(item, where))
     for name in sorted(fields):
         if fields[name] is not None and name != "functionDeclarations":
-            advice = ": Google's own servers run it; only functionDeclarations are understood"
+            advice = ": Google's own servers run it; only functionDeclarations are supported"
             raise decoding.unsupported(fields[name], f"{where}.{name}", advice)
     declared = fields.get("functionDeclarations")
     return decoding.parse_list(declared, f"{where}.functionDeclarations", _parse_tool)
@@ -269,15 +269,15 @@ def _parse_tool(item: Any, where: str) -> Tool:
 
 
 def to_json_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Google's ``Schema`` in the common spelling of JSON schema."""
+    """Convert Google's ``Schema`` to JSON schema."""
     result: dict[str, Any] = {}
     for name, value in schema.items():
         if isinstance(value, dict) and name in _MAPS:
-            result[name] = {key: _convert(each) for key, each in value.items()}
+            result[name] = {key: _convert(item) for key, item in value.items()}
         elif name in _SCHEMAS:
             result[name] = _convert(value)
         elif isinstance(value, list) and name in _LISTS:
-            result[name] = [_convert(each) for each in value]
+            result[name] = [_convert(item) for item in value]
         elif name == "type" and isinstance(value, str):
             result[name] = value.lower()
         elif _COUNTS.fullmatch(name) and isinstance(value, str) and value.isdecimal():
@@ -294,7 +294,7 @@ def _convert(value: Any) -> Any:
 
 
 def parse_tool_choice(config: Any) -> ToolChoice:
-    """``toolConfig.functionCallingConfig``; VALIDATED is the same as AUTO here."""
+    """Parse ``toolConfig.functionCallingConfig``; VALIDATED equals AUTO here."""
     where = "toolConfig.functionCallingConfig"
     calling = to_camel(config).get("functionCallingConfig") if isinstance(config, dict) else None
     if calling is None:
@@ -302,12 +302,12 @@ def parse_tool_choice(config: Any) -> ToolChoice:
     fields = to_camel(decoding.require_object(calling, where))
     mode = _MODES.get(str(fields.get("mode") or "AUTO").upper())
     if mode is None:
-        right = f"must be one of {', '.join(_MODES)}"
-        raise decoding.invalid(fields.get("mode"), f"{where}.mode", right)
-    place = f"{where}.allowedFunctionNames"
-    names = decoding.parse_list(fields.get("allowedFunctionNames"), place, lambda name, _: name)
+        problem = f"must be one of {', '.join(_MODES)}"
+        raise decoding.invalid(fields.get("mode"), f"{where}.mode", problem)
+    path = f"{where}.allowedFunctionNames"
+    names = decoding.parse_list(fields.get("allowedFunctionNames"), path, lambda name, _: name)
     for name in names:
         if not isinstance(name, str):
-            raise RequestError(f"{place} has {name!r:.60}; it must hold names", param=place)
+            raise RequestError(f"{path} has {name!r:.60}; it must hold names", param=path)
     named = mode is ChoiceMode.REQUIRED and len(names) == 1
     return ToolChoice(ChoiceMode.NAMED if named else mode, names)

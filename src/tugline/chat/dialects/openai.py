@@ -1,8 +1,8 @@
-"""What the OpenAI APIs share: models, errors, sampling, choices, content, tools and formats.
+"""Shared parts of the OpenAI APIs: models, errors, sampling, choices, content, tools, formats.
 
-`custom` tools take free text. The model sees a function with the one string ``input``; its call is
-encoded as a custom call only if it kept to that, else as a function call with the arguments as
-written, so that nothing of a response is lost on its way out and back (I1).
+`custom` tools take free text. The model sees a function with one string argument, ``input``; its
+call is encoded as a custom call only if it has that form, else as a function call with the
+arguments as written, so that a response survives the round trip unchanged (I1).
 """
 
 from abc import abstractmethod
@@ -32,7 +32,7 @@ CUSTOM_INPUT: dict[str, Any] = {
     "properties": {"input": {"type": "string"}},
     "required": ["input"],
 }
-"""Parameters of a custom tool as the model sees it."""
+"""Parameters of a custom tool as shown to the model."""
 
 _OF_ENGINES = (
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -45,7 +45,7 @@ REFUSALS: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "logit_bias": ({},),
 }
-"""What would change the response of any API, also of what vLLM and SGLang add to them, for
+"""Fields of the APIs, and of vLLM and SGLang, that change the response, with harmless values, for
 `check_refusals`."""
 
 _THREADS = ("session-id", "session_id", "x-session-id", "x-session-affinity")
@@ -53,15 +53,15 @@ _PARENTS = ("x-codex-parent-thread-id", "x-parent-session-id")
 
 
 class OpenAIDialect(base.Dialect):
-    """Models and errors of all of them."""
+    """Base of the OpenAI dialects: models and errors."""
 
     def encode_models(self, names: Sequence[str], window: int, created: int) -> bytes:
-        """The body of ``GET /models``."""
+        """Encode the body of ``GET /models``."""
         data = [self.build_model(name, window, created) for name in names]
         return base.encode({"object": "list", "data": data})
 
     def build_model(self, name: str, window: int, created: int) -> dict[str, Any]:
-        """A ``model`` object."""
+        """Build a ``model`` object."""
         return {
             "id": name,
             "object": "model",
@@ -71,7 +71,7 @@ class OpenAIDialect(base.Dialect):
         }
 
     def find_status(self, error: TuglineError) -> int:
-        """Engine faults may be tried again, refusals may not."""
+        """See `Dialect.find_status`; engine faults may be retried, refusals may not."""
         if not isinstance(error, EngineError):
             return super().find_status(error)
         if error.status == 429:
@@ -79,7 +79,7 @@ class OpenAIDialect(base.Dialect):
         return 503 if error.status == 503 or error.retry_after is not None else 502
 
     def build_error(self, error: TuglineError) -> dict[str, Any]:
-        """The ``error`` object."""
+        """Build the ``error`` object."""
         kind = code = "server_error"
         if isinstance(error, RequestError):
             kind, code = "invalid_request_error", error.code
@@ -94,7 +94,7 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
 class CommonFields(msgspec.Struct, kw_only=True):
-    """What requests of all of them have under the same names: the model, and how to sample."""
+    """Request fields that all OpenAI APIs share: the model and sampling parameters."""
 
     model: str = ""
     stream: bool | None = None
@@ -104,7 +104,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
     seed: int | None = None
 
     def build_sampling(self, max_tokens: int | None, stop: str | list[str] | None) -> Sampling:
-        """Build the neutral form; empty stop strings stop nothing."""
+        """Build the neutral sampling parameters; empty stop strings are dropped."""
         stops = [stop] if isinstance(stop, str) else stop or ()
         return Sampling(
             temperature=self.temperature,
@@ -121,7 +121,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class ChoiceFields(CommonFields, kw_only=True):
-    """What requests of Chat and of text completions have in common."""
+    """Request fields shared by Chat and text completions."""
 
     stream_options: _StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -130,7 +130,7 @@ class ChoiceFields(CommonFields, kw_only=True):
 
 
 def find_thread(headers: Mapping[str, str]) -> ThreadInfo:
-    """The thread, and the one that waits for it, as codex, opencode and pi name them."""
+    """Return the thread and its parent, from the headers of codex, opencode and pi."""
     metadata = decoding.decode_object(headers.get("x-codex-turn-metadata", "")) or {}
     about = {name: value for name, value in metadata.items() if isinstance(value, str) and value}
     thread = headers.get("thread-id") or about.get("thread_id") or _first(headers, _THREADS)
@@ -150,25 +150,25 @@ def _first(headers: Mapping[str, str], names: Sequence[str]) -> str | None:
 
 # --------------------------------------------------------------------------- choices
 class ChoiceStream(base.Stream):
-    """Choices as server-sent events; what all events share is encoded once."""
+    """Encoder of choices as server-sent events; fields shared by all events are encoded once."""
 
     label: ClassVar[tuple[str, str]]
-    """The ``object`` of its events, and the prefix of their id."""
+    """The ``object`` of the events, and the prefix of their id."""
 
     def __post_init__(self) -> None:
         model = self.request.model
         head = _build_head(self.label, self.response_id, self.created, model)
         self.before = b"data: " + base.encode(head)[:-1] + b',"choices":['
         self.after = b'],"usage":null}\n\n' if self.request.usage_in_stream else b"]}\n\n"
-        """Stand around a choice in its event."""
+        """`before` and `after` surround a choice in its event."""
 
     @abstractmethod
     def finish_choice(self, index: int, response: Response) -> bytes:
-        """The last event of a choice."""
+        """Encode the last event of a choice."""
 
     def finish(self, responses: Sequence[Response]) -> bytes:
         """See `Stream.finish`."""
-        end = b"".join(self.finish_choice(index, one) for index, one in enumerate(responses))
+        end = b"".join(self.finish_choice(index, last) for index, last in enumerate(responses))
         if self.request.usage_in_stream:
             end += self.before + b'],"usage":' + base.encode(_build_usage(responses))
             end += b"}\n\n"
@@ -180,7 +180,7 @@ class ChoiceStream(base.Stream):
 
 
 def encode_choices(label: tuple[str, str], responses: Sequence[Response], choices: Any) -> bytes:
-    """A whole reply; `label` is its ``object`` and the prefix of its id."""
+    """Encode a whole reply; `label` is its ``object`` and the prefix of its id."""
     first = responses[0]
     head = _build_head(label, first.id, first.created, first.model)
     return base.encode({**head, "choices": choices, "usage": _build_usage(responses)})
@@ -202,7 +202,7 @@ def _build_usage(responses: Sequence[Response]) -> dict[str, Any]:
 
 
 def find_reason(response: Response) -> str:
-    """The ``finish_reason``."""
+    """Return the ``finish_reason``."""
     if response.finish is not Finish.STOP:
         return "length"
     return "tool_calls" if response.message.tool_calls else "stop"
@@ -212,10 +212,10 @@ def find_reason(response: Response) -> str:
 def parse_content(
     content: Any, where: str, texts: Mapping[str, str], image: str, advice: str
 ) -> ContentBuilder:
-    """Text, or a list of parts.
+    """Parse text or a list of parts.
 
-    `texts` are the types of text parts with the field of their text, `image` is the type of image
-    parts, and `advice` says what is right.
+    `texts` maps types of text parts to the field of their text, `image` is the type of image
+    parts, and `advice` lists the valid types.
     """
     builder = ContentBuilder()
     if isinstance(content, str):
@@ -224,19 +224,19 @@ def parse_content(
     if not isinstance(content, list):
         raise decoding.invalid(content, where, "must be text or a list of parts")
     for index, part in enumerate(content):
-        place = f"{where}[{index}]"
-        kind = decoding.require(part, "type", str, place)
+        path = f"{where}[{index}]"
+        kind = decoding.require(part, "type", str, path)
         if kind in texts:
-            builder.add_text(decoding.require(part, texts[kind], str, place))
+            builder.add_text(decoding.require(part, texts[kind], str, path))
         elif kind == image:
-            builder.add_image(*_parse_image(part, place))
+            builder.add_image(*_parse_image(part, path))
         else:
-            raise decoding.unsupported(kind, f"{place}.type", f"; it must be {advice}")
+            raise decoding.unsupported(kind, f"{path}.type", f"; it must be {advice}")
     return builder
 
 
 def _parse_image(part: dict[str, Any], where: str) -> tuple[str, str | None]:
-    """URL and detail, which stand beside each other in the part or in an object of its own."""
+    """Return URL and detail, which are fields of the part or of its ``image_url`` object."""
     image = part.get("image_url")
     if image is None:
         raise decoding.invalid(image, f"{where}.image_url", "must be a URL")
@@ -247,7 +247,7 @@ def _parse_image(part: dict[str, Any], where: str) -> tuple[str, str | None]:
 
 
 def parse_function(item: Any, where: str) -> Tool:
-    """A function as both APIs describe it; `item` holds its name."""
+    """Parse a function declaration of both APIs; `item` holds its name."""
     parameters = decoding.require(item, "parameters", dict, where) if item.get("parameters") else {}
     name = _parse_name(item, where)
     description = decoding.optional(item, "description", "", where)
@@ -255,7 +255,7 @@ def parse_function(item: Any, where: str) -> Tool:
 
 
 def parse_custom(item: Any, where: str) -> Tool:
-    """A tool that takes free text; a grammar for it cannot be enforced inside a response."""
+    """Parse a tool that takes free text; its grammar could not be enforced and is refused."""
     form = item.get("format") or {"type": "text"}
     kind = decoding.require(form, "type", str, f"{where}.format")
     if kind != "text":
@@ -266,7 +266,7 @@ def parse_custom(item: Any, where: str) -> Tool:
 
 
 TOOLS = {"function": parse_function, "custom": parse_custom}
-"""Parsers of the tools that both APIs have, by their type."""
+"""Parsers of the tools of both APIs, by type."""
 
 
 def _parse_name(item: Any, where: str) -> str:
@@ -277,13 +277,13 @@ def _parse_name(item: Any, where: str) -> str:
 
 
 def parse_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """Any form of ``tool_choice``: a word, one named tool, or those that are allowed."""
+    """Parse ``tool_choice`` in any form: a mode, one named tool, or a list of allowed tools."""
     if choice is None:
         return ToolChoice()
     if isinstance(choice, str):
         if choice not in {"none", "auto", "required"}:
-            right = "must be none, auto, required or an object"
-            raise decoding.invalid(choice, "tool_choice", right)
+            problem = "must be none, auto, required or an object"
+            raise decoding.invalid(choice, "tool_choice", problem)
         return ToolChoice(ChoiceMode(choice))
     kind = decoding.require(choice, "type", str, "tool_choice")
     if kind == "allowed_tools":
@@ -312,8 +312,8 @@ def _parse_allowed(item: Any, tools: Sequence[Tool]) -> ToolChoice:
     names = tuple(_find_name(tool, f"tool_choice.tools[{i}]") for i, tool in enumerate(allowed))
     if {tool.name for tool in tools} <= set(names):
         return ToolChoice(ChoiceMode(mode))
-    one = mode == "required" and len(names) == 1
-    return ToolChoice(ChoiceMode.NAMED if one else ChoiceMode(mode), names)
+    named = mode == "required" and len(names) == 1
+    return ToolChoice(ChoiceMode.NAMED if named else ChoiceMode(mode), names)
 
 
 class Schema(msgspec.Struct):
@@ -331,30 +331,30 @@ class ResponseFormat(Schema):
 
 
 def parse_constraint(form: ResponseFormat | None, field: str) -> Constraint | None:
-    """The required format of the text; None for any text."""
+    """Parse the required format of the text; None for any text."""
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
         return Constraint(ConstraintKind.JSON_OBJECT)
     if form.type != "json_schema":
-        right = "must be text, json_object or json_schema"
-        raise decoding.invalid(form.type, f"{field}.type", right)
+        problem = "must be text, json_object or json_schema"
+        raise decoding.invalid(form.type, f"{field}.type", problem)
     named = form.json_schema or form
     schema = bytes(named.schema)
     if not schema.startswith(b"{"):
-        place = f"{field}.json_schema.schema" if field == "response_format" else f"{field}.schema"
-        raise RequestError(f"{place} must be a JSON schema, an object", param=place)
+        path = f"{field}.json_schema.schema" if field == "response_format" else f"{field}.schema"
+        raise RequestError(f"{path} must be a JSON schema, an object", param=path)
     return Constraint(ConstraintKind.JSON_SCHEMA, schema.decode(), named.name)
 
 
 # --------------------------------------------------------------------------- custom calls
 def wrap_input(text: str) -> str:
-    """Free text as the arguments that the model would have written."""
+    """Encode free text as the arguments that the model would have written."""
     return base.encode({"input": text}).decode()
 
 
 def unwrap_input(call: ToolCall) -> str | None:
-    """The text of a call to a custom tool; None if the model did not keep to that form."""
+    """Return the text of a call to a custom tool; None if the arguments have another form."""
     arguments = decoding.decode_object(call.arguments)
     if arguments is None or arguments.keys() != {"input"}:
         return None

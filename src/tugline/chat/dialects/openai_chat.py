@@ -1,13 +1,13 @@
-"""OpenAI Chat Completions, as pi, qwen-code, opencode, mini-swe-agent and the SDKs speak it.
+"""OpenAI Chat Completions, as used by pi, qwen-code, opencode, mini-swe-agent and the SDKs.
 
-At the end are text completions: a prompt that is continued as it is, without a template. It is one
-text, or the token ids of one. The answer is the text of the sampled ids as it is, with white space
-and written-out special tokens, up to the id that ends it. The log probability of each sampled token
-is known, those of other tokens and of the prompt are not.
+Text completions are at the end of the module: a prompt, one text or its token ids, is continued
+without a template. The answer is the text of the sampled ids with white space and special tokens,
+up to the id that ends it. Log probabilities are known for sampled tokens only, not for others or
+for the prompt.
 
-Fields that change nothing of what is sampled are ignored; fields that do and cannot be honoured are
-refused by name. Messages keep their order and their roles, and an answer
-that a client echoes, in any of the forms that clients use, parses to the same message (I1, I4).
+Fields that do not affect sampling are ignored; fields that do and cannot be honoured are refused by
+name. Messages keep their order and roles, and an echoed answer parses to the same message in every
+form that clients use (I1, I4).
 """
 
 from collections.abc import Sequence
@@ -37,10 +37,10 @@ _REFUSALS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
     **openai.REFUSALS,
 }
-"""Fields that change the response, and their values that ask for nothing unusual."""
+"""Fields that change the response, and their harmless values."""
 
 _REASONING = ("reasoning_content", "reasoning", "reasoning_text")
-"""Fields of clients for the reasoning of an answer that they echo."""
+"""Field names that clients use for an echoed answer's reasoning."""
 _ROLES = frozenset(Role)
 _TEXTS = {"text": "text", "refusal": "refusal"}
 
@@ -58,7 +58,7 @@ _decoder = decoding.decoder_with_refusals(_ChatBody, _REFUSALS)
 
 
 class _ChatStream(openai.ChoiceStream):
-    """Responses as server-sent events."""
+    """Encoder of responses as server-sent events."""
 
     label = "chat.completion.chunk", "chatcmpl"
 
@@ -76,13 +76,13 @@ class _ChatStream(openai.ChoiceStream):
             return self._delta(b'{"content":' + base.encode(piece.text) + b"}", index)
         if isinstance(piece, ReasoningDelta):
             return self._delta(b'{"reasoning_content":' + base.encode(piece.text) + b"}", index)
-        place = self._calls[index]
+        position = self._calls[index]
         self._calls[index] += 1
         call = _build_call(piece, self._custom)
         kind = call["type"]
         field = "input" if kind == "custom" else "arguments"
-        start = {"index": place, **call, kind: {**call[kind], field: ""}}
-        rest = {"index": place, kind: {field: call[kind][field]}}
+        start = {"index": position, **call, kind: {**call[kind], field: ""}}
+        rest = {"index": position, kind: {field: call[kind][field]}}
         return b"".join(
             self._delta(base.encode({"tool_calls": [part]}), index) for part in (start, rest)
         )
@@ -104,7 +104,7 @@ class OpenAIChat(openai.OpenAIDialect):
     posts: ClassVar = {"/chat/completions": base.Action.ANSWER}
 
     def owns_models(self, request: base.HttpRequest) -> bool:
-        """All that the other dialects leave."""
+        """Return true, because this dialect is matched last."""
         return True
 
     def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
@@ -125,7 +125,7 @@ class OpenAIChat(openai.OpenAIDialect):
         )  # fmt: skip
 
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
-        """A ``chat.completion`` object with one choice for each response."""
+        """Encode a ``chat.completion`` object with one choice per response."""
         custom = _find_custom(request.tools)
         choices = [
             {
@@ -195,8 +195,8 @@ def _parse_content(content: Any, where: str) -> ContentBuilder:
 
 
 def _find_reasoning(item: Any) -> str | None:
-    found = (item.get(field) for field in _REASONING)
-    return next((text for text in found if isinstance(text, str) and text), None)
+    texts = (item.get(field) for field in _REASONING)
+    return next((text for text in texts if isinstance(text, str) and text), None)
 
 
 def _parse_call(call: Any, where: str) -> ToolCall:
@@ -204,12 +204,12 @@ def _parse_call(call: Any, where: str) -> ToolCall:
     kind = decoding.require(call, "type", str, where) if typed else "function"
     if kind not in {"function", "custom"}:
         raise decoding.invalid(kind, f"{where}.type", "must be function or custom")
-    inner, place = decoding.require(call, kind, dict, where), f"{where}.{kind}"
-    name = decoding.require(inner, "name", str, place)
+    inner, path = decoding.require(call, kind, dict, where), f"{where}.{kind}"
+    name = decoding.require(inner, "name", str, path)
     if kind == "custom":
-        arguments = openai.wrap_input(decoding.require(inner, "input", str, place))
+        arguments = openai.wrap_input(decoding.require(inner, "input", str, path))
     else:
-        arguments = decoding.optional(inner, "arguments", "", place)
+        arguments = decoding.optional(inner, "arguments", "", path)
     return ToolCall(str(call.get("id") or ""), name, arguments)
 
 
@@ -232,7 +232,7 @@ _TEXT_REFUSALS: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     **openai.REFUSALS,
 }
-"""As `_REFUSALS`."""
+"""Refused fields of text completions, in the form of `_REFUSALS`."""
 
 
 class _TextBody(openai.ChoiceFields, kw_only=True):
@@ -245,7 +245,7 @@ _text_decoder = decoding.decoder_with_refusals(_TextBody, _TEXT_REFUSALS)
 
 
 class _TextStream(openai.ChoiceStream):
-    """Responses as server-sent events; log probabilities come with the last of each."""
+    """Encoder of responses as server-sent events; log probabilities come with the last one."""
 
     label = "text_completion", "cmpl"
 
@@ -277,7 +277,7 @@ class OpenAICompletions(openai.OpenAIDialect):
         prompt, options = _parse_prompt(body.prompt), body.stream_options
         if body.echo and (body.logprobs is not None or not isinstance(prompt, str)):
             advice = " with logprobs, or with a prompt of ids; it must be false"
-            raise decoding.unsupported(value=True, place="echo", advice=advice)
+            raise decoding.unsupported(value=True, path="echo", advice=advice)
         return Request(
             model=body.model, prompt=prompt, logprobs=body.logprobs is not None,
             sampling=body.build_sampling(body.max_tokens or 16, body.stop), n=body.n or 1,
@@ -287,9 +287,9 @@ class OpenAICompletions(openai.OpenAIDialect):
         )  # fmt: skip
 
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
-        """A ``text_completion`` object with one choice for each response."""
+        """Encode a ``text_completion`` object with one choice per response."""
         texts = [request.echo.decode() + response.message.content for response in responses]
-        choices = [Raw(_encode_text(*one)) for one in zip(count(), texts, responses)]
+        choices = [Raw(_encode_text(*choice)) for choice in zip(count(), texts, responses)]
         return openai.encode_choices(_TextStream.label, responses, choices)
 
 

@@ -1,13 +1,13 @@
-"""OpenAI Responses, as codex, pi, opencode and mini-swe-agent speak it.
+"""OpenAI Responses, as used by codex, pi, opencode and mini-swe-agent.
 
-A session knows its own responses: `previous_response_id` continues one, and an item reference
-stands for the response that the item is a part of, unless the client said ``store: false``. Fields
-that need any other store (`conversation`, `background`, stored prompts) are refused by name. Tools
-that run at OpenAI are refused too, saying what to switch off. `responses_input` parses items,
-`responses_output` builds them, whole and as events.
+A session stores its own responses, unless the client sends ``store: false``:
+`previous_response_id` continues a response, and an item reference stands for the response that
+contains the item. Fields that need any other store (`conversation`, `background`, stored prompts)
+are refused by name. Tools that run at OpenAI are refused with advice on how to disable them.
+`responses_input` parses items, `responses_output` builds items and events.
 
-``/responses/compact`` asks the model for a summary and returns it sealed; the item is parsed as a
-message of the user later on. ``/responses/input_tokens`` counts.
+``/responses/compact`` asks the model for a summary and returns it sealed; in later requests the
+item is parsed as a user message. ``/responses/input_tokens`` counts tokens.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ _REFUSALS: dict[str, tuple[Any, ...]] = {
     "context_management": ([],),
     **openai.REFUSALS,
 }
-"""Fields that need a store or change the response, and their values that ask for nothing."""
+"""Fields that need a store or change the response, and their harmless values."""
 
 _SEALED = "reasoning.encrypted_content"
 _SUMMARISE = (
@@ -46,7 +46,7 @@ _SUMMARISE = (
 
 
 class _EchoedFields(openai.CommonFields, kw_only=True):
-    """Fields that a response repeats as they are, like ``temperature`` and ``top_p``."""
+    """Fields that a response repeats unchanged, like ``temperature`` and ``top_p``."""
 
     instructions: str | None = None
     max_output_tokens: openai.Positive | None = None
@@ -124,8 +124,8 @@ class OpenAIResponses(openai.OpenAIDialect):
         first = len(before)
         messages = items.fold(ItemFolder(items, first, cache), before, after)
         if body.previous_response_id is not None:
-            kept = cache.recall(body.previous_response_id, "previous_response_id")[0]
-            messages = (*messages[:first], *kept, *messages[first:])
+            stored = cache.recall(body.previous_response_id, "previous_response_id")[0]
+            messages = (*messages[:first], *stored, *messages[first:])
         return Request(
             model=body.model,
             messages=messages,
@@ -141,7 +141,7 @@ class OpenAIResponses(openai.OpenAIDialect):
         )
 
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
-        """A ``response`` object, or that of a compaction."""
+        """Encode a ``response`` or a ``response.compaction`` object."""
         response, echo = responses[0], decode_echo(request)
         if echo.compact is not None:
             return build_compaction(response, echo.compact)
@@ -156,7 +156,7 @@ class OpenAIResponses(openai.OpenAIDialect):
 def _find_surroundings(
     body: _ResponsesBody, items: decoding.Items, *, compact: bool
 ) -> tuple[list[bytes], list[bytes]]:
-    """Items that come before those of the body, and behind them."""
+    """Return the items before and after those of the body."""
     before = [_encode_item("system", body.instructions)] if body.instructions else []
     after = [_encode_item("user", body.input)] if isinstance(body.input, str) else []
     if not (items or after):
@@ -169,7 +169,7 @@ def _encode_item(role: str, text: str) -> bytes:
 
 
 def _build_echo(body: _ResponsesBody, compacted: Sequence[bytes] | None) -> bytes:
-    """The part of the request that the response repeats."""
+    """Encode the part of the request that the response repeats."""
     if compacted is not None:
         return base.encode(Echo(compact=_find_user_items(compacted)))
     fields = {name: getattr(body, name) for name in _ECHOED} | {
@@ -187,7 +187,7 @@ def _build_echo(body: _ResponsesBody, compacted: Sequence[bytes] | None) -> byte
 
 
 def _find_user_items(items: Sequence[bytes]) -> list[Raw]:
-    """The user's messages, as items in full, which is how a compaction repeats them."""
+    """Return the user's messages as full items, which a compaction repeats."""
     collected: list[Raw] = []
     for index, message in enumerate(map(_message.decode, items)):
         if message.role == "user":

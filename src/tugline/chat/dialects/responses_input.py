@@ -1,10 +1,10 @@
-"""Input items of the Responses API to neutral messages and tools.
+"""Parse input items of the Responses API to neutral messages and tools.
 
-One sampled turn comes back as several items (reasoning, message, calls): they are folded into the
-one message that was sampled, so that a conversation stays one sequence (I1). Two turns with nothing
-between them, as after a stream that was cut, are told apart by their item ids, which carry the id
-of the response. Reasoning, and summaries of what went before, may travel sealed in
-``encrypted_content`` for clients that keep nothing else.
+A sampled turn is echoed as several items (reasoning, message, calls), which are folded into the
+sampled message, so that a conversation stays one sequence (I1). Two adjacent turns, as after an
+interrupted stream, are distinguished by their item ids, which contain the id of the response.
+Reasoning and conversation summaries may be sealed in ``encrypted_content``, for clients that store
+nothing else.
 """
 
 import base64
@@ -31,12 +31,12 @@ _SHELL = base.CLIENT_TOOLS["local_shell"]
 
 
 def seal(text: str) -> str:
-    """Text as ``encrypted_content``: opaque to clients, no secret."""
+    """Encode text as ``encrypted_content``: opaque to clients, but not encrypted."""
     return _SEAL + base64.b64encode(text.encode()).decode()
 
 
 def unseal(sealed: Any) -> str | None:
-    """The text of `seal`; None if it was not made here."""
+    """Return the text sealed by `seal`; None if `sealed` has another origin."""
     if not isinstance(sealed, str) or not sealed.startswith(_SEAL):
         return None
     try:
@@ -47,11 +47,11 @@ def unseal(sealed: Any) -> str | None:
 
 # --------------------------------------------------------------------------- items
 class ItemFolder:
-    """Folds items into messages; the step of `Items.fold`.
+    """Step of `Items.fold` that folds items into messages.
 
-    It looks back at earlier items where ids matter, so equal prefixes still give equal messages.
-    A reference stands for the whole response that the item is a part of: clients refer to all items
-    of a response or, if they leave reasoning out, to those whose meaning counts.
+    Only earlier items are consulted, for their ids, so equal prefixes give equal messages. A
+    reference stands for the whole response that contains the item, because clients refer to all
+    items of a response, or to all except reasoning.
     """
 
     def __init__(self, items: Sequence[bytes], first: int, cache: decoding.ParseCache) -> None:
@@ -59,7 +59,7 @@ class ItemFolder:
         self._items, self._first, self._cache = items, first, cache
 
     def __call__(self, messages: list[Message], item: Any, index: int) -> None:
-        """Append the item's message, or extend the response that it is a part of."""
+        """Append the item's message, or extend the response that contains the item."""
         where = f"input[{index - self._first}]"
         kind = decoding.require_object(item, where).get("type") or "message"
         if kind == "item_reference":
@@ -77,7 +77,7 @@ class ItemFolder:
         if message is None:
             return
         both = messages and messages[-1].role is message.role is Role.ASSISTANT
-        if both and _holds_call(messages[-1], message):  # referred to, and sent as well
+        if both and _holds_call(messages[-1], message):  # both referred to and sent
             return
         if both and self._is_same_turn(item, index):
             messages[-1] = join_messages(messages[-1], message)
@@ -96,7 +96,7 @@ class ItemFolder:
         return True
 
     def _find_call_id(self, item: Any, index: int) -> Any:
-        """The call of an output that names it by the item's id."""
+        """Return the call id of an output that refers to the call by item id."""
         for at in reversed(range(index)):
             before = msgspec.json.decode(self._items[at])
             if before.get("id") == item.get("id") and before.get("type") == "local_shell_call":
@@ -105,13 +105,13 @@ class ItemFolder:
 
 
 def _holds_call(answer: Message, message: Message) -> bool:
-    """Whether the one tool call of `message` is in `answer`, however its JSON is written."""
-    held = [
+    """Whether `answer` has the one tool call of `message`, in any JSON formatting."""
+    calls = [
         (call.id, call.name, decode_arguments(call.arguments))
-        for one in (answer, message)
-        for call in one.tool_calls
+        for source in (answer, message)
+        for call in source.tool_calls
     ]
-    return bool(message.tool_calls) and held[-1] in held[:-1]
+    return bool(message.tool_calls) and calls[-1] in calls[:-1]
 
 
 def _find_turn(item: Any) -> str | None:
@@ -226,7 +226,7 @@ _additional = msgspec.json.Decoder(_Additional)
 
 
 def list_tools(tools: msgspec.Raw, items: Sequence[bytes], body: bytes) -> bytes:
-    """The JSON list of all tools: those of the request, and those that its items add."""
+    """Encode the JSON list of all tools, of the request and of its items."""
     if b'"additional_tools"' not in body:
         return tools
     lists = [decoding.decode(tools, _list, "tools", "tools") or []]
@@ -238,7 +238,7 @@ def list_tools(tools: msgspec.Raw, items: Sequence[bytes], body: bytes) -> bytes
 
 
 def parse_tools(item: Any, where: str) -> tuple[Tool, ...]:
-    """The tools that one item declares, as the model sees them."""
+    """Parse the tools that an item declares, as shown to the model."""
     kind = decoding.require(item, "type", str, where)
     if kind in openai.TOOLS:
         return (openai.TOOLS[kind](item, where),)

@@ -1,9 +1,9 @@
-"""Responses as output items and response objects of the Responses API, whole and streamed.
+"""Build output items and response objects of the Responses API, whole and streamed.
 
-Item ids carry the response's id and the item's index, so that an echo tells which turn it is of. A
-call is encoded in the form its tool was declared in if that form gives back the very arguments the
-model wrote (up to JSON spacing); otherwise as a plain function call, which the client answers with
-an error that the model gets to read.
+Item ids contain the response's id and the item's index, so that an echo identifies its turn. A call
+is encoded in the form of its tool's declaration if that preserves the arguments that the model
+wrote (up to JSON spacing); otherwise as a plain function call, which the client answers with an
+error for the model.
 """
 
 from collections.abc import Sequence
@@ -30,18 +30,18 @@ from tugline.types import Finish, ToolCall, ToolKind
 from tugline.web.sse import encode_event
 
 Item = dict[str, Any]
-"""One output item, ready to be encoded."""
+"""Output item, ready to be encoded."""
 
 
 class Echo(msgspec.Struct):
-    """The part of a request that its response needs: `Request.echo` in JSON."""
+    """Part of a request that its response needs; `Request.echo` in JSON."""
 
     fields: msgspec.Raw = msgspec.Raw(b"{}")
-    """An object: the fields that the response repeats."""
+    """JSON object of the fields that the response repeats."""
     sealed: bool = False
-    """Whether reasoning is wanted as ``encrypted_content`` too."""
+    """Whether the client requests reasoning as ``encrypted_content`` as well."""
     compact: list[msgspec.Raw] | None = None
-    """For ``/responses/compact``: the user's messages, to be repeated; else None."""
+    """User messages that the reply of ``/responses/compact`` repeats; else None."""
 
 
 _echo = msgspec.json.Decoder(Echo)
@@ -60,7 +60,7 @@ def _build_part(kind: type[Piece], text: str) -> Item:
 
 
 def _find_status(response: Response) -> str:
-    """Status of a response, and of the item that it ends in."""
+    """Return the status of a response, and of its last item."""
     return "completed" if response.finish is Finish.STOP else "incomplete"
 
 
@@ -76,7 +76,7 @@ def _build_action(call: ToolCall) -> Item | None:
 
 # --------------------------------------------------------------------------- response objects
 def build_compaction(response: Response, messages: Sequence[msgspec.Raw]) -> bytes:
-    """The reply of ``/responses/compact``: the user's messages and the sealed summary."""
+    """Encode the reply of ``/responses/compact``: the user's messages and the sealed summary."""
     summary = seal(response.message.content or response.message.reasoning or "")
     item = {"id": f"cmp_{response.id}", "type": "compaction", "encrypted_content": summary}
     return encode(
@@ -103,13 +103,13 @@ def _build_usage(usage: Usage) -> Item:
 # --------------------------------------------------------------------------- streams
 @dataclass(slots=True)
 class _Open:
-    """The item that deltas go to."""
+    """The item that deltas extend."""
 
     kind: type[TextDelta | ReasoningDelta]
-    place: dict[str, Any]
-    """The fields that name the item and part of an event."""
+    location: dict[str, Any]
+    """Fields that identify the item and part in an event."""
     head: bytes
-    """A delta event up to its text."""
+    """Delta event up to its text."""
     texts: list[str] = field(default_factory=list)
 
 
@@ -117,18 +117,18 @@ _PART_EVENTS: dict[type[Piece], tuple[str, str, str, Item]] = {
     TextDelta: ("content_part", "output_text", "content_index", {"logprobs": []}),
     ReasoningDelta: ("reasoning_summary_part", "reasoning_summary_text", "summary_index", {}),
 }
-"""Names of a part's events and of its text's, its index, and what else stands in the latter."""
+"""Event names of a part and of its text, the part's index field, extra fields of text events."""
 _CALL_EVENTS = {
     "function_call": ("arguments", "response.function_call_arguments"),
     "custom_tool_call": ("input", "response.custom_tool_call_input"),
 }
-"""The field that is streamed, and the prefix of its events."""
+"""The streamed field and the prefix of its events, by type of item."""
 
 
 class ResponseStream(Stream):
-    """One response as events, in their order, numbered.
+    """Encoder of a response as ordered, numbered events.
 
-    One item is open at a time; a call comes whole. The fields that all deltas of an item share are
+    One item is open at a time; a call is sent whole. Fields shared by all deltas of an item are
     encoded once.
     """
 
@@ -140,13 +140,13 @@ class ResponseStream(Stream):
         self._open: _Open | None = None
 
     def start(self, usage: Usage) -> bytes:
-        """``response.created`` and ``response.in_progress``."""
+        """Encode ``response.created`` and ``response.in_progress``."""
         response = self._build("in_progress")
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
     def add(self, piece: Piece, index: int = 0) -> bytes:
-        """Deltas of the open item, or of a new one; a call closes the open one."""
+        """Encode deltas of the open item or a new one; a call closes the open item."""
         if isinstance(piece, ToolCall):
             return self._close_item("completed") + self._add_call(piece)
         start = b""
@@ -155,7 +155,7 @@ class ResponseStream(Stream):
         return start + self._delta(piece.text)
 
     def finish(self, responses: Sequence[Response]) -> bytes:
-        """The end of the open item, then the whole response, in which is a message or a call."""
+        """Encode the end of the open item, and the whole response, with a message or a call."""
         last = self._end_items(responses[0])
         kind = f"response.{_find_status(responses[0])}"
         return last + self._event(kind, response=self._build_end(responses[0]))
@@ -168,23 +168,23 @@ class ResponseStream(Stream):
         return last + self._close_item(_find_status(response))
 
     def fail(self, error: TuglineError) -> bytes:
-        """An ``error`` event for clients that look for it, and the failed response."""
+        """Encode an ``error`` event, for clients that need one, and the failed response."""
         fields = self.dialect.build_error(error)["error"]
         event = {name: fields[name] for name in ("code", "message", "param")}
-        shown = {name: fields[name] for name in ("code", "message")}
-        failed = self._build("failed", error=shown)
+        summary = {name: fields[name] for name in ("code", "message")}
+        failed = self._build("failed", error=summary)
         return self._event("error", **event) + self._event("response.failed", response=failed)
 
     # ----------------------------------------------------------------------- response objects
     def build_whole(self, response: Response) -> bytes:
-        """The response object of an answer that was not streamed."""
+        """Encode the response object of an answer that was not streamed."""
         for piece in split_message(response.message):
             self.add(piece)
         self._end_items(response)
         return bytes(self._build_end(response))
 
     def _build(self, status: str, **fields: Any) -> msgspec.Raw:
-        """A ``response`` object: the known fields, then those that repeat the request."""
+        """Encode a ``response`` object: its own fields, then those repeated from the request."""
         whole: Item = {
             "object": "response",
             "background": False,
@@ -208,7 +208,7 @@ class ResponseStream(Stream):
 
     # ----------------------------------------------------------------------- items
     def _build_item(self, piece: TextDelta | ReasoningDelta, status: str = "completed") -> Item:
-        """The next item, finished; `status` is that of a message."""
+        """Build the next item, finished; `status` applies to a message."""
         part = _build_part(type(piece), piece.text)
         if isinstance(piece, TextDelta):
             head = {"id": self._item_id("msg"), "type": "message", "status": status}
@@ -217,7 +217,7 @@ class ResponseStream(Stream):
         return {**item, "encrypted_content": seal(piece.text)} if self._echo.sealed else item
 
     def _build_call(self, call: ToolCall) -> Item:
-        """A call, in the form its tool was declared in."""
+        """Build a call in the form of its tool's declaration."""
         tool = self._tools.get(call.name)
         kind = tool.kind if tool is not None else ToolKind.FUNCTION
         item: Item = {"status": "completed", "call_id": call.id}
@@ -238,16 +238,16 @@ class ResponseStream(Stream):
         return f"{prefix}_{self.response_id}_{len(self._output)}"
 
     def _open_item(self, kind: type[TextDelta | ReasoningDelta]) -> bytes:
-        part, text, place_field, extra = _PART_EVENTS[kind]
+        part, text, index_field, extra = _PART_EVENTS[kind]
         index = len(self._output)
         content = "content" if kind is TextDelta else "summary"
         item = {**self._build_item(kind("")), content: [], "status": "in_progress"}
-        place = {"item_id": item["id"], "output_index": index, place_field: 0}
+        location = {"item_id": item["id"], "output_index": index, index_field: 0}
         delta = f"response.{text}.delta"
-        fixed = encode({"type": delta, **place, **extra})[:-1]
-        self._open = _Open(kind, place, b"event: %b\ndata: %b" % (delta.encode(), fixed))
+        fixed = encode({"type": delta, **location, **extra})[:-1]
+        self._open = _Open(kind, location, b"event: %b\ndata: %b" % (delta.encode(), fixed))
         added = self._event("response.output_item.added", output_index=index, item=item)
-        return added + self._event(f"response.{part}.added", **place, part=_build_part(kind, ""))
+        return added + self._event(f"response.{part}.added", **location, part=_build_part(kind, ""))
 
     def _delta(self, text: str) -> bytes:
         if self._open is None:
@@ -263,9 +263,9 @@ class ResponseStream(Stream):
         part, name, _, extra = _PART_EVENTS[closed.kind]
         text = "".join(closed.texts)
         item = self._build_item(closed.kind(text), status)
-        done = self._event(f"response.{name}.done", **closed.place, text=text, **extra)
+        done = self._event(f"response.{name}.done", **closed.location, text=text, **extra)
         built = _build_part(closed.kind, text)
-        done += self._event(f"response.{part}.done", **closed.place, part=built)
+        done += self._event(f"response.{part}.done", **closed.location, part=built)
         return done + self._finish_item(item)
 
     def _add_call(self, call: ToolCall) -> bytes:
@@ -275,9 +275,9 @@ class ResponseStream(Stream):
         started = {**item, "status": "in_progress", **({name: ""} if name else {})}
         events = self._event("response.output_item.added", output_index=index, item=started)
         if name:
-            place = {"item_id": item["id"], "output_index": index}
-            events += self._event(f"{kind}.delta", **place, delta=item[name])
-            events += self._event(f"{kind}.done", **place, **{name: item[name]})
+            location = {"item_id": item["id"], "output_index": index}
+            events += self._event(f"{kind}.delta", **location, delta=item[name])
+            events += self._event(f"{kind}.done", **location, **{name: item[name]})
         return events + self._finish_item(item)
 
     def _finish_item(self, item: Item) -> bytes:

@@ -1,4 +1,4 @@
-"""Formats for requests to inference engines, and their replies."""
+"""Wire formats of inference engines: requests and replies."""
 
 from tugline.chat.engines.base import EngineFormat
 from tugline.chat.engines.chat import ObservedChat, TextChat, VllmChat
@@ -16,4 +16,4 @@ ROUTES: dict[str, dict[str, type[EngineFormat]]] = {
     "sglang": {"generate": SglangGenerate, "chat": SglangChat, "text": TextChat},
     "openai": {"chat": ObservedChat, "text": TextChat},
 }
-"""Routes by kind of engine, the best first."""
+"""Routes by kind of engine, best first."""

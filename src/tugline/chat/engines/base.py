@@ -1,8 +1,8 @@
-"""The contract of an engine's wire format, and what the replies of all engines have in common.
+"""Interface of an engine's wire format, and types shared by the replies of all engines.
 
-A format takes token ids (exact mode) or messages (observed mode: the engine renders them and
-reports its ids; text mode: it reports none). In exact mode the gateway decodes ids into text
-itself; in the other two it passes on the engine's own text, reasoning and tool calls.
+A format sends token ids (exact mode) or messages (observed mode: the engine renders them and
+reports its ids; text mode: it reports none). In exact mode the gateway decodes ids into text; in
+the other modes it passes on the engine's own text, reasoning and tool calls.
 """
 
 import re
@@ -21,49 +21,49 @@ from tugline.errors import ContextOverflow, EngineError, TuglineError
 from tugline.types import Call, Finish, LogprobMeaning, Mode, Sampling, VersionSpan
 
 NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0}
-"""Sent explicitly, because a model's own defaults replace what a request leaves out."""
+"""Values sent explicitly, because a model's own defaults replace absent fields."""
 
 
 class Feature(StrEnum):
-    """What an engine can do besides sampling."""
+    """Capability of an engine besides sampling."""
 
     STRUCTURED = "structured"
     """Constrained decoding (`Request.constraint`)."""
     IMAGES = "images"
     BAN = "ban"
-    """Never sample given ids (`EngineRequest.banned`)."""
+    """Banned ids (`EngineRequest.banned`)."""
     TOOL_CHOICE = "tool_choice"
-    """Observed mode: forced tool choice."""
+    """Forced tool choice, in observed mode."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What to sample for one request of a harness."""
+    """Engine-independent form of a request for one answer."""
 
     request: Request
-    """Its messages and tools are sent where the engine renders them."""
+    """The harness's request; its messages and tools are sent if the engine renders them."""
     model: str
     sampling: Sampling
-    """Enforced; ``top_k`` 0 or None is off. ``stop`` matters in observed and text mode only."""
+    """Enforced parameters; ``top_k`` 0 or None is off. ``stop`` is not used in exact mode."""
     request_id: str
-    """Unique; names the request in an abort."""
+    """Unique id, which identifies the request in an abort."""
     prompt: TokenSequence | None = None
-    """In exact mode."""
+    """Prompt ids, in exact mode."""
     stop_ids: tuple[int, ...] = ()
-    """Sampled and then final, in exact mode."""
+    """Ids that end the answer once sampled, in exact mode."""
     banned: tuple[int, ...] = ()
-    """Ids that may not be sampled, in exact mode."""
+    """Ids that must not be sampled, in exact mode."""
 
 
 class Post(msgspec.Struct, frozen=True):
-    """One HTTP POST to the engine."""
+    """An HTTP POST to the engine."""
 
     path: str
     body: Sequence[bytes | memoryview]
-    """JSON, in parts."""
+    """Parts of the JSON body."""
 
 
 class CallDelta(msgspec.Struct):
-    """A part of a tool call as an observed engine streams it."""
+    """A streamed part of a tool call, in observed mode."""
 
     index: int
     name: str = ""
@@ -71,50 +71,50 @@ class CallDelta(msgspec.Struct):
 
 
 class Delta(msgspec.Struct, kw_only=True, gc=False):
-    """Tokens sampled under one policy version, and what else came with them.
+    """Tokens sampled under one policy version, and other data received with them.
 
-    Reasoning comes before text, and text before calls.
+    Reasoning precedes text, and text precedes calls.
     """
 
     ids: list[int] = []
     logprobs: list[float] = []
     version: int | None = None
-    """None where the engine does not report it; the gateway then uses the announced one."""
+    """Policy version; None if the engine does not report it, and the announced one applies."""
     spans: tuple[VersionSpan, ...] = ()
-    """Versions of the whole reply so far, counted from its first token, where an engine reports
-    them late; they override `version`."""
+    """Versions of the whole reply so far, relative to its first token, if an engine reports them
+    late; they override `version`."""
     finish: Finish | None = None
-    """Comes with the last delta."""
+    """Finish reason, in the last delta."""
     prompt: bytes | None = None
-    """Observed mode: the prompt's ids as raw JSON array, as the engine wrote it."""
+    """Observed mode: the prompt's ids as the JSON array that the engine sent."""
     text: str = ""
     reasoning: str = ""
     calls: list[CallDelta] = []
     stop: str | None = None
     """Observed and text mode: the stop string that matched."""
     unreported_tokens: int = 0
-    """Sampled tokens whose ids are not reported (yet), by the engine's own count; negative where
-    an earlier count was too high or the ids came after all."""
+    """Number of sampled tokens whose ids are not reported (yet), by the engine's count; negative
+    to correct an earlier count that was too high or whose ids came later."""
     prompt_count: int = 0
-    """Text mode: prompt tokens by the engine's own count."""
+    """Text mode: number of prompt tokens by the engine's count."""
     replayed: Call | None = None
-    """The recorded call that this response repeats, where nothing was sampled."""
+    """The recorded call that this response replays; None if the response is sampled."""
 
 
 class EngineFailure(msgspec.Struct):
-    """An error in a reply with status 200: streams begin before prompts are looked at."""
+    """An error in a reply with status 200, as streams begin before prompts are validated."""
 
     code: int | str | None = None
 
 
 class EngineReply(msgspec.Struct, gc=False):
-    """Base of every engine's reply, streamed or whole."""
+    """Base of the replies of all engines, streamed or whole."""
 
     error: EngineFailure | None = None
 
 
 class ReportedSpan(msgspec.Struct):
-    """Weight version of the tokens from `start` to `end`."""
+    """Weight version of the tokens from `start` to `end`, as reported by an engine."""
 
     version: str
     start: int
@@ -129,28 +129,28 @@ _ERROR = attrgetter("error")
 
 
 class Reader(ABC, Generic[R]):
-    """Reads one reply; keeps what it must between chunks."""
+    """Stateful reader of one reply."""
 
     decoder: msgspec.json.Decoder[R]
 
     def __init__(self, missing_ids: str = "") -> None:
-        """`missing_ids` is the text of the error when required ids are missing."""
+        """`missing_ids` is the error text if required ids are missing."""
         self.missing_ids = missing_ids
         self.count = 0
-        """Tokens read so far."""
+        """Number of tokens read so far."""
         self.deltas: list[Delta] = []
-        """Collected from the current chunk; `add` extends the last or appends another one."""
+        """Deltas of the current chunk; `add` extends the last one or appends another."""
 
     @abstractmethod
     def add(self, reply: R) -> None:
-        """Add one event, or a whole reply, to `deltas`."""
+        """Add an event or a whole reply to `deltas`."""
 
     def read_events(self, payloads: list[bytes]) -> list[Delta]:
-        """Read payloads of server-sent events (the part behind ``data:``, without ``[DONE]``).
+        """Read payloads of server-sent events (the part after ``data:``, without ``[DONE]``).
 
-        All payloads of one network read are given together; consecutive tokens of one version are
-        one `Delta`. Raises `EngineError` for what cannot be read, or when required ids are
-        missing, naming the engine flag to add.
+        All payloads of a network read are passed together; consecutive tokens of one version are
+        one `Delta`. Raises `EngineError` for an invalid payload, or if required ids are missing,
+        naming the engine flag to add.
         """
         try:
             replies = self.decoder.decode_lines(b"\n".join(payloads))
@@ -161,21 +161,21 @@ class Reader(ABC, Generic[R]):
         return self.add_all(replies)
 
     def read_body(self, body: bytes) -> list[Delta]:
-        """Read a reply that was not streamed. Raises `EngineError` if there is no answer in it."""
+        """Read a reply that is not streamed. Raises `EngineError` if it contains no answer."""
         deltas = self.add_all([self.decode(body)])
         if not deltas:
             raise EngineError("the engine answered without a choice")
         return deltas
 
     def add_all(self, replies: Iterable[R]) -> list[Delta]:
-        """Add replies; returns what they amount to."""
+        """Add replies; return the resulting deltas, without empty ones."""
         self.deltas = [Delta()]
         for reply in replies:
             self.add(reply)
         return [delta for delta in self.deltas if delta != _EMPTY]
 
     def decode(self, payload: bytes) -> R:
-        """Decode a reply. Raises `EngineError` if it cannot be read or reports a failure."""
+        """Decode a reply. Raises `EngineError` if it is invalid or reports a failure."""
         try:
             reply = self.decoder.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -187,39 +187,39 @@ class Reader(ABC, Generic[R]):
 
 
 class EngineFormat(ABC):
-    """Everything the gateway knows about one way of talking to one kind of engine."""
+    """Base of wire formats, each for one route of one kind of engine."""
 
     name: str
-    """Such as ``vllm``."""
+    """Engine name, such as ``vllm``."""
     mode: Mode
     reader: type[Reader[Any]]
-    """Reads its replies."""
+    """Reader of the replies."""
     advice: str
-    """What opens the route where it is closed."""
+    """Advice on how to enable the route if it does not work."""
     missing_ids: str = ""
-    """Text of the error when a reply has no token ids."""
+    """Error text for a reply without token ids."""
     features: frozenset[Feature] = frozenset()
     abort_path: str = ""
-    """Route that ends a request; empty if there is none."""
+    """Route that aborts a request; empty if there is none."""
     abort_id: str = "{}"
-    """The id by which that route knows a request: each sampling route adds something of its own."""
+    """Format of a request's id on the abort route; each sampling route adds its own affixes."""
 
     default_meaning = LogprobMeaning.PROCESSED
-    """Of log probabilities, where a server was started without options."""
+    """Meaning of log probabilities on a server started without options."""
 
     def __init__(self, logprob_meaning: LogprobMeaning | None = None) -> None:
         self.logprob_meaning = logprob_meaning or self.default_meaning
 
     @abstractmethod
     def build_request(self, ask: EngineRequest) -> Post:
-        """Build the HTTP request. Raises `Unsupported` for what the engine would ignore."""
+        """Build the HTTP request. Raises `Unsupported` for fields that the engine would ignore."""
 
     def make_reader(self) -> Reader[Any]:
-        """Make a reader for one reply."""
+        """Create the reader of one reply."""
         return self.reader(self.missing_ids)
 
     def build_abort(self, request_id: str) -> Post | None:
-        """Ask the engine to end a request and reply with what it has; None if it cannot."""
+        """Build the POST that ends a request early, with a partial reply; None if unsupported."""
         if not self.abort_path:
             return None
         body = {"request_ids": [self.abort_id.format(request_id)]}
@@ -228,13 +228,13 @@ class EngineFormat(ABC):
 
 # --------------------------------------------------------------------------- parts of a reply
 _TOO_LONG = re.compile(r"(?:context|model) (?:length|size|window)(?:\D{0,8}(\d+))?")
-"""Matches every engine's refusal of a long prompt; the group is the window's size."""
+"""Pattern of all engines' refusals of a long prompt; the group is the window's size."""
 _SECONDS = re.compile(r"\d+(?:\.\d+)?")
 
 
 def parse_engine_error(status: int, body: bytes, retry_after: str | None) -> TuglineError:
     """Parse an engine's error body; a prompt beyond the window is a `ContextOverflow`."""
-    # An engine may repeat the key that it refuses.
+    # An engine may repeat a refused key in its message.
     text = "see engine.api_key_env for its API key" if status == 401 else _find_message(body)
     too_long = _TOO_LONG.search(text)
     if status in {400, 413, 422} and too_long:
@@ -246,7 +246,7 @@ def parse_engine_error(status: int, body: bytes, retry_after: str | None) -> Tug
 
 
 def _find_message(body: bytes) -> str:
-    """The message in ``{"error": {...}}``, in a flat body or a `detail`; else the body's start."""
+    """Find the message in ``{"error": {...}}``, a flat body or `detail`; else the body's start."""
     try:
         fields = msgspec.json.decode(body)
         fields = fields.get("error") or fields
@@ -256,14 +256,14 @@ def _find_message(body: bytes) -> str:
 
 
 def parse_finish(reason: str | None) -> Finish | None:
-    """Parse a finish reason: all but ``length`` and ``abort`` are the model's own stop."""
+    """Parse a finish reason; all except ``length`` and ``abort`` mean that the model stopped."""
     known = {"length": Finish.LENGTH, "abort": Finish.ABORT}
     return known.get(reason, Finish.STOP) if reason else None
 
 
 @lru_cache(maxsize=64)
 def parse_version(version: str) -> int:
-    """Parse a weight version: ``7`` and ``v7`` are 7; an engine's first, unnamed one is 0."""
+    """Parse a weight version: ``7`` and ``v7`` are 7; one without digits is 0."""
     digits = "".join(char for char in version if char.isdigit())
     return int(digits) if digits else 0
 
@@ -272,4 +272,4 @@ def parse_spans(spans: list[ReportedSpan] | None) -> tuple[VersionSpan, ...]:
     """Parse the weight versions of a reply."""
     if not spans:
         return ()
-    return tuple(VersionSpan(parse_version(one.version), one.start, one.end) for one in spans)
+    return tuple(VersionSpan(parse_version(s.version), s.start, s.end) for s in spans)

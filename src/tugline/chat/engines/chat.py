@@ -1,8 +1,8 @@
-"""Observed and text mode: the engine renders messages, over ``/v1/chat/completions``.
+"""Formats of ``/v1/chat/completions``, on which the engine renders messages.
 
-In observed mode the prompt's ids are the engine's, passed on as it wrote them; nothing is tokenised
-again (I1). A reply without ids is an error that names the option to add (I2). Text alone can be run
-but not trained on: the ledger counts its tokens as `no_token_ids`.
+In observed mode the prompt's ids are those that the engine reports; nothing is tokenized again
+(I1). A reply without ids is an error that names the option to add (I2). Sessions in text mode can
+run but not be trained on: the ledger counts their tokens as `no_token_ids`.
 """
 
 from abc import abstractmethod
@@ -59,7 +59,7 @@ class _Metadata(msgspec.Struct):
 
 
 class ChatReply(base.EngineReply):
-    """A reply, or one event of it; of every engine's own fields those that matter."""
+    """A reply or one of its events, with the relevant fields of all engines."""
 
     choices: list[_ChatChoice] = msgspec.field(default_factory=list)
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
@@ -70,7 +70,7 @@ class ChatReply(base.EngineReply):
 
 # --------------------------------------------------------------------------- readers
 class ChatReader(base.Reader[ChatReply]):
-    """Reads text and tool calls; a subclass says where tokens are."""
+    """Base reader of text and tool calls; subclasses read tokens."""
 
     decoder = msgspec.json.Decoder(ChatReply)
 
@@ -78,11 +78,11 @@ class ChatReader(base.Reader[ChatReply]):
     def add_tokens(self, reply: ChatReply, delta: base.Delta, *, spoke: bool) -> None:
         """Add tokens; `spoke` is whether the event had text, reasoning or calls.
 
-        Raises `EngineError` where ids are missing.
+        Raises `EngineError` if ids are missing.
         """
 
     def add(self, reply: ChatReply) -> None:
-        """Extend the last delta, or begin one where text and calls take turns."""
+        """Extend the last delta, or start one to keep the order of reasoning, text and calls."""
         spoke = False
         for choice in reply.choices[:1]:
             message = choice.delta or choice.message or _NO_MESSAGE
@@ -93,7 +93,7 @@ class ChatReader(base.Reader[ChatReply]):
                 self.deltas.append(last)
             last.reasoning += reasoning or ""
             last.text += message.content or ""
-            last.calls += [_read_call(place, call) for place, call in enumerate(calls or ())]
+            last.calls += [_read_call(index, call) for index, call in enumerate(calls or ())]
             last.finish = base.parse_finish(choice.finish_reason) or last.finish
             for stop in (choice.stop_reason, choice.matched_stop):
                 last.stop = stop if isinstance(stop, str) else last.stop
@@ -102,14 +102,14 @@ class ChatReader(base.Reader[ChatReply]):
 
 
 class ObservedReader(ChatReader):
-    """Ids and logprobs come with each event."""
+    """Reader of replies with ids and logprobs in each event."""
 
     def decode(self, payload: bytes) -> ChatReply:
-        """Decode a reply, but for the prompt's ids: they are most of one that is whole."""
-        found = payload.find(_PROMPT_IDS)
-        start = found + len(_PROMPT_IDS) - 1
+        """Decode a reply, except the prompt's ids, which are most of a whole reply."""
+        key = payload.find(_PROMPT_IDS)
+        start = key + len(_PROMPT_IDS) - 1
         end = payload.find(b"]", start) + 1
-        if found < 0 or not end:
+        if key < 0 or not end:
             return super().decode(payload)
         view = memoryview(payload)
         reply = super().decode(b"".join((view[:start], b"null", view[end:])))
@@ -117,7 +117,7 @@ class ObservedReader(ChatReader):
         return reply
 
     def add_tokens(self, reply: ChatReply, delta: base.Delta, *, spoke: bool) -> None:
-        """Text without any token is of no use."""
+        """See `ChatReader.add_tokens`; text without any id is an error."""
         for choice in reply.choices[:1]:
             ids = choice.token_ids or []
             self.count += len(ids)
@@ -130,10 +130,10 @@ class ObservedReader(ChatReader):
 
 
 class TextReader(ChatReader):
-    """No ids at all: tokens are only counted."""
+    """Reader of replies without ids, which counts tokens."""
 
     def add_tokens(self, reply: ChatReply, delta: base.Delta, *, spoke: bool) -> None:
-        """Count an event with text as one token until the server reports the true number."""
+        """Count an event with text as one token until the server reports the actual number."""
         delta.unreported_tokens += spoke
         self.count += spoke
         if reply.usage is not None and reply.usage.completion_tokens:
@@ -144,34 +144,34 @@ class TextReader(ChatReader):
 
 _NO_MESSAGE = _ChatMessage()
 _PROMPT_IDS = b'"prompt_token_ids":['
-"""In a string its quotes would be escaped."""
+"""Key of the prompt's ids; inside a string its quotes would be escaped."""
 
 
-def _read_call(place: int, call: _ChatToolCall) -> base.CallDelta:
+def _read_call(position: int, call: _ChatToolCall) -> base.CallDelta:
     function = call.function or _ChatFunction()
-    index = place if call.index is None else call.index
+    index = position if call.index is None else call.index
     return base.CallDelta(index, function.name or "", function.arguments or "")
 
 
 def read_array(value: msgspec.Raw) -> bytes | None:
-    """A JSON array as it was written; None for nothing and for null."""
+    """Return a JSON array unparsed; None if absent or null."""
     data = bytes(value)
     return data if data.startswith(b"[") else None
 
 
 # --------------------------------------------------------------------------- formats
 class ChatFormat(base.EngineFormat):
-    """Observed mode in vLLM's shape: ids and logprobs come with the text, event by event."""
+    """Base format of observed mode, as in vLLM: each event has ids and logprobs with its text."""
 
     mode = Mode.OBSERVED
     features = frozenset({base.Feature.STRUCTURED, base.Feature.IMAGES, base.Feature.TOOL_CHOICE})
     default_meaning = LogprobMeaning.RAW
     reasoning_field: str | None = "reasoning"
-    """Field for the reasoning of past messages; None leaves it out."""
+    """Field for the reasoning of past messages; None omits it."""
     reader: type[base.Reader[Any]] = ObservedReader
 
     def build_request(self, ask: base.EngineRequest) -> base.Post:
-        """Build the conversation and the fields of the server's own."""
+        """See `EngineFormat.build_request`."""
         request, sampling = ask.request, ask.sampling
         body: dict[str, Any] = {
             "model": ask.model,
@@ -193,7 +193,7 @@ class ChatFormat(base.EngineFormat):
         return base.Post("/v1/chat/completions", [msgspec.json.encode(fields)])
 
     def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
-        """Build the fields that not every server knows."""
+        """Build the server-specific fields."""
         constraint = ask.request.constraint
         return base.NEUTRAL | {
             "logprobs": True,
@@ -205,9 +205,9 @@ class ChatFormat(base.EngineFormat):
 
 
 class VllmChat(ChatFormat):
-    """Observed mode; forced tool calls and structured output need the server's parsers.
+    """Observed mode of vLLM; forced tool calls and structured output need the server's parsers.
 
-    Aborts work where the server has its development routes.
+    Aborts need the server's development routes.
     """
 
     name = "vllm"
@@ -215,17 +215,17 @@ class VllmChat(ChatFormat):
         "start it with --enable-auto-tool-choice --tool-call-parser NAME (and --reasoning-parser)"
     )
     missing_ids = (
-        "vllm sent text without token ids; it must know `return_token_ids` (from 0.10.2 on)"
+        "vllm sent text without token ids; it must support `return_token_ids` (0.10.2 or later)"
     )
     abort_path = "/abort_requests"
     abort_id = "chatcmpl-{}"
 
 
 class ObservedChat(ChatFormat):
-    """A server that knows `return_token_ids` but is none of those known by name."""
+    """Observed mode of another server that supports `return_token_ids`."""
 
     name = "openai"
-    advice = "use an engine that knows `return_token_ids`"
+    advice = "use an engine that supports `return_token_ids`"
     missing_ids = (
         "the engine sent text without token ids; run it with format `text`, or find its option "
         "for `return_token_ids`"
@@ -233,7 +233,7 @@ class ObservedChat(ChatFormat):
 
 
 class TextChat(ChatFormat):
-    """Text mode: any server that speaks OpenAI's chat; only OpenAI's own fields are sent."""
+    """Text mode of any server with OpenAI's chat route; only OpenAI's own fields are sent."""
 
     name = "openai"
     mode = Mode.TEXT
@@ -242,14 +242,14 @@ class TextChat(ChatFormat):
     reasoning_field = None
 
     def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
-        """Ask for structured output."""
+        """See `ChatFormat.build_fields`; the only field is structured output."""
         return {"response_format": build_response_format(ask.request.constraint)}
 
 
 def _build_tools(
     tools: Sequence[Tool], choice: model_call.ToolChoice, *, parallel: bool
 ) -> dict[str, Any]:
-    """Build the tools that may be called, and whether one must be."""
+    """Build the fields of allowed tools and of the tool choice."""
     if choice.names:
         tools = [tool for tool in tools if tool.name in choice.names]
     if not tools:
@@ -267,7 +267,7 @@ def _build_tools(
 
 
 def build_response_format(constraint: model_call.Constraint | None) -> dict[str, Any] | None:
-    """Structured output as in the OpenAI API."""
+    """Build the OpenAI API's field of structured output."""
     if constraint is None:
         return None
     if constraint.kind is model_call.ConstraintKind.JSON_OBJECT:
@@ -279,9 +279,9 @@ def build_response_format(constraint: model_call.Constraint | None) -> dict[str,
 
 # --------------------------------------------------------------------------- tool calls
 class ToolCallAssembler:
-    """Joins the parts of tool calls that an observing engine streams.
+    """Assembler of tool calls that an engine streams in parts, in observed and text mode.
 
-    A call is passed on when it is complete: when the next one begins, or at the end.
+    A call is emitted when it is complete: when the next one begins, or at the end.
     """
 
     def __init__(self, id_prefix: str) -> None:
@@ -290,7 +290,7 @@ class ToolCallAssembler:
         self._open: base.CallDelta | None = None
 
     def feed(self, delta: base.Delta) -> list[model_call.Piece]:
-        """The pieces that this part of the reply completes."""
+        """Add a part of the reply; return the pieces that it completes."""
         pieces: list[model_call.Piece] = []
         if delta.reasoning:
             pieces.append(model_call.ReasoningDelta(delta.reasoning))
@@ -301,7 +301,7 @@ class ToolCallAssembler:
         return pieces
 
     def finish(self) -> list[model_call.Piece]:
-        """The call that is still open."""
+        """Return the last call, if one is open."""
         if self._open is None:
             return []
         done, self._open = self._open, None

@@ -1,11 +1,11 @@
-"""Exact mode: token ids in, token ids out.
+"""Formats of exact mode: token ids in, token ids out.
 
-`TokenFormat` and `TokenReader` serve every engine that takes ids; a subclass names the route, the
-fields of its body, and where its reply has the ids, the log probability of each, and the weight
-versions. Here are ``/inference/v1/generate``, which the embedded engine and vLLM (with
+`TokenFormat` and `TokenReader` are the bases for engines that take ids; a subclass defines the
+route, the fields of its body, and the fields of ids, log probabilities and weight versions in its
+reply. This module has ``/inference/v1/generate``, which the embedded engine and vLLM (with
 ``--enable-scale-out``) share, and vLLM's ``/v1/completions``, whose weight versions are those
-announced to the gateway. vLLM's log probabilities are the model's own, before temperature, unless
-it was started with ``--logprobs-mode processed_logprobs``.
+announced to the gateway. vLLM's log probabilities are those before temperature, unless it was
+started with ``--logprobs-mode processed_logprobs``.
 """
 
 from abc import abstractmethod
@@ -20,7 +20,7 @@ from tugline.types import Finish, LogprobMeaning, Mode, VersionSpan
 
 
 class TokenFormat(base.EngineFormat):
-    """A route that takes the prompt's ids."""
+    """Base of formats that send the prompt's ids."""
 
     mode = Mode.EXACT
     features = frozenset({base.Feature.STRUCTURED, base.Feature.BAN})
@@ -32,7 +32,7 @@ class TokenFormat(base.EngineFormat):
         """Build the body without its prompt."""
 
     def build_request(self, ask: base.EngineRequest) -> base.Post:
-        """Join the prompt's ready-made digits with the settings."""
+        """Join the prompt's encoded digits with the other fields."""
         if ask.prompt is None:
             raise EngineError(f"{self.name} takes token ids; the prompt was not rendered")
         fields = msgspec.json.encode(self.build_fields(ask))
@@ -41,7 +41,7 @@ class TokenFormat(base.EngineFormat):
 
 
 class TokenReader(base.Reader[base.R]):
-    """Reads token-out replies."""
+    """Base reader of replies with token ids."""
 
     def add_tokens(
         self,
@@ -74,14 +74,14 @@ class _Logprob(msgspec.Struct, gc=False):
 
 
 class Logprobs(msgspec.Struct, gc=False):
-    """Of the sampled tokens, in the shape of OpenAI's chat or in that of its completions."""
+    """Log probabilities of sampled tokens, in the form of OpenAI's chat or completions API."""
 
     content: list[_Logprob] | None = None
     token_logprobs: list[float] = []
 
 
 class Choice(msgspec.Struct, gc=False):
-    """An answer, or what an event adds to it."""
+    """An answer, or the part of it in one event."""
 
     token_ids: list[int] | None = None
     logprobs: Logprobs | None = None
@@ -89,7 +89,7 @@ class Choice(msgspec.Struct, gc=False):
     weight_versions: list[base.ReportedSpan] | None = None
 
     def list_logprobs(self) -> list[float]:
-        """The log probability of each token."""
+        """Return the log probability of each token."""
         if self.logprobs is None:
             return []
         content = self.logprobs.content
@@ -103,7 +103,7 @@ class _Reply(base.EngineReply, gc=False):
 
 
 class ChoiceReader(TokenReader[_Reply]):
-    """Reads versions event by event (embedded), or for the whole reply at its end (vLLM)."""
+    """Reader of replies with versions in each event (embedded), or at the end (vLLM)."""
 
     decoder = msgspec.json.Decoder(_Reply)
 
@@ -112,12 +112,12 @@ class ChoiceReader(TokenReader[_Reply]):
         if not reply.choices:
             return
         choice, latest = reply.choices[0], self.deltas[-1]
-        ids, found = choice.token_ids or [], choice.logprobs and choice.logprobs.content
+        ids, items = choice.token_ids or [], choice.logprobs and choice.logprobs.content
         plain = choice.finish_reason is None and choice.weight_versions is None
-        if plain and found and len(ids) == len(found) == 1 and not (latest.finish or latest.spans):
-            # nearly every event of a stream, and all that `add_tokens` would do for it
+        if plain and items and len(ids) == len(items) == 1 and not (latest.finish or latest.spans):
+            # fast path for most events of a stream, with the same result as `add_tokens`
             latest.ids.append(ids[0])
-            latest.logprobs.append(found[0].logprob)
+            latest.logprobs.append(items[0].logprob)
             self.count += 1
             return
         logprobs = choice.list_logprobs()
@@ -137,7 +137,7 @@ class ChoiceReader(TokenReader[_Reply]):
 
 # --------------------------------------------------------------------------- formats
 class Generate(TokenFormat):
-    """The route ``/inference/v1/generate``; replies say their weight versions."""
+    """Route ``/inference/v1/generate``; replies report their weight versions."""
 
     path = "/inference/v1/generate"
     prompt_field = b"token_ids"
@@ -155,16 +155,16 @@ class Generate(TokenFormat):
 
 
 class Embedded(Generate):
-    """The embedded engine; its logprobs are of the distribution really sampled from."""
+    """Format of the embedded engine; logprobs are of the distribution sampled from."""
 
     name = "embedded"
     features = frozenset()
-    advice = "this is no engine of ours"
+    advice = "this is not Tugline's embedded engine"
     abort_path = "/abort_requests"
 
 
 class VllmGenerate(Generate):
-    """Exact mode with weight versions; the server needs ``--enable-scale-out``."""
+    """Exact mode of vLLM with weight versions; the server needs ``--enable-scale-out``."""
 
     name = "vllm"
     advice = "start vLLM with --enable-scale-out"
@@ -174,9 +174,9 @@ class VllmGenerate(Generate):
 
 
 class VllmCompletions(TokenFormat):
-    """Exact mode without ``--enable-scale-out``; replies do not say their weight versions.
+    """Exact mode of vLLM without ``--enable-scale-out``; replies have no weight versions.
 
-    Aborts work where the server has its development routes.
+    Aborts need the server's development routes.
     """
 
     name = "vllm"
@@ -184,7 +184,7 @@ class VllmCompletions(TokenFormat):
     path = "/v1/completions"
     prompt_field = b"prompt"
     reader = ChoiceReader
-    missing_ids = "vllm sent no token ids; it must know `return_token_ids` (from 0.10.2 on)"
+    missing_ids = "vllm sent no token ids; it must support `return_token_ids` (0.10.2 or later)"
     abort_path = "/abort_requests"
     abort_id = "cmpl-{}-0"
     default_meaning = LogprobMeaning.RAW
@@ -202,7 +202,7 @@ class VllmCompletions(TokenFormat):
 
 # --------------------------------------------------------------------------- settings
 def build_sampling(ask: base.EngineRequest) -> dict[str, Any]:
-    """Build the sampling settings as vLLM names them."""
+    """Build vLLM's sampling parameters."""
     sampling, constraint = ask.sampling, ask.request.constraint
     params: dict[str, Any] = base.NEUTRAL | {
         "max_tokens": sampling.max_tokens,
@@ -219,7 +219,7 @@ def build_sampling(ask: base.EngineRequest) -> dict[str, Any]:
 
 
 def build_bans(banned: tuple[int, ...]) -> dict[str, float] | None:
-    """Build a bias under which the ids are never sampled; None for no ids."""
+    """Build a logit bias that excludes the ids; None for no ids."""
     return {str(token): -100.0 for token in banned} or None
 
 

@@ -1,10 +1,10 @@
-"""SGLang: ids over its native ``/generate``, or its chat route with the ids that it used.
+"""Formats of SGLang: its native ``/generate``, and its chat route, which reports ids.
 
-Streams repeat everything from the start unless the server runs with
-``--incremental-streaming-output``; the reader takes what is new of either. Log probabilities are
-those after temperature, unless the server runs with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1``. The chat
-route reports its ids once, at the end; until then tokens are only counted, and a call that breaks
-off earlier has counts only (I2).
+Events of a stream repeat the whole answer unless the server runs with
+``--incremental-streaming-output``; the reader accepts both forms. Log probabilities are those after
+temperature, unless the server runs with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1``. The chat route
+reports ids once, at the end; until then tokens are only counted, and an interrupted call has counts
+only (I2).
 """
 
 from typing import Any
@@ -18,13 +18,13 @@ from tugline.types import Finish, LogprobMeaning
 
 
 class _Sglang(base.EngineFormat):
-    """What both routes share."""
+    """Base of both routes."""
 
     name = "sglang"
     default_meaning = LogprobMeaning.PROCESSED
 
     def build_abort(self, request_id: str) -> base.Post | None:
-        """Ask the engine to end a request and reply with what it has."""
+        """See `EngineFormat.build_abort`."""
         return base.Post("/abort_request", [msgspec.json.encode({"rid": request_id})])
 
 
@@ -51,12 +51,12 @@ class _SglangReply(base.EngineReply):
 
 
 class _SglangReader(TokenReader[_SglangReply]):
-    """Reads cumulative and incremental replies alike, by the engine's own count of tokens."""
+    """Reader of cumulative and incremental replies, by the engine's count of tokens."""
 
     decoder = msgspec.json.Decoder(_SglangReply)
 
     def read_events(self, payloads: list[bytes]) -> list[base.Delta]:
-        """Of cumulative events only the last is read."""
+        """See `Reader.read_events`; only the last of cumulative events is read."""
         replies = [self.decode(payloads[-1])]
         meta = replies[0].meta_info
         if len(meta.output_token_logprobs) < meta.completion_tokens:
@@ -64,7 +64,7 @@ class _SglangReader(TokenReader[_SglangReply]):
         return self.add_all(replies)
 
     def add(self, reply: _SglangReply) -> None:
-        """Add the tokens that are new."""
+        """Add the new tokens of a reply."""
         meta = reply.meta_info
         new = meta.completion_tokens - self.count
         reason = meta.finish_reason
@@ -73,7 +73,7 @@ class _SglangReader(TokenReader[_SglangReply]):
             return
         pairs = meta.output_token_logprobs
         if new > len(pairs):
-            msg = f"sglang reported {len(pairs)} of {new} tokens; it must know `return_logprob`"
+            msg = f"sglang reported {len(pairs)} of {new} tokens; it must support `return_logprob`"
             raise EngineError(msg)
         pairs = pairs[len(pairs) - new :] if new > 0 else []
         ids, logprobs = [pair.id for pair in pairs], [pair.logprob for pair in pairs]
@@ -83,7 +83,7 @@ class _SglangReader(TokenReader[_SglangReply]):
 
 
 class SglangGenerate(_Sglang, TokenFormat):
-    """Exact mode; each reply says its weight versions."""
+    """Exact mode of SGLang; replies report their weight versions."""
 
     advice = "upgrade SGLang"
     path = "/generate"
@@ -118,7 +118,7 @@ def _build_sampling(ask: base.EngineRequest) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------- messages in
 class _ChatReader(chat.ChatReader):
-    """Passes on text as it comes; ids, logprobs and the end when the ids are reported."""
+    """Reader that emits text as it comes, and ids, logprobs and the end when ids are reported."""
 
     def __init__(self, missing_ids: str) -> None:
         super().__init__(missing_ids)
@@ -127,7 +127,7 @@ class _ChatReader(chat.ChatReader):
         self._has_ids = False
 
     def add_tokens(self, reply: chat.ChatReply, delta: base.Delta, *, spoke: bool) -> None:
-        """Count tokens until their ids come; then take the count back."""
+        """Count tokens until their ids come; then subtract the count."""
         for choice in reply.choices[:1]:
             new = choice.list_logprobs()
             self._logprobs += new
@@ -146,21 +146,21 @@ class _ChatReader(chat.ChatReader):
                 delta.unreported_tokens += len(ids) - len(self._logprobs)
             delta.finish = self._finish or Finish.STOP
         elif reply.usage is not None and not self._has_ids:
-            if self._finish is not Finish.ABORT:  # which has no ids, by SGLang's own design
+            if self._finish is not Finish.ABORT:  # SGLang reports no ids of aborted requests
                 raise EngineError(self.missing_ids)
             delta.finish = Finish.ABORT
 
 
 class SglangChat(_Sglang, chat.ChatFormat):
-    """Observed mode."""
+    """Observed mode of SGLang."""
 
     reader = _ChatReader
     advice = "start it with --tool-call-parser and --reasoning-parser"
-    missing_ids = "sglang sent no ids beside its text; it must know `return_output_ids_in_sglext`"
+    missing_ids = "sglang sent text without ids; it must support `return_output_ids_in_sglext`"
     reasoning_field = "reasoning_content"
 
     def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
-        """Ask for ids. Raises `Unsupported` by name for what the route would ignore."""
+        """See `ChatFormat.build_fields`. Raises `Unsupported` for a field that SGLang ignores."""
         if ask.request.tools and not ask.request.parallel:
             msg = "sglang's chat route cannot hold an answer to one tool call; exact mode can"
             raise Unsupported(msg, param="parallel_tool_calls")
@@ -169,7 +169,7 @@ class SglangChat(_Sglang, chat.ChatFormat):
             "return_input_ids_in_sglext": True,
             "return_output_ids_in_sglext": True,
             "rid": ask.request_id,
-            "skip_special_tokens": False,  # else reasoning whose marks are special never ends
+            "skip_special_tokens": False,  # else a special token that ends reasoning is lost
             "top_k": ask.sampling.top_k or -1,
             "response_format": chat.build_response_format(ask.request.constraint),
         }

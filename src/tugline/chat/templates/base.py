@@ -1,9 +1,9 @@
-"""How each chat template marks answers and writes tool calls.
+"""Special tokens and tool call syntax of each chat template.
 
-Every template of the `renderers` library is listed by the name of its typed configuration. A
+Templates of the `renderers` library are listed by the name of their typed configuration. A
 `Template` names the special tokens around reasoning and tool calls, so that an answer can be parsed
-while it is sampled, and the text that opens a tool call, so that one can be forced. Tool calls are
-JSON objects, or DeepSeek V4's DSML.
+while it is sampled, and the text that opens a tool call, so that a call can be forced. Tool calls
+are JSON objects, or DeepSeek V4's DSML.
 """
 
 # ruff: noqa: RUF001  # the marks as the model writes them
@@ -30,7 +30,7 @@ RETENTIONS = ("all", "tool_cycle", "template")
 
 
 def create(tokenizer: Tokenizer, renderer: str, retention: str) -> Any:
-    """The library's renderer. Raises `ConfigError`."""
+    """Create the library's renderer. Raises `ConfigError`."""
     for field, name, known in (
         ("renderer", renderer, sorted(CONFIGS)),
         ("thinking_retention", retention, RETENTIONS),
@@ -47,7 +47,7 @@ def create(tokenizer: Tokenizer, renderer: str, retention: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Ids around messages whose headers say what they hold (harmony)."""
+    """Ids around the headers and bodies of messages in channels (harmony)."""
 
     start: int
     message: int
@@ -57,21 +57,22 @@ class Channels:
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """Ids that open and close the parts of an answer; -1 where the vocabulary has none."""
+    """Ids that open and close the parts of an answer; -1 if the vocabulary has none."""
 
     think: int
     think_end: int
     call: int
-    """Sampled before any tool call; banning it bans them all."""
+    """Id sampled before any tool call; banning it bans all calls."""
     call_end: int
-    """Closes one tool call."""
+    """Id that closes one tool call."""
     block: int
-    """Opens one tool call; the same as `call` where calls stand in no section."""
+    """Id that opens one tool call; equal to `call` if calls are not in a section."""
     section: int
+    """Id that opens a section of calls."""
     section_end: int
-    """Open and close a section of calls."""
+    """Id that closes a section of calls."""
     guarded: int = -1
-    """From here on only the whole answer can be parsed."""
+    """Id after which the rest can only be parsed as a whole."""
     channels: Channels | None = None
 
     @property
@@ -81,12 +82,12 @@ class Markers:
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Ids before a single call without which the library does not recognise it."""
+        """Ids that the library needs before a single call to recognize it."""
         return (self.call,) if self.section >= 0 and self.block != self.call else ()
 
     @property
     def ids(self) -> frozenset[int]:
-        """All of them."""
+        """All marks."""
         if self.channels is not None:
             return frozenset(astuple(self.channels))
         calls = (self.call, self.call_end, self.block, self.section, self.section_end)
@@ -95,21 +96,21 @@ class Markers:
 
 @dataclass(frozen=True, slots=True)
 class Force:
-    """Text to append to a prompt so that the answer is a tool call."""
+    """Text appended to a prompt to force a tool call."""
 
     opening: str
-    """Up to the tool's name."""
+    """Text up to the tool's name."""
     after: str | None = None
-    """From the name to its arguments; None where the name's end cannot be written."""
+    """Text from the name to the arguments; None if the name's end cannot be written."""
     closing: str = ""
-    """Before it all, where the prompt opened reasoning."""
+    """Text before `opening` if the prompt opened reasoning."""
     skipping: str = ""
-    """Before it all, where the model would open reasoning."""
+    """Text before `opening` if the model would open reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The marks and habits of one template; a mark that it lacks is empty."""
+    """Marks and conventions of one template; a missing mark is empty."""
 
     think: str = "<think>"
     think_end: str = "</think>"
@@ -118,37 +119,39 @@ class Template:
     section: str = ""
     section_end: str = ""
     call_ends_reasoning: bool = True
-    """A tool call inside reasoning that is never closed ends it."""
+    """Whether a tool call inside unclosed reasoning ends the reasoning."""
     strict_section: bool = True
-    """A call outside a section is text."""
+    """Whether a call outside a section is text."""
     reopens_reasoning: bool = False
-    """Reasoning may open anywhere, not only at the beginning."""
+    """Whether reasoning may open anywhere, not only at the start."""
     incremental: bool = True
-    """Whether its special tokens separate the parts of an answer."""
+    """Whether special tokens separate the parts of an answer."""
     hold_prefix: str = ""
-    """Unless it is a special token, an answer that begins with it is parsed as a whole."""
+    """Prefix of answers that are parsed as a whole, unless it is a special token."""
     guard_text: str = ""
+    """Text before `guard_mark`, which belongs to it."""
     guard_mark: str = ""
-    """Text, and the special token behind it, from which on the rest is parsed as a whole."""
+    """Special token after which the rest is parsed as a whole."""
     preface: str = ""
-    """Text that the template itself writes at the beginning of reasoning."""
+    """Text that the template writes at the start of reasoning."""
     channels: bool = False
+    """Whether messages have harmony headers."""
     named_results: bool = False
-    """A tool's result names the tool."""
+    """Whether a tool's result names the tool."""
     numbered_calls: bool = False
-    """Call ids are ``functions.name:number``."""
+    """Whether call ids are ``functions.name:number``."""
     gap: str = ""
-    """Text behind a sampled turn that the library's bridge leaves out."""
+    """Text after a sampled turn that the library's bridge omits."""
     result_separator: str = ""
-    """Text between the results of parallel calls, where the library's bridge takes only one."""
+    """Text between results of parallel calls, for a bridge that accepts only one result."""
     late_system: bool = True
-    """Whether a system message may stand anywhere."""
+    """Whether a system message may occur anywhere."""
     json_calls: bool = False
-    """A call is one JSON object with ``name`` and ``arguments``."""
+    """Whether a call is a JSON object with ``name`` and ``arguments``."""
     force: Force | None = None
 
     def markers(self, tokenizer: Tokenizer) -> Markers:
-        """Look up the marks in one vocabulary."""
+        """Look up the marks in a vocabulary."""
 
         def find_id(text: str) -> int:
             token = tokenizer.convert_tokens_to_ids(text) if text else None
@@ -186,7 +189,7 @@ _UNLISTED = Template(think="", think_end="", call="", call_end="", incremental=F
 
 
 def template(name: str) -> Template:
-    """The marks of the template `name`; an unlisted one is parsed when the answer is over."""
+    """Return the template `name`; answers of an unlisted one are parsed at their end."""
     return _TEMPLATES.get(name, _UNLISTED)
 
 
@@ -211,39 +214,39 @@ def parse_json_call(text: str) -> tuple[str, str] | None:
 
 
 def encode_arguments(arguments: Any) -> str:
-    """Encode arguments as JSON text; text stays as it is."""
+    """Encode arguments as JSON text; return a string unchanged."""
     if isinstance(arguments, str):
         return arguments
     try:
         return msgspec.json.encode(arguments).decode()
-    except ValueError:  # surrogates
+    except ValueError:  # raised for lone surrogates
         return json.dumps(arguments)
 
 
 # --------------------------------------------------------------------------- DSML
 DSML_CALL = re.compile(r'<｜DSML｜invoke name="[^"]*">\n.*?</｜DSML｜invoke>', re.DOTALL)
 DSML_SECTION = re.compile(r"</?｜DSML｜(?:tool_calls|toolcalls|tool)>")
-"""Opens or closes a section of calls."""
+"""Pattern of a tag that opens or closes a section of calls."""
 
 
 # --------------------------------------------------------------------------- text around messages
 _PROBES = ("", "x", " x ", "\n\nx\n\n", "1.", '{"a": 2}', "<|x|>", "é界🙂")
 _SHAPES = 256
-"""Shapes that are kept; a conversation has few."""
+"""Maximum number of cached shapes; a conversation has few."""
 
 
 class TailTexts:
-    """What a template writes around the messages of a tail, as its own renderer shows it.
+    """Cache of the texts that a template writes around the messages of a tail.
 
-    Tails of one shape differ in their contents alone, so the ids of each are those of one text. A
-    shape is used only if that holds for contents that begin and end in every way that matters, and
-    none is if a content could make one added token out of its end and of what follows it.
+    Tails of one shape differ only in contents, so their ids are the encoding of joined texts. A
+    shape is used only if that holds for contents with all kinds of first and last characters. No
+    shape is used if the end of a content and the following text could form an added token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._known: dict[Hashable, tuple[list[str], Callable[[str], str]]] = {}
-        """The texts, none for a shape without, and what becomes of contents."""
+        """Texts by shape, empty if it cannot be used, and the function applied to contents."""
         added = tokenizer.added_tokens
         starts = {token[:size] for token in added for size in range(1, len(token) + 1)}
         self._usable = not any(
@@ -251,14 +254,14 @@ class TailTexts:
         )
 
     def encode(self, shape: Hashable, contents: Sequence[str]) -> list[int] | None:
-        """The ids of a tail; None if its shape is not known, or cannot be used."""
+        """Return the ids of a tail; None if its shape is unknown or cannot be used."""
         texts, change = self._known.get(shape, ([], str))
         return self._join(texts, map(change, contents)) if texts else None
 
     def learn(
         self, shape: Hashable, count: int, render: Callable[[Sequence[str]], list[int] | None]
     ) -> None:
-        """Look at how tails of `count` messages come out of `render`, once for each shape."""
+        """Learn the texts around tails of `count` messages from `render`, once per shape."""
         if shape in self._known or not self._usable:
             return
         if len(self._known) >= _SHAPES:
@@ -276,8 +279,8 @@ class TailTexts:
         text = self._tokenizer.decode(ids or [])
         texts = []
         for content in contents:
-            before, found, text = text.partition(content)
-            if not found:
+            before, separator, text = text.partition(content)
+            if not separator:
                 return []
             texts.append(before)
         return [*texts, text]

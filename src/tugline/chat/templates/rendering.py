@@ -1,8 +1,9 @@
-"""Messages to token ids and back, for one model: a thin, typed face on the `renderers` library.
+"""Render messages to token ids and parse them back, for one model, with the `renderers` library.
 
-`render` renders a whole conversation. `render_extension` gives only the ids that follow those that
-are already there, from the end of the prompt and the sampled ids; it returns None when the template
-cannot continue them without changing them (I1). Only `render` costs more than what is new (I7).
+`render` renders a whole conversation. `render_extension` returns only the ids that follow existing
+ones, given the end of the prompt and the sampled ids; it returns None if the template cannot
+continue them without changing them (I1). Except for `render`, the cost is proportional to the new
+part (I7).
 """
 
 import hashlib
@@ -42,16 +43,16 @@ from tugline.types import Ids, Mask, Message, Role, Tool
 
 _CACHED = 64
 _CONTEXT = 24
-"""Ids around a mark that a template may look at."""
+"""Number of ids around a mark that a template may inspect."""
 _OWN_CALL_ID = re.compile(r"call_.*_(\d+)")
 _LIBRARY_ERRORS = (ValueError, TypeError, RecursionError)
-"""Raised by the library for messages it cannot place, and by JSON for a monstrous number."""
+"""Raised by the library for messages it cannot render, and by JSON for a huge number."""
 _WELL_FORMED = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.INVALID_JSON})
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A parsed answer; a malformed tool call stays in `content` as it was written."""
+    """A parsed answer; a malformed tool call stays in `content` as written."""
 
     content: str
     reasoning: str | None
@@ -60,7 +61,7 @@ class Parsed:
 
 
 class Rendering:
-    """One model's template, bound to its tokenizer."""
+    """A model's template, bound to its tokenizer."""
 
     def __init__(
         self, tokenizer: Tokenizer, renderer: str, *, thinking_retention: str = "all"
@@ -73,7 +74,7 @@ class Rendering:
         self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
         self.markers: Markers = self.template.markers(tokenizer)
         self.marks = self.markers.ids.union(self.stop_ids) - {-1}
-        """Ids that are no text."""
+        """Ids of marks, which are not text."""
         self._is_mark = np.zeros(max(self.marks, default=0) + 2, np.bool_)
         self._is_mark[list(self.marks)] = True
         self._tools: tuple[Sequence[Tool], list[JsonObject] | None] = ((), None)
@@ -85,7 +86,7 @@ class Rendering:
     def for_model(
         cls, tokenizer: Tokenizer, model_name: str, *, thinking_retention: str = "all"
     ) -> Self | None:
-        """The rendering of a published model, by its exact name; None if it is not known."""
+        """Create the rendering of a published model by its exact name; None if unknown."""
         renderer = MODEL_RENDERER_MAP.get(model_name)
         if renderer is None:
             return None
@@ -93,14 +94,14 @@ class Rendering:
 
     @property
     def incremental(self) -> bool:
-        """Whether an answer can be parsed while it is sampled; else it is parsed at its end."""
+        """Whether answers can be parsed while they are sampled, not only at their end."""
         return self.tokenizer.token_bytes is not None and self.template.incremental
 
     # ----------------------------------------------------------------------- messages to ids
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
-        """Ids of the whole conversation, ready for the model's next turn.
+        """Render a whole conversation to ids, ready for the model's next turn.
 
-        Raises `Unsupported` naming the field where the template has no place for its content.
+        Raises `Unsupported`, naming the field, if the template cannot render its content.
         """
         data = msgspec.json.encode((list(tools), list(messages)))
         key = hashlib.blake2b(data, digest_size=16).digest()
@@ -115,7 +116,7 @@ class Rendering:
     def render_answers(
         self, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[Ids, Mask]:
-        """Ids of a finished conversation and which of them its model says, both ``(n,)``.
+        """Render a finished conversation to ids, and a mask of the model's own, both ``(n,)``.
 
         Raises `Unsupported` as `render` does.
         """
@@ -135,37 +136,37 @@ class Rendering:
     def render_extension(
         self, end: Ids, sampled: Ids, tail: Sequence[Message], tools: Sequence[Tool]
     ) -> Ids | None:
-        """The ids of a new `tail`, behind a prompt that ends in `end` and its answer `sampled`.
+        """Render `tail` after a prompt ending in `end` and its answer `sampled`.
 
-        None if the template would change the ids that are there.
+        Returns None if the template would change existing ids.
         """
         shape = self._find_shape(end[-END:], sampled, tail)
-        known = self._tails.encode(shape, [one.content for one in tail]) if shape else None
+        known = self._tails.encode(shape, [m.content for m in tail]) if shape else None
         if known is not None:
             return np.asarray(known, np.int32)
         ids = self._bridge(end, sampled, tail, tools)
         if shape and ids is not None:
 
             def render(contents: Sequence[str]) -> list[int] | None:
-                other = [Message(one.role, text) for one, text in zip(tail, contents, strict=True)]
-                made = self._bridge(end, sampled, other, tools)
-                return None if made is None else made.tolist()
+                other = [Message(m.role, text) for m, text in zip(tail, contents, strict=True)]
+                rendered = self._bridge(end, sampled, other, tools)
+                return None if rendered is None else rendered.tolist()
 
             self._tails.learn(shape, len(tail), render)
         return ids
 
     def _find_shape(self, end: Ids, sampled: Ids, tail: Sequence[Message]) -> Hashable:
-        """All but the contents of `tail` that its ids depend on; None where that is not known.
+        """Return all that the ids of `tail` depend on, except its contents; None if unknown.
 
-        A bridge looks at the marks, at what stands before the last, and at nothing of the results
-        but their text, unless it numbers or names them. An open answer is left to it.
+        A bridge reads the marks, the id before the last, and only the text of tool results, unless
+        it numbers or names them. Unfinished answers have no shape.
         """
-        template, roles = self.template, [one.role for one in tail]
+        template, roles = self.template, [message.role for message in tail]
         numbered = template.named_results or template.numbered_calls or template.result_separator
         usable = {Role.TOOL} if self.thinking_retention != "all" else {Role.TOOL, Role.USER}
         if numbered or not self.markers.reasons or not usable.issuperset(roles):
             return None
-        if not len(sampled) or sampled[-1] not in self.stop_ids or any(one.images for one in tail):
+        if not len(sampled) or sampled[-1] not in self.stop_ids or any(m.images for m in tail):
             return None
         marks = [ids[self._find_marks(ids)].tobytes() for ids in (end, sampled)]
         return (*marks, sampled[-2:].tobytes(), *roles)
@@ -180,7 +181,7 @@ class Rendering:
             bridged = self._renderer.bridge_to_next_turn(
                 before, answer, messages, tools=self._serialize_tools(tools)
             )
-        except _LIBRARY_ERRORS:  # a full render says what is wrong with the messages
+        except _LIBRARY_ERRORS:  # a full render reports the error in the messages
             return None
         if bridged is None:
             return None
@@ -194,10 +195,10 @@ class Rendering:
         return np.asarray(new, np.int32)
 
     def force_tool_call(self, choice: ToolChoice) -> Ids | None:
-        """Ids that, appended to the prompt, make the model call a tool; None if that is unknown.
+        """Return ids to append to the prompt to force a tool call; None if unknown.
 
-        They close the reasoning first, and go as far as the name (`ChoiceMode.REQUIRED`) or as the
-        arguments (`ChoiceMode.NAMED`). Of several allowed names none can be forced.
+        They close reasoning first, and end before the tool's name (`ChoiceMode.REQUIRED`) or before
+        the arguments (`ChoiceMode.NAMED`). A choice among several names cannot be forced.
         """
         force = self.template.force
         if force is None or choice.mode not in (ChoiceMode.REQUIRED, ChoiceMode.NAMED):
@@ -217,14 +218,14 @@ class Rendering:
 
     # ----------------------------------------------------------------------- ids to messages
     def _find_marks(self, ids: Ids) -> Mask:
-        """Which of `ids` are `marks`."""
+        """Return a mask of the `ids` that are `marks`."""
         mask: Mask = self._is_mark.take(ids, mode="clip")
         return mask
 
     def parse(
         self, sampled: Sequence[int], end: Ids | None = None, tools: Sequence[Tool] = ()
     ) -> Parsed:
-        """Parse a whole answer with the library; what it cannot parse stays text."""
+        """Parse a whole answer with the library; unparsable parts stay text."""
         ids = list(sampled)
         parsed = self._parse(ids, None if end is None else end[-END:].tolist(), tools)
         if parsed is None:
@@ -242,7 +243,7 @@ class Rendering:
     def parse_calls(
         self, block: list[int], tools: Sequence[Tool] = ()
     ) -> tuple[tuple[str, str], ...]:
-        """Name and JSON arguments of the calls in one closed block; none if it is malformed."""
+        """Parse a closed block to names and JSON arguments of calls; empty if malformed."""
         if self.template.json_calls:
             call = parse_json_call(self.tokenizer.decode_bytes(block[1:-1]))
             if call is not None:
@@ -255,14 +256,14 @@ class Rendering:
     def starts_in_reasoning(self, end: Ids) -> bool:
         """Whether an answer to a prompt that ends in `end` begins inside reasoning."""
         ids: list[int] = end[-END:].tolist()
-        place = len(ids)
+        at = len(ids)
         for token in reversed(ids):
             if token == self.markers.think_end:
                 return False
             if token in (self.markers.think, *self.stop_ids):
                 break
-            place -= 1
-        opening = tuple(ids[max(place - 1, 0) :])
+            at -= 1
+        opening = tuple(ids[max(at - 1, 0) :])
         known = self._openings.get(opening)
         if known is None:
             parsed = self._renderer.parse_response(self.tokenizer.encode("x"), prompt_ids=ids)
@@ -274,7 +275,7 @@ class Rendering:
     def _parse(
         self, ids: list[int], prompt: list[int] | None = None, tools: Sequence[Tool] = ()
     ) -> Any:
-        """Parse with the library; None where it fails, whatever was sampled."""
+        """Parse with the library; None if that fails."""
         try:
             return self._renderer.parse_response(
                 ids, tools=self._serialize_tools(tools), prompt_ids=prompt
@@ -294,11 +295,11 @@ class Rendering:
             msg = f"the template of {self.name} cannot render these messages: {error}"
             raise Unsupported(msg, param="messages") from error
         rendered = np.asarray(ids, np.int32)
-        rendered.flags.writeable = False  # it is shared by all callers
+        rendered.flags.writeable = False  # shared by all callers
         return rendered
 
     def _serialize(self, messages: Sequence[Message]) -> list[JsonObject]:
-        """A whole conversation, with tool results linked to their calls."""
+        """Serialize a whole conversation, with tool results linked to their calls."""
         calls: dict[str, tuple[str, str]] = {}
         number = count()
         serialized: list[JsonObject] = []
@@ -319,39 +320,39 @@ class Rendering:
     def _serialize_tail(
         self, end: list[int], sampled: Ids, tail: Sequence[Message]
     ) -> list[JsonObject]:
-        """The messages behind an answer, with tool results linked to the calls in it."""
+        """Serialize the messages after an answer, with tool results linked to its calls."""
         template = self.template
-        messages = [_serialize_message(one) for one in self._place_system(tail, leading=False)]
-        results = [one for one in messages if one["role"] == "tool"]
+        messages = [_serialize_message(m) for m in self._place_system(tail, leading=False)]
+        results = [message for message in messages if message["role"] == "tool"]
         if results and (template.named_results or template.numbered_calls):
             parsed = self._parse(sampled.tolist(), end)
-            calls = [one for one in parsed.tool_calls if _is_well_formed(one)] if parsed else []
-            places = [_call_index(one) for one in results]
-            if sorted(places) != list(range(len(calls))):
-                places = list(range(len(results)))
-            for one, place in zip(results, places, strict=True):
-                if place < len(calls):
-                    self._link_result(one, (calls[place].name, calls[place].id))
+            calls = [call for call in parsed.tool_calls if _is_well_formed(call)] if parsed else []
+            indices = [_call_index(result) for result in results]
+            if sorted(indices) != list(range(len(calls))):
+                indices = list(range(len(results)))
+            for result, index in zip(results, indices, strict=True):
+                if index < len(calls):
+                    self._link_result(result, (calls[index].name, calls[index].id))
         if template.result_separator and len(results) > 1:
             results.sort(key=_call_index)
-            joined = template.result_separator.join(one["content"] for one in results)
-            others = [one for one in messages if one["role"] != "tool"]
+            joined = template.result_separator.join(result["content"] for result in results)
+            others = [message for message in messages if message["role"] != "tool"]
             messages = [{**results[0], "content": joined}, *others]
         return messages
 
     def _abridge(self, sampled: Ids) -> list[int]:
-        """An answer as far as a bridge looks at it: its beginning, its end, and around its marks.
+        """Return the parts of an answer that a bridge reads: its start, end, and around marks.
 
-        Unchanged where reasoning is marked by text, and where the answer's calls are parsed again.
+        All of it if reasoning is marked by text, or if the answer's calls are parsed again.
         """
         ids: list[int] = sampled.tolist()
         if not self.markers.reasons or self.template.named_results:
             return ids
         result, at = ids[:_CONTEXT], _CONTEXT
-        for place in np.flatnonzero(self._find_marks(sampled)).tolist():
-            if place + _CONTEXT > at:
-                result += ids[max(at, place - _CONTEXT) : place + _CONTEXT]
-                at = place + _CONTEXT
+        for mark in np.flatnonzero(self._find_marks(sampled)).tolist():
+            if mark + _CONTEXT > at:
+                result += ids[max(at, mark - _CONTEXT) : mark + _CONTEXT]
+                at = mark + _CONTEXT
         return result + ids[max(at, len(ids) - _CONTEXT) :]
 
     def _link_result(self, result: JsonObject, call: tuple[str, str | None]) -> None:
@@ -368,7 +369,7 @@ class Rendering:
         return messages if late else place_system(messages, leading=leading)
 
     def _serialize_tools(self, tools: Sequence[Tool]) -> list[JsonObject] | None:
-        """Serialize the tools, once while they stay the same object."""
+        """Serialize the tools; cached while they are the same object."""
         known, serialized = self._tools  # large requests are rendered in threads
         if tools is not known:
             serialized = [serialize_tool(tool) for tool in tools] or None
@@ -377,20 +378,20 @@ class Rendering:
 
 
 def _serialize_message(message: Message) -> JsonObject:
-    """One message as the library takes it. Raises `Unsupported` for images."""
+    """Serialize a message for the library. Raises `Unsupported` for images."""
     if message.images:
         raise Unsupported("this model's template has no place for images", param="messages")
     return serialize_message(message, arguments=decode_arguments)
 
 
 def _call_index(result: JsonObject) -> int:
-    """Index of the call that a tool result answers, by the gateway's own ids; -1 for others."""
+    """Return the index of the call that a result answers, from a gateway's id; else -1."""
     match = _OWN_CALL_ID.fullmatch(str(result.get("tool_call_id")))
     return int(match[1]) if match else -1
 
 
 def _is_well_formed(call: Any) -> bool:
-    """Also with an argument that its schema did not expect: the harness reports that."""
+    """Whether a call is well-formed; arguments that violate its schema are left to the harness."""
     named = isinstance(call.name, str) and call.name != "" and call.name.isprintable()
     if call.status not in _WELL_FORMED or not named:
         return False

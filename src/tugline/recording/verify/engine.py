@@ -1,8 +1,8 @@
-"""Recompute the log probabilities of sampled ids with an engine, each in its exact context.
+"""Recompute log probabilities of sampled ids with an engine, each in its exact context.
 
-One request per exact chain of calls scores all its answers, so a session of T turns costs O(tokens)
-(I7). vLLM and SGLang recompute at temperature 1; captured log probabilities are compared only where
-both have the same meaning.
+One request per exact chain of calls scores all answers of the chain, so a session of T turns costs
+O(tokens) (I7). vLLM and SGLang recompute at temperature 1; captured log probabilities are compared
+only if their meaning is the same.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -22,7 +22,7 @@ from tugline.web.engine_http import EngineHttp, ModelCard
 
 T = TypeVar("T")
 _OWNERS = {"tugline": "/v1/models", "vllm": "/weight_info", "sglang": "/model_info"}
-"""Route of the weight version, by the owner that ``/v1/models`` reports; only these can score."""
+"""Route of the weight version, by the owner in ``/v1/models``; only these engines can score."""
 
 
 class _Scored(msgspec.Struct):
@@ -47,24 +47,24 @@ class _Generated(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """An engine that computes log probabilities of given ids; see `connect_scorer`."""
+    """Client of an engine that computes log probabilities of given ids; see `connect_scorer`."""
 
     engine: EngineHttp
     card: ModelCard
     version: int | None
-    """Of its weights; None if not reported."""
+    """Version of the engine's weights; None if not reported."""
     max_ids: int | None
-    """Most ids in one request; None if not reported."""
+    """Maximum ids in one request; None if not reported."""
 
     @property
     def embedded(self) -> bool:
-        """Whether it scores at any temperature."""
+        """Whether the engine is the embedded one, which scores at any temperature."""
         return self.card.owned_by == "tugline"
 
     async def score(self, ids: Ids, start: int, temperature: float = 1.0) -> Logprobs:
         """Return the logprobs of ``ids[start:]``, `start` at least 1; NaN beyond `max_ids`.
 
-        `temperature` is for the embedded engine. Raises `EngineError`.
+        `temperature` applies to the embedded engine only. Raises `EngineError`.
         """
         sent = ids[: self.max_ids]
         logprobs = np.full(len(ids) - start, np.nan, np.float32)
@@ -87,10 +87,10 @@ class Scorer:
             raw = await self._post("/v1/completions", b'{"prompt":[', ids, body)
             by_id = _decode(raw, _Completion).choices[0].prompt_logprobs
         pairs = zip(ids[start:].tolist(), by_id[start:], strict=False)
-        return [scored[str(one)].logprob for one, scored in pairs if scored and str(one) in scored]
+        return [scored[str(i)].logprob for i, scored in pairs if scored and str(i) in scored]
 
     async def _score_sglang(self, ids: Ids, start: int, _temperature: float) -> list[float]:
-        """SGLang gives no value for the first id of the range, so it starts one id earlier."""
+        """Score with SGLang: the range starts one id early, because its first id has no value."""
         body = {
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
@@ -99,7 +99,7 @@ class Scorer:
         raw = await self._post("/generate", b'{"input_ids":[', ids, body)
         values = _decode(raw, _Generated).meta_info.input_token_logprobs[1:]
         pairs = zip(ids[start:].tolist(), values, strict=False)
-        return [value for one, (value, other, _) in pairs if value is not None and one == other]
+        return [value for i, (value, scored, _) in pairs if value is not None and i == scored]
 
     async def _post(self, path: str, before: bytes, ids: Ids, body: dict[str, Any]) -> bytes:
         data = b"".join(TokenSequence(ids).to_json(before, b"]," + msgspec.json.encode(body)[1:]))
@@ -115,12 +115,13 @@ async def connect_scorer(
 ) -> AsyncIterator[Scorer]:
     """Connect to the engine at `url`; `model` is a served name, the first if None.
 
-    Raises `EngineError` if it is not there or cannot score, `UsageError` if it has no such model.
+    Raises `EngineError` if the engine is unreachable or cannot score, `UsageError` if it does not
+    serve the model.
     """
     async with EngineHttp(url, key) as engine:
         card = await engine.card(model)
         if card.owned_by not in _OWNERS:
-            msg = f"{url} is no vLLM, SGLang or embedded engine: it cannot recompute logprobs"
+            msg = f"{url} is not a vLLM, SGLang or embedded engine: it cannot recompute logprobs"
             raise EngineError(msg)
         facts = await engine.get_object(_OWNERS[card.owned_by])
         facts = facts["data"][0] if card.owned_by == "tugline" else facts
@@ -130,7 +131,7 @@ async def connect_scorer(
 
 
 async def _read_max_ids(engine: EngineHttp, card: ModelCard) -> int | None:
-    """Engines reserve one id for the answer, SGLang a few; the bound it reports is one too many."""
+    """Read the maximum ids of a request: one below the window, or below SGLang's lower bound."""
     if card.owned_by == "sglang":
         bound = (await engine.get_object("/server_info")).get("max_req_input_len")
         if isinstance(bound, int):
@@ -148,7 +149,7 @@ def _decode(raw: bytes, kind: type[T]) -> T:
 
 # --------------------------------------------------------------------------- comparing
 def why_not_comparable(call: Call, scorer: Scorer) -> str:
-    """Return why the engine cannot recompute what was captured for `call`; empty if it can."""
+    """Return why the engine cannot recompute the logprobs of `call`; empty if it can."""
     if call.replayed:
         return "replayed from another session's recording; verify it there"
     sampling, version = call.sampling, scorer.version
@@ -159,7 +160,7 @@ def why_not_comparable(call: Call, scorer: Scorer) -> str:
     if call.logprob_meaning is LogprobMeaning.RAW:
         return ""
     if call.constrained:
-        return "constrained by a grammar or a ban, which the engine does not know of"
+        return "constrained by a grammar or a ban, unknown to the engine"
     if sampling.top_p not in {None, 1.0} or sampling.top_k not in {None, 0}:
         return "captured after top_p or top_k, which no engine recomputes"
     if _scoring_temperature(call, scorer) != (sampling.temperature or 1.0):  # 0 is captured as 1
@@ -173,14 +174,14 @@ def _scoring_temperature(call: Call, scorer: Scorer) -> float:
 
 
 async def recompute_logprobs(scorer: Scorer, calls: Sequence[Call]) -> dict[int, Logprobs]:
-    """Return the logprobs of each call's sampled ids, by its number. Raises `EngineError`.
+    """Return the logprobs of each call's sampled ids, by call number. Raises `EngineError`.
 
-    NaN beyond the most ids that one request takes; calls without ids are left out.
+    NaN beyond the scorer's `max_ids`; calls without ids are omitted.
     """
     recomputed: dict[int, Logprobs] = {}
     for chain in build_chains(calls):
         for temperature in sorted({_scoring_temperature(call, scorer) for call in chain.calls}):
-            same = [one for one in chain.calls if _scoring_temperature(one, scorer) == temperature]
+            same = [c for c in chain.calls if _scoring_temperature(c, scorer) == temperature]
             ids = np.concatenate((same[-1].prompt_ids, same[-1].sampled_ids))
             start = len(same[0].prompt_ids)
             scores = await scorer.score(ids, start, temperature)

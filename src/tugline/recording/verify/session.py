@@ -1,13 +1,13 @@
-"""Checks of one recorded session, from its recording alone or with an engine.
+"""Checks of a recorded session, from its recording alone or with an engine.
 
-- ``lineage``: every prompt continues the parent it names, id for id (I1)
+- ``lineage``: every prompt continues its recorded parent, id for id (I1)
 - ``text``: the ids decode to the answer that the harness received
 - ``numbers``: logprobs are finite and at most 0, versions cover every sampled token
 - ``ledger``, ``traces``: the session's builder, run again, gives the recorded ledger, and its exact
-  traces hold what was sampled in the context it was sampled in (I1, I2)
-- ``engine``: captured logprobs are those that the engine recomputes
+  traces contain the sampled tokens in the context in which they were sampled (I1, I2)
+- ``engine``: captured logprobs equal those that the engine recomputes
 
-`VerifyVerdict.UNCHECKED` marks a check that could not be made, with a reason; it never passes.
+`VerifyVerdict.UNCHECKED` marks a check that could not be made, with a reason; it is never a pass.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from tugline.types import Call, Ledger, Logprobs, PluginSpec, Span, Trace
 
 
 class VerifyVerdict(StrEnum):
-    """The result of a check."""
+    """Verdict of a check."""
 
     PASS = "pass"  # noqa: S105 - a verdict
     FAIL = "fail"
@@ -35,30 +35,30 @@ class VerifyVerdict(StrEnum):
 
 
 class VerifyCheck(msgspec.Struct, frozen=True):
-    """One property of a session."""
+    """A check of one property of a session."""
 
     verdict: VerifyVerdict
     detail: str = ""
 
 
 class CallReport(msgspec.Struct, kw_only=True):
-    """One call. Log probabilities are in nats; None where the engine was not asked."""
+    """Report of a call. Logprob figures are in nats; None if the engine did not score it."""
 
     call: int
     continuation: Continuation
     detail: str = ""
     """Reasons for the continuation."""
     prompt: int
-    """Ids in the prompt."""
+    """Number of ids in the prompt."""
     shared: int
-    """Of those, how many are the parent's."""
+    """Number of leading prompt ids shared with the parent."""
     sampled: int
     faults: list[str] = []
-    """One line each."""
+    """Faults, one line each."""
     scored: int = 0
-    """Sampled tokens whose log probability was recomputed."""
+    """Number of sampled tokens whose log probability was recomputed."""
     max_dlogprob: float | None = None
-    """Largest difference of a captured and a recomputed log probability."""
+    """Largest absolute difference of a captured and a recomputed log probability."""
     mean_dlogprob: float | None = None
     """Mean of the absolute differences."""
     kl: float | None = None
@@ -66,11 +66,11 @@ class CallReport(msgspec.Struct, kw_only=True):
 
 
 class SessionReport(msgspec.Struct, kw_only=True):
-    """One session. If `error` is set the recording could not be read and the rest is empty."""
+    """Report of a session. If `error` is set, the recording is unreadable and the rest empty."""
 
     session: str
     recording: str
-    """Path of the file."""
+    """Path of the recording."""
     error: str | None = None
     turns: list[CallReport] = []
     checks: dict[str, VerifyCheck] = {}
@@ -84,7 +84,7 @@ class SessionReport(msgspec.Struct, kw_only=True):
 
 
 def check_result(faults: list[str], detail: str = "") -> VerifyCheck:
-    """Return a passed check with `detail`, or a failed one with the first fault and their count."""
+    """Return a passed check with `detail`, or a failed one with the first fault and a count."""
     if not faults:
         return VerifyCheck(VerifyVerdict.PASS, detail)
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
@@ -92,24 +92,24 @@ def check_result(faults: list[str], detail: str = "") -> VerifyCheck:
 
 
 def _check_error(error: TuglineError) -> VerifyCheck:
-    """Return the check that `error` ended: failed for an incomplete recording, else not made."""
+    """Return the check that `error` ended: failed for a `CaptureError`, else unchecked."""
     failed = isinstance(error, CaptureError)
     return VerifyCheck(VerifyVerdict.FAIL if failed else VerifyVerdict.UNCHECKED, str(error))
 
 
 class VerifySummary(msgspec.Struct, kw_only=True):
-    """All sessions together; means are over tokens."""
+    """Summary of all sessions; means are over tokens."""
 
     sessions: int
     failed: int
-    """Sessions with a failed check, and unreadable ones."""
+    """Number of sessions with a failed check or an unreadable recording."""
     unreadable: int
     turns: dict[str, int]
     """Calls by continuation."""
     checks: dict[str, int]
     """Checks by verdict."""
     scored: int
-    """Sampled tokens whose log probability was recomputed."""
+    """Number of sampled tokens whose log probability was recomputed."""
     max_dlogprob: float | None
     mean_dlogprob: float | None
     kl: float | None
@@ -140,24 +140,24 @@ def _weighted_mean(values: Sequence[tuple[float | None, int]]) -> float | None:
 
 # --------------------------------------------------------------------------- checks
 TOLERANCE = 0.1
-"""Largest mean difference of a turn's captured and recomputed logprobs that passes, in nats."""
+"""Largest passing mean difference of a turn's captured and recomputed logprobs, in nats."""
 MAX_LOGPROB = 1e-4
-"""How far rounding may lift a log probability above 0."""
+"""Largest valid log probability, above 0 due to rounding."""
 
 
 def verify_session(path: Path, recording: Recording, texts: TextVerifier) -> SessionReport:
-    """Check the recording that was read from `path`; `texts` may be shared by many sessions."""
+    """Check the recording read from `path`; `texts` can be shared by many sessions."""
     report = SessionReport(
         session=recording.header.session.id if recording.header else path.stem,
         recording=str(path),
         turns=_report_calls(recording),
     )
-    report.checks["lineage"] = check_result([one for turn in report.turns for one in turn.faults])
+    report.checks["lineage"] = check_result([f for turn in report.turns for f in turn.faults])
     report.checks["text"] = _check_text(report, path, recording, texts)
     numbers = {call.number: _find_number_faults(call) for call in recording.calls}
     for turn in report.turns:
         turn.faults += numbers[turn.call]
-    report.checks["numbers"] = check_result([one for faults in numbers.values() for one in faults])
+    report.checks["numbers"] = check_result([f for faults in numbers.values() for f in faults])
     report.checks["ledger"], report.checks["traces"] = _check_builder(recording)
     report.notes += recording.describe_gaps()
     return report
@@ -218,7 +218,7 @@ def _check_text(
 
 # --------------------------------------------------------------------------- ledger and traces
 def _check_builder(recording: Recording) -> tuple[VerifyCheck, VerifyCheck]:
-    """Build the session again; returns the checks of its ledger and of its traces."""
+    """Build the session again; return the checks of its ledger and of its traces."""
     header = recording.header
     try:
         builder = make_builder(header.task.builder if header else PluginSpec("prefix_merging"))
@@ -274,7 +274,7 @@ def _is_as_sampled(trace: Trace, span: Span, call: Call) -> bool:
 async def verify_logprobs(
     report: SessionReport, recording: Recording, scorer: Scorer, tolerance: float = TOLERANCE
 ) -> None:
-    """Add the check ``engine``: recompute every log probability. Raises `EngineError`."""
+    """Recompute every log probability and add the check ``engine``. Raises `EngineError`."""
     if report.checks["numbers"].verdict is VerifyVerdict.FAIL:
         report.checks["engine"] = VerifyCheck(
             VerifyVerdict.UNCHECKED, "the recorded numbers are not valid"
@@ -314,7 +314,7 @@ async def verify_logprobs(
 
 
 def _compare_logprobs(report: CallReport, call: Call, recomputed: Logprobs) -> None:
-    """Add to `report` how far captured and recomputed logprobs are apart."""
+    """Add to `report` the differences of captured and recomputed logprobs."""
     apart = (call.logprobs.astype(np.float64) - recomputed)[np.isfinite(recomputed)]
     report.scored = len(apart)
     if len(apart):

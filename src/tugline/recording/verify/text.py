@@ -1,9 +1,9 @@
-"""Whether sampled ids decode to the answer that the harness received.
+"""Check that sampled ids decode to the answer that the harness received.
 
 In exact mode the gateway decoded the text from the ids, so the recorded ids are decoded again with
 the recorded template and tokenizer and must give the recorded answer: text, reasoning, and tool
-calls by name and JSON value. In observed mode the engine made the text; its words must be among the
-decoded ones.
+calls by name and JSON value. In observed mode the engine made the text, which must be contained in
+the decoded text.
 """
 
 from collections.abc import Sequence
@@ -22,17 +22,17 @@ from tugline.types import Call, CallOutcome, Message, Mode, Role
 
 
 class TextVerifier:
-    """Decodes answers again; tokenizers and templates are cached for many sessions."""
+    """Verifier that decodes answers again; tokenizers and templates are cached."""
 
     def __init__(self, tokenizer: Path | None = None) -> None:
-        """`tokenizer` is used in place of those beside the recordings. Raises `ConfigError`."""
+        """`tokenizer` replaces the ones beside the recordings. Raises `ConfigError`."""
         self._other = None if tokenizer is None else Tokenizer.load(tokenizer)
         self._loaded: dict[tuple[str, str, str], tuple[Tokenizer, Rendering | None]] = {}
 
     def find_faults(
         self, recording: Path, header: Header | None, calls: Sequence[Call]
     ) -> dict[int, str]:
-        """Return one line for each call, by number, whose ids do not decode to its answer.
+        """Return, by call number, a line for each call whose ids do not decode to its answer.
 
         Raises `ConfigError` if the tokenizer or template is missing.
         """
@@ -51,8 +51,8 @@ class TextVerifier:
             exact = rendering if call.mode is Mode.EXACT else None
             other = _find_other_answer(tokenizer, exact, call, answer)
             if other:
-                said = f"was answered with {_abbreviate(answer)}; its ids say {other}"
-                faults[call.number] = f"call {call.number} {said}"
+                fault = f"was answered with {_abbreviate(answer)}; its ids decode to {other}"
+                faults[call.number] = f"call {call.number} {fault}"
         return faults
 
     def _load(self, recording: Path, header: Header) -> tuple[Tokenizer, Rendering | None]:
@@ -68,7 +68,7 @@ class TextVerifier:
 def _find_other_answer(
     tokenizer: Tokenizer, rendering: Rendering | None, call: Call, answer: Message
 ) -> str:
-    """Return what the ids of a call decode to; empty if that is its answer."""
+    """Return a text of the decoded ids if they differ from the answer, else an empty one."""
     if call.sampled_ids.min(initial=0) < 0:
         return "no tokens"
     if rendering is None:
@@ -79,7 +79,7 @@ def _find_other_answer(
 
 # --------------------------------------------------------------------------- exact mode
 def _decode(rendering: Rendering, call: Call) -> Message:
-    """Decode the answer as the gateway does; of one cut off by the client, the certain part."""
+    """Decode the answer as the gateway does; if the client left, only the certain part."""
     resumed = len(call.prompt_ids) - call.resumed
     forced = resumed - call.forced
     decoder = StreamParser(
@@ -103,11 +103,11 @@ def _normalize(message: Message) -> tuple[str, str, list[tuple[str, Any]]]:
 
 # --------------------------------------------------------------------------- observed mode
 def _contains_answer(tokenizer: Tokenizer, call: Call, answer: Message) -> bool:
-    """Whether text, reasoning and tool names are among the decoded ids, apart from whitespace."""
+    """Whether the decoded ids contain text, reasoning and tool names, except for white space."""
     ids: list[int] = call.sampled_ids.tolist()
     texts = [_squeeze(tokenizer.decode(ids, skip_special_tokens=skip)) for skip in (False, True)]
-    words = [answer.content, answer.reasoning or "", *(one.name for one in answer.tool_calls)]
-    return all(any(_squeeze(word) in text for text in texts) for word in words)
+    parts = [answer.content, answer.reasoning or "", *(call.name for call in answer.tool_calls)]
+    return all(any(_squeeze(part) in text for text in texts) for part in parts)
 
 
 def _squeeze(text: str) -> str:
@@ -117,12 +117,12 @@ def _squeeze(text: str) -> str:
 def _abbreviate(message: Message) -> str:
     parts = [f"text {message.content[:40]!r}"] if message.content else []
     parts += [f"reasoning {message.reasoning[:40]!r}"] if message.reasoning else []
-    parts += [f"{one.name}({one.arguments[:40]})" for one in message.tool_calls]
+    parts += [f"{call.name}({call.arguments[:40]})" for call in message.tool_calls]
     return ", ".join(parts) or "nothing"
 
 
 def make_rendering(header: Header, tokenizer: Tokenizer) -> Rendering | None:
-    """Make the rendering of a recording's prompts; None if the engine rendered them."""
+    """Make the rendering of a recording's prompts; None if the engine rendered prompts."""
     if not header.template:
         return None
     retention = header.thinking_retention or "all"

@@ -1,1 +1,1 @@
-"""View a recorded session: one value, shown on a terminal, as an HTML page or as JSON."""
+"""Views of a recorded session: on a terminal, as an HTML page and as JSON."""

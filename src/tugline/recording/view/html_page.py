@@ -1,8 +1,8 @@
-"""One self-contained HTML file that shows a session: no network, no other file.
+"""Render a session as a self-contained HTML file: no network, no other file.
 
-The page's parts are files in ``page/``. Its data are one block: gzip of a length, the view as JSON
-and the arrays, in base64, so that no text of a model can end it or be taken for markup. Of each
-trace only the tokens that its parent does not have are stored, so the file grows with the session's
+The page's parts are files in ``page/``. Its data is one block: gzip of a length, the view as JSON
+and the arrays, in base64, so that no text of a model can end the block or be parsed as markup. Only
+the tokens of a trace that its parent does not have are stored, so the file grows with the session's
 tokens, not with turns times tokens (I7).
 
 A run is a folder of such files, with a table of its sessions.
@@ -36,33 +36,33 @@ from tugline.recording.view.session_view import (
 from tugline.types import Image, Message
 
 _MAX_IMAGE_URL = 256 * 1024
-"""Longest URL of an image that is included in the page, in characters."""
+"""Longest URL of an included image, in characters."""
 _MAX_RUN = 500_000_000
-"""Bytes of all pages of a run: a folder that can still be sent to somebody."""
+"""Maximum size of all pages of a run in bytes, so that the folder can be shared."""
 _NO_IDS = np.empty(0, np.int32)
 _PLACEHOLDER = re.compile(r"\{\{ ([\w.]+) \}\}")
-"""The title, the data or a file of ``page/``."""
+"""Placeholder of the title, the data or a file of ``page/``."""
 
 
 class ArraySlice(msgspec.Struct, frozen=True):
-    """Position of an array in the block, in items of four bytes."""
+    """Position and length of an array in the block, in items of four bytes."""
 
     start: int
     count: int
 
 
 class PageData(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON that precedes the arrays."""
+    """JSON before the arrays."""
 
     session: SessionView
     ids: list[int]
-    """The distinct ids; arrays of tokens hold positions in this list."""
+    """Distinct ids; arrays of tokens hold indices of this list."""
     texts: list[str | list[int]]
-    """The text of each of them, or its bytes if they are only a part of a character."""
+    """Text of each id, or its bytes if they are not whole characters."""
     tokens: list[ArraySlice]
-    """For each trace: the tokens after those of its parent, int32."""
+    """Tokens of each trace that its parent does not have, int32."""
     logprobs: list[ArraySlice]
-    """For each trace: float32, of its spans one after the other."""
+    """Logprobs of each trace's spans, concatenated, float32."""
 
 
 def render_page(session: ViewedSession, texts: TokenText) -> str:
@@ -76,10 +76,10 @@ def render_page(session: ViewedSession, texts: TokenText) -> str:
 def write_run(
     root: Path, out: Path, load: Callable[[Path], tuple[ViewedSession, TokenText]]
 ) -> str:
-    """Write the pages of the recordings below `root`, and a table, into `out`; says what it wrote.
+    """Write pages of the recordings below `root`, and a table, to `out`; return a summary line.
 
-    The table has every session, of several attempts the last. Without a page, as its row says, is
-    one that cannot be read, and one that comes when the pages have `_MAX_RUN` already.
+    The table lists the last attempt of every session. A session has no page, and a row that says
+    so, if it cannot be read or if the pages would exceed `_MAX_RUN`.
     """
     rows, size, pages = [], 0, 0
     paths = list_recordings(root)
@@ -108,17 +108,17 @@ def write_run(
 
 
 def _describe(view: SessionView) -> list[str]:
-    """The cells of a run's table, after the session."""
+    """Return the cells of a session in the run's table, after its name."""
     header, result, ledger = view.header, view.result, view.ledger
     failure = result.failure if result else None
-    why = f"{failure.boundary}: {failure.message}" if failure else ""
+    reason = f"{failure.boundary}: {failure.message}" if failure else ""
     return [
         header.task.id if header else "",
         result.status.replace("_", " ") if result else "no result",
         f"{result.reward.value:g}" if result and result.reward else "",
         *(f"{n:,}" for n in (len(view.turns), ledger.sampled, ledger.trained)),
         f"{sum(result.seconds.values()):.1f}" if result else "",
-        "; ".join(filter(None, (why, view.build_error, view.damage))),
+        "; ".join(filter(None, (reason, view.build_error, view.damage))),
     ]
 
 
@@ -133,7 +133,7 @@ def _fill(template: str, **parts: str) -> str:
 
 
 def pack_recording(path: Path) -> bytes:
-    """Read a recording, however far it got, and encode what a page shows of it."""
+    """Read a recording, even if incomplete, and encode a page's data block."""
     recording = read(path, salvage=True)
     tokenizer = load_tokenizer(path, recording.header) if recording.header else None
     return _encode_block(view_session(Path(path.name), recording), TokenText(tokenizer))
@@ -182,7 +182,7 @@ def _decode_text(piece: bytes) -> str | list[int]:
 
 
 def _slim(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return the messages without images that are too large for a page."""
+    """Return the messages with oversized images replaced by a note."""
     return tuple(
         msgspec.structs.replace(message, images=tuple(map(_shorten, message.images)))
         for message in messages

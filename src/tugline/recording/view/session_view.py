@@ -1,7 +1,7 @@
-"""The view of a recorded session: what ran, how each turn continued, what is trained of it.
+"""View model of a recorded session: its header, turns, traces and ledger.
 
 The terminal, the HTML page and ``--json`` all show one `SessionView`, so they agree; its fields are
-the documented form of the JSON (`docs/view.md`). Continuations are measured on the ids (I1). Every
+the documented JSON format (`docs/view.md`). Continuations are computed from the ids (I1). Every
 sampled token is in its turn's ledger, and the turns' ledgers add up to the session's (I2).
 """
 
@@ -39,22 +39,22 @@ from tugline.types import (
 
 
 class TurnDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """The messages of a turn; only in the turn of ``--turn``."""
+    """Messages of a turn; present only in the turn of ``--turn``."""
 
     messages: tuple[Message, ...]
-    """Messages that the request added to its parent's conversation; all in a first or forked
-    turn."""
+    """Messages that the request added to its parent's conversation; all messages in a first or
+    forked turn."""
     answer: Message | None
-    """As the harness received it; null if it received none."""
+    """The answer that the harness received; null if it received none."""
     sampling: Sampling
     requested: Sampling
-    """Sampling that the harness requested, where it differs from `sampling`."""
+    """Sampling parameters that the harness requested."""
     offered: tuple[str, ...]
     """Names of the tools that the model could call."""
 
 
 class TurnView(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call. Times are in seconds, `at` since the session began; null: it never came."""
+    """A model call. Times are in seconds, `at` since the session's start; null: never reached."""
 
     call: int
     kind: TraceKind
@@ -62,10 +62,10 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
     parent: int | None
     continuation: Continuation
     reasons: tuple[str, ...]
-    """What the echo changed, or why the turn forks or is broken (`tugline.traces.lineage`)."""
+    """Echo changes, or reasons why the turn forks or is broken (`tugline.traces.lineage`)."""
     prompt: int
     shared: int
-    """Leading prompt ids that are the parent's: its prompt and its answer."""
+    """Leading prompt ids shared with the parent's prompt and answer."""
     sampled: int
     mean_logprob: float | None
     finish: Finish
@@ -84,55 +84,55 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
     replayed: bool
     """Whether the answer comes from another session's recording."""
     trace: int | None
-    """The trace that holds its answer; null if none does."""
+    """Index of the trace with the answer; null if there is none."""
     ledger: Ledger
     detail: TurnDetail | UnsetType = UNSET
 
 
 class TraceView(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to train on."""
+    """A trace."""
 
     index: int
     kind: TraceKind
     parent: int | None
     shared: int
-    """Leading ids that are the parent's."""
+    """Leading ids shared with the parent."""
     thread: str | None
     exact: bool
     length: int
     trained: int
     spans: tuple[Span, ...]
-    """The sampled tokens; all others are context."""
+    """Sampled tokens; all others are context."""
     images: tuple[str, ...]
 
 
 class SessionView(msgspec.Struct, frozen=True, kw_only=True):
-    """A session."""
+    """View of a session."""
 
     recording: str
-    """Path of the file."""
+    """Path of the recording."""
     damage: str
-    """Why the end of the file could not be read; empty if all of it was."""
+    """Reason why the rest of the file could not be read; empty if all of it was."""
     torn_bytes: int
     """Length of a torn tail."""
     started: float
-    """Unix seconds, from which the times of turns and events count."""
+    """Start in Unix seconds; the times of turns and events are relative to it."""
     header: Header | None
-    """As recorded, without the task's files; null if the first record is lost."""
+    """The recorded header, without the task's files; null if the first record is lost."""
     result: RecordedResult | None
-    """As recorded; null if there is none yet."""
+    """The recorded result; null if there is none yet."""
     turns: tuple[TurnView, ...]
     events: tuple[RecordedEvent, ...]
-    """Between the turns; `at` in seconds since the session began."""
+    """Events other than calls, with `at` in seconds since the start."""
     builder: str
     build_error: str
-    """Why there are no traces; empty if there are."""
+    """Reason why there are no traces; empty if they were built."""
     traces: tuple[TraceView, ...]
     ledger: Ledger
 
 
 class ViewedSession(NamedTuple):
-    """A session's view, with the calls and traces that it was made of."""
+    """A session's view, with the calls and traces from which it was made."""
 
     view: SessionView
     calls: tuple[Call, ...]
@@ -140,7 +140,7 @@ class ViewedSession(NamedTuple):
 
 
 def view_session(path: Path, recording: Recording, builder: str | None = None) -> ViewedSession:
-    """Make the view of a recording, with the traces of `builder` (by default the task's own)."""
+    """Make the view of a recording, with traces of `builder` (by default the task's own)."""
     header = recording.header
     spec = header.task.builder if header else PluginSpec("prefix_merging")
     if builder is not None and builder != spec.name:
@@ -170,7 +170,7 @@ def view_session(path: Path, recording: Recording, builder: str | None = None) -
 
 
 def _build(spec: PluginSpec, calls: Sequence[Call]) -> tuple[Built, str]:
-    """Build the traces; a session that cannot be built has none, and an error."""
+    """Build the traces; on failure, return no traces and an error text."""
     try:
         return make_builder(spec).build(calls), ""
     except CaptureError as error:
@@ -218,7 +218,7 @@ def _finite_mean(values: Sequence[float]) -> float | None:
 
 
 def add_detail(turn: TurnView, call: Call) -> TurnView:
-    """Return `turn` with its messages."""
+    """Return `turn` with its detail."""
     offered = tuple(tool.name for tool in call.tools)
     return replace(turn, detail=copy_fields(TurnDetail, call, offered=offered))
 
@@ -255,9 +255,9 @@ def split_runs(trace: Trace) -> Iterator[tuple[int, int, Span | None]]:
 
 
 class TokenText:
-    """The text of token ids; without a tokenizer, an id is shown as its number.
+    """Decoder of single token ids to text; without a tokenizer, an id's text is its number.
 
-    A character may be spread over several tokens: the last of them has it, the others are empty.
+    If a character is split over several tokens, the last one has it and the others are empty.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -272,11 +272,11 @@ class TokenText:
             return f"{token} ".encode()
         if tokenizer.token_bytes is not None:
             return tokenizer.token_bytes[token]
-        # such a tokenizer drops the space before the first token, so decode the second of two
+        # this tokenizer drops the space before the first token, so decode the second of two
         return tokenizer.decode([token, token])[len(tokenizer.decode([token])) :].encode()
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """Return the text that each token adds; joined they are the whole text."""
+        """Return the text that each token adds; joined, the pieces are the whole text."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces = [decoder.decode(self.spell(token)) for token in ids]
         if pieces:
@@ -285,5 +285,5 @@ class TokenText:
 
 
 def fold_range(size: int, head: int, tail: int) -> tuple[int, int]:
-    """Return the range ``[start, end)`` of `size` items to fold; empty if it would save little."""
+    """Return the range ``[start, end)`` of `size` items to fold; empty if folding saves little."""
     return (size, size) if size <= head + tail + 8 else (head, size - tail)

@@ -1,6 +1,7 @@
-"""A session on a terminal: a header, a line per turn, traces token by token, the ledger.
+"""Print a session on a terminal: header, a line per turn, traces token by token, ledger.
 
-Colours repeat what the text says. Long contexts and the middle of long sessions are folded.
+Colours only repeat information in the text. Long contexts and the middle of long sessions are
+folded.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +25,7 @@ from tugline.traces.lineage import Continuation
 from tugline.types import Ledger, Message, Sampling, Span, Trace, TraceKind
 
 _RUNS = 12
-"""Answers of a trace, and traces of a session, that are shown token by token."""
+"""Number of answers per trace, and of traces, that are shown token by token."""
 CONTINUATION_STYLES = {
     Continuation.FIRST: "green",
     Continuation.EXACT: "green",
@@ -34,19 +35,19 @@ CONTINUATION_STYLES = {
     Continuation.NO_TOKEN_IDS: "yellow",
 }
 _Row = tuple[tuple[str, str], ...]
-"""Texts and styles of the cells of a table's row."""
+"""Text and style of each cell of a table's row."""
 _UNLIMITED = 1 << 16
-"""Cells: a table that is wider than the terminal loses nothing, the terminal wraps its lines."""
+"""Maximum width of a table in cells; the terminal wraps lines, so that nothing is cut."""
 
 
 class Terminal:
-    """Prints one session."""
+    """Printer of one session."""
 
     def __init__(self, console: Console, session: ViewedSession, texts: TokenText) -> None:
         self.console, self.session, self.texts = console, session, texts
         threads = dict.fromkeys(turn.thread for turn in session.view.turns)
-        self._threads = {thread: _letter(place) for place, thread in enumerate(threads)}
-        """A short name for each thread, in order of appearance."""
+        self._threads = {thread: _letter(index) for index, thread in enumerate(threads)}
+        """Short name of each thread, in order of appearance."""
 
     def print_line(self, *parts: str | tuple[str, str]) -> None:
         """Print one line; the terminal wraps it."""
@@ -81,7 +82,7 @@ class Terminal:
         if view.torn_bytes:
             facts["damage"] += f"{view.torn_bytes} bytes at the end were cut off"
         if len(self._threads) > 1:
-            named = (f"{letter} = {one or 'unnamed'}" for one, letter in self._threads.items())
+            named = (f"{letter} = {name or 'unnamed'}" for name, letter in self._threads.items())
             facts["threads"] = ", ".join(named)
         self.print_line(
             (visible(header.session.id if header else "the first record is lost"), "bold")
@@ -98,8 +99,8 @@ class Terminal:
         table = Table(box=None, pad_edge=False, header_style="dim")
         for title in _TITLES:
             table.add_column(title, justify="left" if title in _LEFT else "right")
-        for one in moments:
-            row = self._make_row(one) if isinstance(one, TurnView) else _make_event_row(one)
+        for item in moments:
+            row = self._make_row(item) if isinstance(item, TurnView) else _make_event_row(item)
             table.add_row(*(Text(*cell) for cell in row))
         unlimited = self.console.options.update(max_width=_UNLIMITED)
         table.width = self.console.measure(table, options=unlimited).maximum
@@ -131,8 +132,8 @@ class Terminal:
     def print_turn(self, number: int) -> None:
         """Print one call with its messages."""
         view = self.session.view
-        place = next(i for i, turn in enumerate(view.turns) if turn.call == number)
-        turn, call = view.turns[place], self.session.calls[place]
+        index = next(i for i, turn in enumerate(view.turns) if turn.call == number)
+        turn, call = view.turns[index], self.session.calls[index]
         events = [event for event in view.events if event.call == number]
         self._print_table([turn, *events])
         self.print_line("")
@@ -211,7 +212,7 @@ class Terminal:
         )
 
     def _print_runs(self, trace: Trace, runs: Sequence[tuple[int, int, Span | None]]) -> None:
-        """Print runs of neighbouring tokens of one origin, each beside a gutter that names it."""
+        """Print runs of adjacent tokens of one origin, with the origin in a gutter."""
         grid = Table.grid(padding=(0, 1))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
@@ -232,10 +233,10 @@ class Terminal:
         pieces = self.texts.pieces(trace.ids[start:end].tolist())
         head, tail = (40, 24) if span else (12, 12)
         left, right = fold_range(len(pieces), head, tail)
-        shown = [visible("".join(part)) for part in (pieces[:left], pieces[right:])]
+        ends = [visible("".join(part)) for part in (pieces[:left], pieces[right:])]
         folded = (f" … {right - left:,} tokens … " if left < right else "", "dim italic")
         style = "dim" if span is None else "yellow" if span.masked else "green"
-        text = Text.assemble(shown[0], folded, shown[1], style=style)
+        text = Text.assemble(ends[0], folded, ends[1], style=style)
         return Text("\n").join(text.split(NEWLINE, include_separator=True))
 
     def _print_ledger(self, title: str, ledger: Ledger) -> None:
@@ -265,9 +266,9 @@ def _make_event_row(event: RecordedEvent) -> _Row:
     return tuple((cell, "magenta") for cell in (*cells, visible(event.detail)))
 
 
-def _letter(place: int) -> str:
-    before = _letter(place // 26 - 1) if place >= 26 else ""
-    return before + chr(ord("a") + place % 26)
+def _letter(index: int) -> str:
+    before = _letter(index // 26 - 1) if index >= 26 else ""
+    return before + chr(ord("a") + index % 26)
 
 
 def _format_number(value: float | None) -> str:

@@ -1,1 +1,1 @@
-"""HTTP API of the control plane: routes, authorization, problem answers, OpenAPI document."""
+"""HTTP API of the control plane: routes, authorization, problem details, OpenAPI document."""

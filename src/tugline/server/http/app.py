@@ -1,9 +1,9 @@
-"""ASGI application of the control plane: route, authorize, decode, call, answer.
+"""ASGI application of the control plane: routing, authorization, decoding, responses.
 
-Browsers get the console, whose files need no token; what it asks the API for does.
+Browsers get the console, whose files need no token; its API requests do.
 
-`serve_api` runs the application so that long answers end before the server waits for its
-connections. Every error is answered as a problem.
+`serve_api` ends long polls and streams before the server waits for its connections. Every error is
+returned as problem details.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ _BINARY = {"application/octet-stream", "application/zstd", "application/x-msgpac
 _PATTERNS = {"{id}": r"([A-Za-z0-9._-]{1,160})", "{number}": r"([0-9]{1,18})"}
 _CONSOLE = Path(__file__).parents[1] / "console"
 _PAGE = re.compile(r"/|/(training|sessions|groups|compare|failures|tasks|nodes).*|/(assets/[^/]+)")
-"""Addresses of the console; what it shows at one that is no asset, it finds out itself."""
+"""Paths of the console; at all paths but those of assets, the page does its own routing."""
 _CONSOLE_HEADERS = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
     "x-content-type-options": "nosniff",
@@ -63,10 +63,10 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Api:
-    """The application. Call `waits.stop` before its sockets are closed: it ends long answers.
+    """ASGI application. Call `waits.stop` before closing sockets: it ends long polls and streams.
 
-    A body must arrive within `BODY_S`. `tokens` may be replaced at any time. What people and
-    programs change is appended to `AUDIT` in the server's folder.
+    A body must arrive within `BODY_S`. `tokens` may be replaced at any time. Changes by people and
+    programs are appended to `AUDIT` in the server's folder.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Api:
             self._paths.setdefault(re.compile(pattern), {})[route.method] = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve a request."""
         request, began, name = HttpRequest(scope, receive), time.perf_counter(), "unknown"
         try:
             path = scope["raw_path"].decode("latin-1")
@@ -97,16 +97,16 @@ class Api:
                 response = await self._call(route, request, ident)
         except ClientGone:
             return
-        except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a problem
+        except Exception as error:  # noqa: BLE001 - every error becomes problem details
             response = respond(error)
         self._metrics.count_request(name, response.status_code, time.perf_counter() - began)
         try:
             await response(scope, receive, send)
-        except TuglineError as error:  # in the middle of a stream: it breaks off, unfinished
+        except TuglineError as error:  # in a stream, which ends incomplete
             _log.warning("stream broke off", route=name, error=str(error))
 
     def _find(self, request: HttpRequest, path: str) -> tuple[Route, str]:
-        """The route at a path as it was sent (an escaped slash is none), and the id in it."""
+        """Return the route of a raw path (an escaped slash is no separator), and the path's id."""
         for pattern, routes in self._paths.items():
             if match := pattern.fullmatch(path):
                 if request.method in routes:
@@ -114,10 +114,10 @@ class Api:
                 known = tuple(sorted(routes))
                 msg = f"{path[:200]} takes {', '.join(known)}, not {request.method}"
                 raise Refusal(msg, "method", known=known)
-        raise Refusal(f"nothing is at {path[:200]}; /openapi.json lists what there is", "no-route")
+        raise Refusal(f"nothing is at {path[:200]}; see /openapi.json", "no-route")
 
     async def _call(self, route: Route, request: HttpRequest, ident: str) -> Response:
-        """Authorize and decode a request, and run its handler."""
+        """Authorize and decode a request, and call its handler."""
         caller = Caller()
         if route.roles:
             header = request.headers.get("authorization")
@@ -130,20 +130,20 @@ class Api:
             caller.check_tenant((await self._control.database.read(route.find_owner, ident)).tenant)
         query = decode_query(request.query, route.query)
         body = Nothing() if request.method == "GET" else await self._read_body(request, route)
-        answer = await route.handler(
+        result = await route.handler(
             ApiCall(self._control, self._metrics, self.waits, caller, request, ident, query, body)
         )
         if route.audited and request.method != "GET" and caller.role is not ApiRole.NODE:
             self._note_change(caller, request, body)
-        if isinstance(answer, Response):
-            return answer
-        if answer is None:
+        if isinstance(result, Response):
+            return result
+        if result is None:
             return Response(status_code=204)
         role = {"tugline-role": caller.role} if caller.role else {}
-        return Response(msgspec.json.encode(answer), route.status, role, media_type=JSON)
+        return Response(msgspec.json.encode(result), route.status, role, media_type=JSON)
 
     def _note_change(self, caller: Caller, request: HttpRequest, body: Any) -> None:
-        """Append to the audit log; a copy into the page cache, so no thread is asked."""
+        """Append to the audit log; the write only reaches the page cache, so it needs no thread."""
         line = {
             "at": datetime.now(UTC),
             "who": caller.name or caller.role,
@@ -156,11 +156,11 @@ class Api:
         try:
             with open(self._audit, "ab", opener=partial(os.open, mode=0o600)) as file:
                 file.write(msgspec.json.encode(entry) + b"\n")
-        except OSError as error:  # the change is made, so the client is not told of a fault
+        except OSError as error:  # the change is made, so the request succeeds
             _log.error("audit log not written", error=str(error), **entry)
 
     async def _read_body(self, request: HttpRequest, route: Route) -> Any:
-        """The decoded body, bounded in size and time."""
+        """Read and decode the body, with limits on size and time."""
         encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding != "identity":
             raise Refusal(f"Content-Encoding is {encoding[:40]!r}, must be identity", "media-type")
@@ -178,19 +178,19 @@ class Api:
 
 
 def _open_console(asset: str | None) -> Response:
-    """A file of the console, or its page. Names of assets change with their content."""
+    """Return a file of the console, or its page. Names of assets change with their content."""
     file = _CONSOLE / (asset or "index.html")
     if not file.is_file():
         raise Refusal(f"the console has no {asset}", "no-route")
-    kept = "public, max-age=31536000, immutable" if asset else "no-cache"
-    return FileResponse(file, headers={**_CONSOLE_HEADERS, "cache-control": kept})
+    caching = "public, max-age=31536000, immutable" if asset else "no-cache"
+    return FileResponse(file, headers={**_CONSOLE_HEADERS, "cache-control": caching})
 
 
 # --------------------------------------------------------------------------- decoding
 def decode_json(data: bytes, kind: type[T]) -> T:
-    """Decode a body; one object is enough for a list, nothing where every field is optional.
+    """Decode a body; for a list, a single object is enough; an empty body is an empty object.
 
-    Raises `Refusal` with the byte, or `ConfigError` with the field.
+    Raises `Refusal` with the position, or `ConfigError` with the field.
     """
     try:
         values = msgspec.json.decode(data or b"{}")
@@ -206,7 +206,7 @@ def decode_json(data: bytes, kind: type[T]) -> T:
 
 
 def decode_query(query: str, kind: type[S]) -> S:
-    """Decode a query string; a field that is a tuple may be repeated.
+    """Decode a query string; fields whose default is an empty tuple may be repeated.
 
     Raises `Refusal`, or `ConfigError` with the field.
     """
@@ -236,7 +236,7 @@ def decode_query(query: str, kind: type[S]) -> S:
 async def serve_api(
     app: Api, host: str = "127.0.0.1", port: int = 0, tls: tuple[Path, Path] | None = None
 ) -> AsyncIterator[str]:
-    """Serve `app` until the block ends; its long answers end first. Yields its base URL."""
+    """Serve `app` during the block; yield its base URL. Long polls and streams end first."""
     async with serve(app, host, port, tls=tls) as url:
         try:
             yield url

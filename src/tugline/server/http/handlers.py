@@ -1,8 +1,8 @@
 """Handlers of all routes.
 
-A node joins with the join token, then uses its own. It may write to the sessions that it holds. A
-request about a session that another node holds is answered like any lost lease (fencing), whatever
-epoch it names.
+A node joins with the join token, then uses its own token. A node may write to the sessions that it
+holds. A request for a session that another node holds is rejected like one for a lost lease
+(fencing), whatever its epoch.
 """
 
 import asyncio
@@ -28,24 +28,24 @@ from tugline.types import Task, encode
 from tugline.web.sse import encode_event
 
 MAX_BATCH = 1000
-"""Tasks of one request."""
+"""Maximum number of tasks per request."""
 MAX_RESULT = 256 << 20
-"""Bytes of a trajectory as its node sends it."""
+"""Maximum size of a compressed trajectory in bytes."""
 MAX_HELD = 16 << 20
-"""Bytes of a request that lists what a node holds."""
+"""Maximum size in bytes of a request that lists a node's sessions."""
 ROUTES = route.Routes()
 
 
 class CancelQuery(msgspec.Struct, frozen=True):
-    """Who cancels."""
+    """Parameters of a cancellation."""
 
     by: Annotated[str, Meta(min_length=1, max_length=128)] = "a client"
-    """Named in the results that end this way."""
+    """Originator, who is named in the results of cancelled sessions."""
 
 
 @ROUTES.add("POST", "/v1/tasks", route.CLIENTS, max_body=64 << 20)
 async def submit(call: route.BodyCall[list[Task]]) -> list[protocol.Accepted] | Response:
-    """Submit one task or up to 1,000; all are stored or none."""
+    """Submit one task or up to 1,000 tasks; all are stored or none."""
     if not 1 <= len(call.body) <= MAX_BATCH:
         raise Invalid(f"the body holds {len(call.body)} tasks, must be 1 to {MAX_BATCH}")
     accepted = await call.control.submit(route.admit(call))
@@ -78,16 +78,16 @@ async def cancel_task(call: route.QueryCall[CancelQuery]) -> protocol.Cancelled:
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """The lease that a node acts under."""
+    """Lease of the session in a request of a node."""
 
     epoch: Epoch
 
 
 class BodyChunk(Lease, frozen=True, kw_only=True):
-    """Place of a piece of a log."""
+    """Position of a chunk in a log."""
 
     offset: protocol.Position
-    """Byte of the log at which it begins."""
+    """Byte offset of the chunk in the log."""
 
 
 # --------------------------------------------------------------------------- sessions
@@ -111,13 +111,13 @@ async def cancel_session(call: route.QueryCall[CancelQuery]) -> protocol.Cancell
 
 @ROUTES.add("PUT", "/v1/sessions/{id}/note", route.CLIENTS)
 async def write_note(call: route.BodyCall[protocol.SessionNote]) -> None:
-    """Write a note on a session, in place of an earlier one; an empty text removes it."""
+    """Replace the note on a session; an empty text removes it."""
     await call.db.write(sessions.write_note, call.id, call.body.text.strip())
 
 
 @ROUTES.add("GET", "/v1/sessions/{id}/log", route.READERS)
 async def read_log(call: route.QueryCall[protocol.LogQuery]) -> Response:
-    """Read the agent's output as text; to the end of the session if followed."""
+    """Read the agent's output as text; with `follow` until the session ends."""
     query, waits = call.query, call.waits
     offset = query.offset if query.tail is None else -query.tail
     first = await call.control.read_log(call.id, offset=offset)
@@ -142,7 +142,7 @@ async def get_result(call: route.PlainCall) -> protocol.ResultView:
 
 @ROUTES.add("GET", "/v1/sessions/{id}/trajectory", route.READERS)
 async def get_trajectory(call: route.PlainCall) -> Response:
-    """Get a trajectory: packed as it is stored, the same without zstd, or as JSON."""
+    """Get a trajectory: compressed msgpack as stored, msgpack, or JSON."""
     media = call.accept(route.ZSTD, route.JSON, route.MSGPACK)
     data = await call.control.trajectory(call.id)
     body = data if media == route.ZSTD else await asyncio.to_thread(_unpack, data, media)
@@ -157,30 +157,30 @@ def _unpack(data: bytes, media: str) -> bytes:
 
 
 class RecordingQuery(msgspec.Struct, frozen=True):
-    """In which form."""
+    """Format of a recording."""
 
     files: bool = False
-    """A tar archive of the recording and its tokenizer."""
+    """Return a tar archive of the recording and its tokenizer."""
 
 
 @ROUTES.add("GET", "/v1/sessions/{id}/recording", route.READERS)
 async def get_recording(call: route.QueryCall[RecordingQuery]) -> Response:
-    """Get what a session's recording shows so far: gzip of JSON and arrays; 204 if it is elsewhere.
+    """Get a session's recording so far, as gzip of JSON and arrays; 204 if it is not stored here.
 
-    Nodes that keep their files in the server's folder, as that of `tugline up`, have it there.
+    It is stored here if the node's files are in the server's folder, as with `tugline up`.
     """
     session = (await call.db.read(sessions.get, call.id)).session()
-    found = next(call.control.folder.glob(f"nodes/*/recordings/{file_name(session)}"), None)
-    if found is None:
+    path = next(call.control.folder.glob(f"nodes/*/recordings/{file_name(session)}"), None)
+    if path is None:
         return Response(status_code=204)
     pack, media = (pack_files, route.TAR) if call.query.files else (pack_recording, route.GZIP)
-    return Response(await asyncio.to_thread(pack, found), media_type=media)
+    return Response(await asyncio.to_thread(pack, path), media_type=media)
 
 
 # --------------------------------------------------------------------------- for nodes
 @ROUTES.add("POST", "/v1/sessions/{id}/result", route.NODES, max_body=MAX_RESULT)
 async def commit(call: route.ApiCall[Lease, bytes]) -> protocol.Commit:
-    """Commit a result, once: a trajectory as zstd-compressed msgpack."""
+    """Commit a result, a trajectory as zstd-compressed msgpack; idempotent."""
     await _check_holder(call)
     return await call.control.dispatcher.commit(call.id, call.query.epoch, call.body)
 
@@ -222,21 +222,21 @@ async def list_nodes(call: route.PlainCall) -> list[protocol.NodeView]:
 
 @ROUTES.add("POST", "/v1/nodes/{id}/lease", route.NODES, max_body=MAX_HELD)
 async def lease(call: route.BodyCall[protocol.LeaseRequest]) -> protocol.LeaseResponse:
-    """Wait for work, for orders or for `LeaseRequest.wait_s`."""
+    """Wait for work or orders, up to `LeaseRequest.wait_s`."""
     _check_own(call)
     return await call.attend(call.control.dispatcher.lease(call.id, call.body))
 
 
 @ROUTES.add("POST", "/v1/nodes/{id}/renew", route.NODES, max_body=MAX_HELD)
 async def renew(call: route.BodyCall[protocol.Renewal]) -> protocol.LeaseResponse:
-    """Keep a node's lease."""
+    """Renew a node's lease."""
     _check_own(call)
     return await call.control.dispatcher.renew(call.id, call.body)
 
 
 @ROUTES.add("POST", "/v1/nodes/{id}/drain", route.NODES | route.CLIENTS)
 async def drain(call: route.PlainCall) -> None:
-    """Give a node no more work; it finishes what it holds and leaves."""
+    """Drain a node: it gets no more work, finishes its sessions and exits."""
     if call.caller.role is route.ApiRole.NODE:
         _check_own(call)
     await call.control.dispatcher.drain(call.id)
@@ -250,54 +250,54 @@ def _check_own(call: route.ApiCall[Any, Any]) -> None:
 # --------------------------------------------------------------------------- weights
 @ROUTES.add("GET", "/v1/weights", route.READERS)
 async def get_weights(call: route.PlainCall) -> protocol.Control:
-    """Get the version of the weights, and whether model calls are held."""
+    """Get the version of the weights, and whether model calls are paused."""
     return await call.db.read(nodes.control)
 
 
 @ROUTES.add("POST", "/v1/weights", route.CLIENTS)
 async def announce(call: route.BodyCall[protocol.Version]) -> protocol.Barrier:
-    """Announce new weights; answers when the nodes know."""
+    """Announce new weights; returns when the nodes have confirmed."""
     return await call.attend(call.control.announce(call.body.version))
 
 
 @ROUTES.add("POST", "/v1/weights/pause", route.CLIENTS)
 async def pause(call: route.BodyCall[protocol.Pause]) -> protocol.Barrier:
-    """Hold model calls on all nodes; answers when they are held."""
+    """Pause model calls on all nodes; returns when the nodes have confirmed."""
     pausing = call.control.pause(call.body.mode, within_s=call.body.within_s)
     return await call.attend(pausing)
 
 
 @ROUTES.add("POST", "/v1/weights/resume", route.CLIENTS)
 async def resume(call: route.PlainCall) -> protocol.Barrier:
-    """Let model calls continue."""
+    """Resume model calls on all nodes."""
     return await call.attend(call.control.resume())
 
 
 # --------------------------------------------------------------------------- trainers
 @ROUTES.add("GET", "/v1/runs", route.READERS)
 async def list_runs(call: route.PlainCall) -> list[protocol.RunView]:
-    """List the runs of trainers, the one that reported last first."""
+    """List the runs of trainers by their latest report, newest first."""
     return await call.db.read(stats.list_runs)
 
 
 @ROUTES.add("GET", "/v1/runs/{id}/steps", route.READERS)
 async def list_steps(call: route.QueryCall[protocol.StepQuery]) -> list[protocol.RunStep]:
-    """List what a trainer reported of its steps."""
+    """List the reported steps of a trainer's run."""
     return await call.db.read(stats.list_steps, call.id, call.query)
 
 
 @ROUTES.add("POST", "/v1/runs/{id}/steps", route.CLIENTS, audited=False)
 async def report_step(call: route.BodyCall[protocol.RunStep]) -> None:
-    """Report figures of a step; those of the same names are replaced."""
+    """Report figures of a step; figures of the same names are replaced."""
     await call.db.write(stats.report_step, call.id, call.body)
 
 
 # --------------------------------------------------------------------------- results
 class AckQuery(msgspec.Struct, frozen=True):
-    """Whose position."""
+    """Parameters of an acknowledgement."""
 
     consumer: protocol.Name
-    """Name of the consumer, which it chooses itself."""
+    """Name of the consumer, chosen by the consumer."""
 
 
 @ROUTES.add("GET", "/v1/results", route.READERS)
@@ -321,7 +321,7 @@ async def list_consumers(call: route.PlainCall) -> list[protocol.Consumer]:
 
 @ROUTES.add("DELETE", "/v1/consumers/{id}", route.CLIENTS)
 async def delete_consumer(call: route.PlainCall) -> None:
-    """Forget a consumer, so that retention no longer waits for it."""
+    """Delete a consumer, so that retention no longer waits for it."""
     await call.db.write(results.delete_consumer, call.id)
 
 
@@ -377,7 +377,7 @@ async def get_status(call: route.PlainCall) -> protocol.Counts:
 
 @ROUTES.add("GET", "/healthz", route.PUBLIC)
 async def check_health(call: route.PlainCall) -> Response:
-    """Check whether the server can work."""
+    """Check the server and its store."""
     await call.db.read(nodes.control)
     return Response(b'{"status":"ok"}', media_type=route.JSON)
 

@@ -1,14 +1,13 @@
-"""Routes as values, and what they share: tokens and roles, problems, long polls and streams.
+"""Route definitions, with tokens and roles, problem details, long polls and streams.
 
-Query and body are read off the handler's signature.
+The types of query and body are taken from the handler's signature.
 
-Errors are RFC 9457 problem details, from one table. A `Problem` says in its `type` what happened,
-in `field` where, and in `known` what would have been right. An unexpected error is answered with
-the id under which it is logged, never its traceback.
+Errors are RFC 9457 problem details, from one table: `type` is the kind of error, `field` the
+invalid field, `known` the accepted values. The response to an unexpected error has the id of its
+log entry, never the traceback.
 
-A long poll costs nothing while nothing happens. When the server shuts down, a long poll is answered
-503 at once and a stream ends like any other, so no client waits for a dead server and no shutdown
-waits for a client.
+Long polls wait without polling the store. When the server shuts down, long polls are answered 503
+at once and streams end normally, so clients and the shutdown do not wait for each other.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ TEXT = "text/plain; charset=utf-8"
 PROBLEMS = msgspec.toml.decode(
     Path(__file__).with_name("problems.toml").read_bytes(), type=dict[str, tuple[int, str]]
 )
-"""Name to status and title; the name is the last part of `Problem.type`."""
+"""Status and title by name; the name is the last part of `Problem.type`."""
 
 _HEADERS = {
     401: {"www-authenticate": 'Bearer realm="tugline"'},
@@ -66,7 +65,7 @@ _log = log.get("server.http")
 
 
 class Refusal(errors.TuglineError):
-    """A request that does not reach the control plane; `problem` is a key of `PROBLEMS`."""
+    """Rejection of a request before the control plane; `problem` is a key of `PROBLEMS`."""
 
     def __init__(self, detail: str, problem: str, *, known: tuple[str, ...] = ()) -> None:
         super().__init__(detail)
@@ -74,11 +73,11 @@ class Refusal(errors.TuglineError):
 
 
 def respond(error: Exception) -> Response:
-    """The problem answer for an error. An unexpected one is logged."""
+    """Create the problem response for an error. Log an unexpected one."""
     name, detail = _name_of(error), str(error)
     if name == "fault":
         fault = uuid.uuid4().hex[:12]
-        # without locals: they hold tokens
+        # without local variables, which contain tokens
         _log.error("fault", id=fault, exception="".join(traceback.format_exception(error)))
         detail = f"something went wrong here; the server's log has it under the id {fault}"
     status, title = PROBLEMS[name]
@@ -93,14 +92,14 @@ def respond(error: Exception) -> Response:
 
 
 def _name_of(error: Exception) -> str:
-    if isinstance(error, errors.RequestError):  # of a body that was not read to its end
+    if isinstance(error, errors.RequestError):  # while reading a body
         return next(name for name, (status, _) in PROBLEMS.items() if status == error.status)
     return error.problem if isinstance(error, errors.TuglineError) else "fault"
 
 
 # --------------------------------------------------------------------------- waiting
 class Waits:
-    """Open long polls and streams of a server; streams send something every `keep_alive_s`."""
+    """Open long polls and streams of a server; streams send data at least every `keep_alive_s`."""
 
     keep_alive_s = 15.0
 
@@ -109,11 +108,11 @@ class Waits:
         self._stopped = asyncio.Event()
 
     def stop(self) -> None:
-        """End all of them now, and later ones at once."""
+        """End all waits, and later ones at once."""
         self._stopped.set()
 
     async def attend(self, work: Coroutine[Any, Any, T], *leaving: Awaitable[object]) -> T:
-        """The result of `work`. Raises `ClientGone` when `leaving` ends, `Refusal` on `stop`."""
+        """Await `work`. Raises `ClientGone` when `leaving` ends first, `Refusal` on `stop`."""
         working = asyncio.ensure_future(work)
         ends = [asyncio.ensure_future(each) for each in (*leaving, self._stopped.wait())]
         self.open += 1
@@ -132,25 +131,25 @@ class Waits:
         raise errors.ClientGone("the client hung up before it was answered")
 
     async def forward(self, pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-        """`pieces` until the server shuts down, which ends a stream like any other."""
+        """Yield `pieces` until the server shuts down; the stream then ends normally."""
         async with contextlib.aclosing(pieces):
             with contextlib.suppress(Refusal):
                 while (piece := await self.attend(anext(pieces, None))) is not None:
                     yield piece
 
 
-# --------------------------------------------------------------------------- who may
+# --------------------------------------------------------------------------- authorization
 class ApiRole(StrEnum):
-    """What a token allows."""
+    """Permissions of a token."""
 
     CLIENT = "client"
-    """Everything except what nodes do."""
+    """All requests except those of nodes."""
     READ = "read"
-    """Reading."""
+    """Read requests."""
     JOIN = "join"
-    """Joining as a node."""
+    """Registration of a node."""
     NODE = "node"
-    """Acting as the node that it was given to."""
+    """Requests of the node that the token was issued to."""
 
 
 PUBLIC: frozenset[ApiRole] = frozenset()
@@ -160,7 +159,7 @@ NODES = frozenset({ApiRole.NODE})
 
 
 class Caller(NamedTuple):
-    """Who sends a request; `node` is the id of a node, `name` and `tenant` are a person's."""
+    """Sender of a request; `node` is set for a node, `name` and `tenant` for a person."""
 
     role: ApiRole | None = None
     node: str = ""
@@ -168,33 +167,33 @@ class Caller(NamedTuple):
     tenant: str | None = None
 
     def check_tenant(self, tenant: str) -> None:
-        """Raises `Refusal` if it may not submit and cancel this tenant's work."""
+        """Check the right to submit and cancel a tenant's work. Raises `Refusal`."""
         if self.tenant not in {None, tenant}:
             msg = f"this token is for the work of tenant {self.tenant!r} only, not of {tenant!r}"
             raise Refusal(msg, "forbidden")
 
 
 class Person(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A token of somebody's own."""
+    """Personal token."""
 
     token: str
     role: Literal["client", "read"] = "client"
     tenant: Tenant | None = None
-    """The only one whose work it may submit and cancel; None: everybody's."""
+    """Tenant whose work the token may submit and cancel; None: all tenants."""
 
 
 class Tokens(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The server's own tokens, all different. Raises `UsageError` for a malformed one."""
+    """Tokens of a server, all different. Raises `UsageError` for a malformed one."""
 
     client: str
     join: str
     read: str
     people: dict[str, Person] = {}
-    """By name, which the audit log has."""
+    """Personal tokens by name, which appears in the audit log."""
 
     def __post_init__(self) -> None:
         own = {"client": self.client, "join": self.join, "read": self.read}
-        tokens = own | {f"people.{name}": one.token for name, one in self.people.items()}
+        tokens = own | {f"people.{name}": person.token for name, person in self.people.items()}
         for name, token in tokens.items():
             if not token or not token.isascii() or any(c.isspace() for c in token):
                 msg = f"the {name} token must be ASCII without spaces, and not empty"
@@ -204,7 +203,7 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def callers(self) -> list[tuple[str, Caller]]:
-        """Whose token each is, but for those of nodes."""
+        """Tokens with their callers, except those of nodes."""
         own = [(getattr(self, role), Caller(role)) for role in ApiRole if role is not ApiRole.NODE]
         people = self.people.items()
         return own + [(p.token, Caller(ApiRole(p.role), "", name, p.tenant)) for name, p in people]
@@ -214,7 +213,7 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 async def identify(header: str | None, tokens: Tokens, database: Database) -> Caller:
-    """The caller that sends this ``Authorization`` header. Raises `Refusal`."""
+    """Return the caller with this ``Authorization`` header. Raises `Refusal`."""
     scheme, _, token = (header or "").partition(" ")
     token = token.strip()
     if scheme.lower() != "bearer" or not token:
@@ -230,7 +229,7 @@ async def identify(header: str | None, tokens: Tokens, database: Database) -> Ca
 
 # --------------------------------------------------------------------------- routes
 class Nothing(msgspec.Struct, frozen=True):
-    """No fields."""
+    """Absence of a query or body."""
 
 
 @dataclass(slots=True)
@@ -243,26 +242,26 @@ class ApiCall(Generic[Q, B]):
     caller: Caller
     request: HttpRequest
     id: str
-    """The id in the path; empty where there is none."""
+    """Id in the path; empty for a path without one."""
     query: Q
     body: B
 
     @property
     def db(self) -> Database:
-        """The store."""
+        """Database of the server."""
         return self.control.database
 
     async def attend(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for `work`, at most as long as the client and the server are there."""
+        """Await `work` until the client disconnects or the server shuts down."""
         return await self.waits.attend(work, asyncio.wait({self.request.lost}))
 
     def stream(self, pieces: AsyncGenerator[bytes], media: str, **headers: str) -> Response:
-        """An answer in pieces, for as long; a slow reader slows down the source."""
+        """Create a streaming response; a slow reader slows down `pieces`."""
         headers = {"cache-control": "no-store", **headers}
         return StreamingResponse(self.waits.forward(pieces), headers=headers, media_type=media)
 
     def accept(self, *media: str) -> str:
-        """The first of `media` that the client accepts. Raises `Refusal` (406)."""
+        """Return the first of `media` that the client accepts. Raises `Refusal` (406)."""
         header = self.request.headers.get("accept", "*/*")
         accepted = {part.partition(";")[0].strip().lower() for part in header.split(",")}
         for offered in media:
@@ -273,7 +272,7 @@ class ApiCall(Generic[Q, B]):
 
 
 def admit(call: ApiCall[Nothing, list[Task]]) -> list[Task]:
-    """The tasks of a submission, in the tenant of its caller. Raises `Refusal`, `QuotaExceeded`."""
+    """Return submitted tasks with the caller's tenant. Raises `Refusal`, `QuotaExceeded`."""
     own, tasks = call.caller.tenant, call.body
     batch = [replace(t, tenant=own) if own and t.tenant == "default" else t for t in tasks]
     for tenant in sorted({task.tenant for task in batch}):
@@ -283,33 +282,33 @@ def admit(call: ApiCall[Nothing, list[Task]]) -> list[Task]:
 
 
 PlainCall = ApiCall[Nothing, Nothing]
-"""A request without query and body."""
+"""Request without query and body."""
 QueryCall = ApiCall[Q, Nothing]
 BodyCall = ApiCall[Nothing, B]
 Handler = Callable[[ApiCall[Any, Any]], Awaitable[object]]
 
 
 class Route(NamedTuple):
-    """One method of one path."""
+    """Method, path and handler of an endpoint."""
 
     method: str
     path: str
-    """May contain one ``{id}`` or ``{number}``."""
+    """Path, with at most one ``{id}`` or ``{number}``."""
     roles: frozenset[ApiRole]
-    """Who may use it; empty: everybody."""
+    """Permitted roles; empty: no token needed."""
     handler: Handler
-    """The first line of its docstring is the summary."""
+    """Handler; the first line of its docstring is the summary in the OpenAPI document."""
     query: Any
     body: Any
-    """`Nothing`: no body; bytes: a binary one."""
+    """Type of the body; `Nothing`: no body; bytes: a binary body."""
     status: int = 200
-    """Of an answer that has a body."""
+    """Status of a response with a body."""
     max_body: int = 1 << 20
-    """Bytes."""
+    """Maximum size of the body in bytes."""
     audited: bool = True
-    """Whether the audit log has what people and programs change by it."""
+    """Whether the audit log records changes by people and programs."""
     find_owner: Callable[..., Any] | None = None
-    """Reads what has the id and a `tenant`, where that must be the caller's, if it has one."""
+    """Operation that reads the object with this id, whose `tenant` must be that of the caller."""
 
     @property
     def name(self) -> str:
@@ -318,7 +317,7 @@ class Route(NamedTuple):
 
 
 class Routes(list[Route]):
-    """A list of routes that `add` fills."""
+    """List of routes with a decorator to add to it."""
 
     def add(
         self, method: str, path: str, roles: frozenset[ApiRole], **settings: Any

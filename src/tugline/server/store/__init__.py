@@ -1,1 +1,1 @@
-"""Where the control plane keeps what it must not lose: SQLite or PostgreSQL, one set of SQL."""
+"""Durable store of the control plane: SQLite or PostgreSQL, with shared SQL."""

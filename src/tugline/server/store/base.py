@@ -1,7 +1,7 @@
 """Database contract: transactions with named parameters, connections, and database drivers.
 
-The SQL is written once, for SQLite and PostgreSQL: parameters are ``:name``, rows are tuples, and
-both have ``RETURNING`` and ``ON CONFLICT``. Where the two differ, the driver fills in the word.
+SQLite and PostgreSQL share the SQL: parameters are ``:name``, rows are tuples, and both have
+``RETURNING`` and ``ON CONFLICT``. Where they differ, the driver supplies the keyword.
 """
 
 import re
@@ -21,12 +21,12 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def to_struct(kind: type[S], columns: str, row: Row, **changes: object) -> S:
-    """A row as a struct whose fields are `columns`, separated by commas; `changes` replace some."""
+    """Convert a row of comma-separated `columns` to a struct; `changes` replace values."""
     return msgspec.convert({**dict(zip(columns.split(", "), row, strict=True)), **changes}, kind)
 
 
 def match_columns(**columns: str | Sequence[str] | None) -> tuple[str, dict[str, object]]:
-    """A condition on these columns, and its values: one, or one of several; None is any."""
+    """Return a condition, and its values: each column equals a value or is in a list; None: any."""
     given = {name: value for name, value in columns.items() if value is not None}
     signs = {name: "=" if isinstance(value, str) else "IN" for name, value in given.items()}
     where = "".join(f" AND {name} {sign} :{name}" for name, sign in signs.items())
@@ -34,12 +34,12 @@ def match_columns(**columns: str | Sequence[str] | None) -> tuple[str, dict[str,
 
 
 def cut_page(rows: Sequence[Row], limit: int) -> tuple[Sequence[Row], str | None]:
-    """The rows of a page, and the cursor of the next one."""
+    """Return the rows of a page, and the cursor of the next page."""
     return rows[:limit], str(rows[limit - 1][1]) if len(rows) > limit else None
 
 
 def expand_lists(sql: str, values: Mapping[str, object]) -> tuple[str, dict[str, object]]:
-    """Give each item of a list a parameter of its own, for ``IN``; nothing is among no items."""
+    """Replace a list, after ``IN``, by a parameter for each item; an empty list matches nothing."""
     bound: dict[str, object] = {}
     for name, value in values.items():
         if isinstance(value, list | tuple | set):
@@ -53,29 +53,29 @@ def expand_lists(sql: str, values: Mapping[str, object]) -> tuple[str, dict[str,
 
 
 class Tx:
-    """An open transaction; all of it takes effect or nothing."""
+    """Open transaction."""
 
     now: float = 0.0
-    """When it began, Unix seconds; the only clock of the operations in it."""
+    """Start of the transaction in Unix seconds; operations use no other clock."""
 
     matching: str
-    """``FROM`` and ``WHERE`` of the texts with `:words`, of which ``*`` ends a beginning.
+    """``FROM`` and ``WHERE`` for texts with all `:words`; a word that ends in ``*`` is a prefix.
 
-    `:tasks` says whether those of tasks or those of sessions are read.
+    `:tasks` is true for texts of tasks, false for texts of sessions.
     """
 
     def __init__(self, db: Any) -> None:
         """`db` is the driver's own connection."""
         self._db = db
         self.topics: set[str] = set()
-        """Topics that its commit notifies."""
+        """Topics to notify after the commit."""
 
     def translate(self, sql: str) -> Any:
-        """A statement with its parameters as the driver writes them."""
+        """Convert the parameters of a statement to the driver's syntax."""
         return sql
 
     def execute(self, sql: str, values: Mapping[str, object]) -> Any:
-        """Run a statement; returns the driver's cursor."""
+        """Run a statement; return the driver's cursor."""
         return self._db.execute(self.translate(sql), values)
 
     def many(self, sql: str, rows: Iterable[Mapping[str, object]]) -> None:
@@ -83,20 +83,20 @@ class Tx:
         self._db.cursor().executemany(self.translate(sql), rows)
 
     def all(self, sql: str, **values: object) -> list[Row]:
-        """All rows. A value may be a list, after ``IN``."""
+        """Return all rows. A value may be a list, after ``IN``."""
         rows: list[Row] = self.execute(*expand_lists(sql, values)).fetchall()
         return rows
 
     def column(self, sql: str, **values: object) -> list[Any]:
-        """The first value of all rows."""
+        """Return the first value of each row."""
         return [row[0] for row in self.all(sql, **values)]
 
     def fetch_value(self, sql: str, /, **values: object) -> Any:
-        """The first value of the first row; None if there is no row."""
+        """Return the first value of the first row; None if there is no row."""
         return next(iter(self.column(sql, **values)), None)
 
     def require_one(self, sql: str, missing: Exception, **values: object) -> Row:
-        """The first row. Raises `missing` if there is none."""
+        """Return the first row. Raises `missing` if there is none."""
         rows = self.all(sql, **values)
         if not rows:
             raise missing
@@ -105,7 +105,7 @@ class Tx:
     def read_after(
         self, rows: str, key: str, after: int, limit: int, **match: str | Sequence[str] | None
     ) -> list[Row]:
-        """Up to `limit` rows behind `after` in the order of `key`; `match` is for `match_columns`.
+        """Return up to `limit` rows after `after` by `key`; `match` is as in `match_columns`.
 
         `rows` is ``COLUMNS FROM TABLE``.
         """
@@ -113,11 +113,11 @@ class Tx:
         sql = f"SELECT {rows} WHERE {key} > :after{where} ORDER BY {key} LIMIT :limit"
         return self.all(sql, after=after, limit=limit, **values)
 
-    def read_places(self, rows: str, where: str, query: PageQuery, **values: object) -> list[Row]:
-        """Rows of a page in the order of their places, and the one after it, for `cut_page`.
+    def read_page(self, rows: str, where: str, query: PageQuery, **values: object) -> list[Row]:
+        """Return the rows of a page in order of ``place``, and the next row, for `cut_page`.
 
-        `rows` is ``COLUMNS FROM TABLE``, the second column the place. Raises `Invalid` for a cursor
-        that is none.
+        `rows` is ``COLUMNS FROM TABLE``, with ``place`` as second column. Raises `Invalid` for an
+        invalid cursor.
         """
         side, order, start = ("<", "DESC", 2**63 - 1) if query.newest else (">", "ASC", -1)
         if query.after is not None:
@@ -133,7 +133,7 @@ class Tx:
         )
 
     def run(self, sql: str, **values: object) -> int:
-        """Run a statement; returns the number of changed rows. A value may be a list."""
+        """Run a statement; return the number of changed rows. A value may be a list."""
         changed: int = self.execute(*expand_lists(sql, values)).rowcount
         return changed
 
@@ -149,41 +149,41 @@ class Tx:
         self.run(f"UPDATE {table} SET {changes} WHERE id = :row", row=row, **columns)  # noqa: S608 - constants
 
     def advance(self, counter: str, by: int = 1) -> int:
-        """Add to a counter of ``positions``; returns its new value."""
+        """Add to a counter of ``positions``; return its new value."""
         sql = "UPDATE positions SET at = at + :by WHERE name = :counter RETURNING at"
         return int(self.fetch_value(sql, counter=counter, by=by))
 
     def notify(self, *topics: str) -> None:
-        """Wake subscribers of these topics, on every server, once this transaction is committed."""
+        """Wake subscribers of these topics, on every server, after the commit."""
         self.topics.update(topics)
 
 
 class Connection(Tx, ABC):
-    """An open connection and its transaction in one. Raises what `Driver.explain` knows."""
+    """Open connection with its transaction. Raises errors that `Driver.explain` takes."""
 
     def check_pages(self) -> None:
-        """Raise one of the driver's errors if a page is damaged, where it can tell."""
+        """Raise an error of the driver if a page is damaged, where that can be checked."""
         return
 
     @abstractmethod
     def begin(self, *, durable: bool) -> None:
-        """Start a transaction that may write, alone among all servers."""
+        """Start a write transaction, exclusively among all servers."""
 
     @abstractmethod
     def begin_reading(self) -> None:
-        """Start a transaction that sees a single state."""
+        """Start a read transaction on a single snapshot."""
 
     def commit(self) -> None:
-        """Commit; flushed to disk when this returns, if begun as durable."""
+        """Commit; a durable transaction is on disk when this returns."""
         self._db.execute("COMMIT")
 
     def rollback(self) -> None:
-        """Undo the transaction, or end one that only read."""
+        """Roll back the transaction, or end a read transaction."""
         self._db.execute("ROLLBACK")
 
     @contextmanager
     def savepoint(self) -> Iterator[None]:
-        """Undo what is done within if an error leaves it."""
+        """Set a savepoint; undo the block's changes if it raises."""
         self._db.execute("SAVEPOINT op")
         try:
             yield
@@ -194,15 +194,15 @@ class Connection(Tx, ABC):
 
     @abstractmethod
     def undo(self) -> None:
-        """Return to the savepoint, if the transaction is still there."""
+        """Roll back to the savepoint, if the transaction is still open."""
 
     @property
     @abstractmethod
     def usable(self) -> bool:
-        """Whether the transaction continues after an error that a savepoint has undone."""
+        """Whether the transaction is still open after a rollback to a savepoint."""
 
     def close(self) -> None:
-        """Close it; the database undoes what was not committed."""
+        """Close the connection; the database rolls back an open transaction."""
         self._db.close()
 
 
@@ -210,29 +210,29 @@ FULL = "; free some space, nothing that was acknowledged is lost"
 
 
 class Driver(ABC):
-    """A kind of database."""
+    """Driver of a kind of database."""
 
     name: str
     errors: tuple[type[Exception], ...]
     """Base classes of the driver's errors."""
-    mistakes: tuple[type[Exception], ...]
-    """Those that are an operation's own fault, so that a retry cannot help."""
+    operation_errors: tuple[type[Exception], ...]
+    """Subset of `errors` that an operation causes, so that a retry cannot help."""
 
-    place: str
-    """Where it is, for people, without secrets."""
+    location: str
+    """Address of the database for messages, without secrets."""
     blob: str
-    """Its column type of bytes."""
+    """Column type of bytes."""
     now: str
-    """The present as an expression of SQL, in Unix seconds."""
+    """SQL expression for the current time in Unix seconds."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Take possession and bring the tables up to date. Raises one of `errors`."""
+        """Lock the database if needed and migrate its tables. Raises an error in `errors`."""
 
     def migrate(self, tx: Tx, layout: int) -> None:
-        """Bring the tables from `layout` to the current one. Raises `UsageError` for a newer."""
+        """Migrate the tables from `layout`. Raises `UsageError` for a newer one."""
         if layout > len(STEPS):
-            msg = f"store {self.place} has layout {layout}, this version reads {len(STEPS)}"
+            msg = f"store {self.location} has layout {layout}, this version reads {len(STEPS)}"
             raise UsageError(msg)
         for step in range(layout, len(STEPS)):
             terms = {"sqlite": "--", "postgresql": "--", self.name: "", "blob": self.blob}
@@ -244,42 +244,42 @@ class Driver(ABC):
         """Open a connection."""
 
     def explain(self, error: Exception) -> StoreError:
-        """Wrap an error, with advice."""
+        """Convert an error to a `StoreError`, with advice."""
         text = " ".join(str(error).split())
-        return StoreError(f"store {self.place}: {text}{self.advise(error)}")
+        return StoreError(f"store {self.location}: {text}{self.advise(error)}")
 
     @abstractmethod
     def advise(self, error: Exception) -> str:
-        """What follows the text of an error; `FULL` if there is no space."""
+        """Return the advice after the text of an error; `FULL` if there is no space."""
 
     def is_lost(self, error: Exception) -> bool:
-        """Whether a new connection may help."""
+        """Whether a new connection may solve the error."""
         return False
 
     def listen(
         self, receive: Callable[[Iterable[str] | None], None]
     ) -> AbstractContextManager[None]:
-        """Pass on notifications of other servers; None for "anything may have happened"."""
+        """Receive notifications of other servers during the block; None if some may be missed."""
         return nullcontext()
 
     def release(self) -> None:
-        """Give up possession."""
+        """Release the lock of `prepare`."""
         return
 
 
 def read_sql(name: str) -> str:
-    """Read a file of SQL beside this one."""
+    """Read an SQL file of this package."""
     return Path(__file__).with_name(f"{name}.sql").read_text(encoding="utf-8")
 
 
 STEPS = tuple(read_sql(f"layout_{n}") for n in range(1, 7))
-"""Step n leads from layout n to layout n + 1."""
+"""Migrations; step n leads from layout n to layout n + 1."""
 
 
 def _statements(text: str, terms: Mapping[str, str]) -> list[str]:
-    """The statements of a step, with the driver's words in the place of their names."""
+    """Split a migration into statements, with the driver's `terms` for ``{name}``."""
     for name, word in terms.items():
         text = text.replace(f"{{{name}}}", word)
     lines = (line.partition("--")[0].rstrip() for line in text.splitlines())
     text = "\n".join(line for line in lines if line)
-    return [one.strip() for one in text.split(";\n") if one.strip(" ;\n")]
+    return [part.strip() for part in text.split(";\n") if part.strip(" ;\n")]

@@ -1,12 +1,12 @@
-"""Run operations against the store: durable writes with group commit, concurrent reads (I3).
+"""Database access: durable writes with group commit, concurrent reads (I3).
 
-An operation is a plain function of a transaction. One thread owns the writing connection and
-commits whatever is queued as one transaction with one flush to disk (group commit); within it each
-operation has a savepoint, so its error reaches its own caller only. A caller gets the result after
-the commit, never before. Reads have connections of their own and never wait for a write.
+An operation is a plain function of a transaction. One thread owns the write connection and commits
+all queued operations as one transaction with one flush to disk (group commit). Each operation has a
+savepoint, so an error affects only its caller. Callers get results after the commit. Reads have
+their own connections and never wait for a write.
 
-Operations may run again after a lost connection, so each looks at the present state before it
-changes it.
+Operations may run again after a lost connection, so they check the current state before they change
+it.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from tugline.server.store.sqlite import Sqlite
 
 
 class Subscription:
-    """One subscriber's pending notification; one that comes while it is busy is kept."""
+    """Pending notification of a subscriber; it is kept until `wait` or `poll` takes it."""
 
     def __init__(self) -> None:
         self._notified = asyncio.Event()
@@ -38,13 +38,13 @@ class Subscription:
         self._notified.set()
 
     def poll(self) -> bool:
-        """Whether it was notified since the last look; does not wait."""
+        """Whether there was a notification since the last `poll` or `wait`; do not wait."""
         notified = self._notified.is_set()
         self._notified.clear()
         return notified
 
     async def wait(self, until: float | None = None) -> bool:
-        """Wait for a notification until `until`, a time of the loop; False if none came."""
+        """Wait for a notification until the loop time `until`; return False if there was none."""
         try:
             async with asyncio.timeout_at(until):
                 await self._notified.wait()
@@ -55,14 +55,14 @@ class Subscription:
 
 
 class Hub:
-    """Topics and their subscribers. Belongs to one event loop."""
+    """Topics and their subscribers, used in one event loop."""
 
     def __init__(self) -> None:
         self.topics: dict[str, set[Subscription]] = {}
-        """Those that somebody is subscribed to."""
+        """Subscriptions by topic, without empty topics."""
 
     def add(self, *topics: str) -> Subscription:
-        """Subscribe to all of `topics` for good."""
+        """Subscribe to `topics` permanently."""
         subscription = Subscription()
         for topic in topics:
             self.topics.setdefault(topic, set()).add(subscription)
@@ -70,7 +70,7 @@ class Hub:
 
     @contextmanager
     def subscribe(self, *topics: str) -> Iterator[Subscription]:
-        """Subscribe to all of `topics` while the block lasts."""
+        """Subscribe to `topics` during the block."""
         subscription = self.add(*topics)
         try:
             yield subscription
@@ -82,14 +82,14 @@ class Hub:
                     del self.topics[topic]
 
     def notify(self, topics: Iterable[str] | None) -> None:
-        """Wake all subscribers of `topics`; None is everybody: something may have been missed."""
+        """Wake the subscribers of `topics`; None: all, since notifications may have been missed."""
         for topic in tuple(self.topics) if topics is None else topics:
             for subscription in self.topics.get(topic, ()):
                 subscription.notify()
 
 
 def uptime() -> float:
-    """Seconds of a clock that nobody sets, and that goes on while the machine is suspended."""
+    """Return seconds of a monotonic clock that includes time suspended."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -100,7 +100,7 @@ _PAUSE_S = 0.05
 T = TypeVar("T")
 P = ParamSpec("P")
 Outcome = tuple[Any, BaseException | None]
-"""Value or error of an operation."""
+"""Value and error of an operation."""
 _log = log.get("store")
 
 
@@ -111,32 +111,32 @@ class _Job(NamedTuple):
 
 
 class _Slot:
-    """A connection that is opened when it is needed."""
+    """Connection that is opened on first use."""
 
     def __init__(self) -> None:
         self._connection: Connection | None = None
 
     def open(self, driver: Driver, *, reading: bool = False) -> Connection:
-        """The connection."""
+        """Return the connection; open it if needed."""
         if self._connection is None:
             self._connection = driver.connect(reading=reading)
         return self._connection
 
     def close(self) -> None:
-        """Drop it; the next use opens another one."""
+        """Close the connection; the next use opens a new one."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
 
 class Database:
-    """A store and its threads; an async context manager. `hub` is notified after each commit.
+    """Database with its threads; an async context manager. `hub` is notified after each commit.
 
-    A write that finds the connection lost is retried for `retry_s` before it fails, a read and the
-    opening, beside a database that is itself being started, for a third of that.
+    While the connection is lost, writes are retried for `retry_s`, reads and opening for a third of
+    that, so that server and database can start at the same time.
 
-    `clock` gives `Tx.now`; by default the database's at the opening, which all its servers share,
-    carried on by `uptime`: to set a machine's clock moves no lease.
+    `clock` is the source of `Tx.now`. The default is the database's clock at opening, shared by all
+    servers, plus the change of `uptime`: setting a machine's clock does not affect leases.
     """
 
     def __init__(
@@ -144,10 +144,10 @@ class Database:
     ) -> None:
         self.hub = Hub()
         self._began = 0.0
-        """Unix seconds at which `uptime` was 0."""
+        """Unix time at which `uptime` was 0."""
         self.clock = clock or (lambda: self._began + uptime())
         self.on_commit: Callable[[int, float], None] = lambda _ops, _seconds: None
-        """Called in the writer's thread after each commit: operations and seconds."""
+        """Callback in the writer's thread after each commit: number of operations, seconds."""
         self._driver, self._retry_s = driver, retry_s
         self.name = driver.name
         """``sqlite`` or ``postgresql``."""
@@ -176,9 +176,9 @@ class Database:
     async def write(
         self, op: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Run ``op(tx, ...)``; its changes are on disk when this returns.
+        """Run ``op(tx, ...)``; changes are on disk when this returns.
 
-        Raises what `op` raises, and `StoreError` if the database cannot be used.
+        Raises the errors of `op`, and `StoreError` if the database is unavailable.
         """
         return await self._submit(lambda tx: op(tx, *args, **kwargs), durable=True)
 
@@ -191,9 +191,9 @@ class Database:
     async def read(
         self, op: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Run ``op(tx, ...)``, which sees a single state and changes nothing.
+        """Run ``op(tx, ...)`` on a single snapshot, without changes.
 
-        Raises as `write` does.
+        Raises the same errors as `write`.
         """
         self._check_open()
         return await self._loop.run_in_executor(
@@ -201,7 +201,7 @@ class Database:
         )
 
     def check(self, op: Callable[[Tx], T]) -> T:
-        """Check its pages and read; a server may have it open. Raises `StoreError`."""
+        """Check the database's pages and read; a server may be running. Raises `StoreError`."""
         try:
             with closing(self._driver.connect(reading=True)) as connection:
                 connection.begin_reading()
@@ -217,7 +217,7 @@ class Database:
         wait_s: float,
         is_ready: Callable[[T], bool],
     ) -> T:
-        """Read until the value is ready or `wait_s` is over; read again when a topic is notified.
+        """Read, again after notifications of `topics`, until the value is ready or after `wait_s`.
 
         Returns the last value.
         """
@@ -243,12 +243,12 @@ class Database:
             raise StoreError("store: the server is being stopped")
 
     def _retry(self, attempt: Callable[[], T], seconds: float, slot: _Slot | None = None) -> T:
-        """Repeat an attempt for so long while the connection, that in `slot`, is lost."""
+        """Retry for `seconds` while the connection (in `slot`, if given) is lost."""
         until, pause = time.monotonic() + seconds, _PAUSE_S
         while True:
             try:
                 return attempt()
-            except self._driver.mistakes:
+            except self._driver.operation_errors:
                 raise
             except self._driver.errors as error:
                 if slot is not None:
@@ -261,7 +261,7 @@ class Database:
 
     # ------------------------------------------------------------------ in the readers' threads
     def _read(self, op: Callable[[Tx], T]) -> T:
-        slot = self._readers.pop()  # there is one for each thread of the pool
+        slot = self._readers.pop()  # one per thread of the pool
         try:
             return self._retry(partial(self._read_once, slot, op), self._retry_s / 3, slot)
         finally:
@@ -294,7 +294,7 @@ class Database:
         try:
             once = partial(self._commit_once, jobs)
             outcomes, topics = self._retry(once, self._retry_s, self._connection)
-        except Exception as error:  # noqa: BLE001 - this thread must go on, whatever it was
+        except Exception as error:  # noqa: BLE001 - the writer's thread must not end
             self._connection.close()
             outcomes = [(None, error)] * len(jobs)
         self.on_commit(len(jobs), time.monotonic() - began)
@@ -315,13 +315,13 @@ class Database:
         try:
             with connection.savepoint():
                 return job.op(connection), None
-        except self._driver.mistakes as error:
+        except self._driver.operation_errors as error:
             return None, error
         except self._driver.errors as error:
             if not connection.usable:
                 raise
             return None, self._driver.explain(error)
-        except Exception as error:  # noqa: BLE001 - an operation's error is its caller's alone
+        except Exception as error:  # noqa: BLE001 - returned to the operation's caller
             return None, error
 
     def _end(self) -> None:
@@ -333,7 +333,7 @@ class Database:
             slot.close()
         self._driver.release()
 
-    # ------------------------------------------------------------------ back in the loop
+    # ------------------------------------------------------------------ in the event loop
     def _answer(self, jobs: list[_Job], outcomes: list[Outcome], topics: set[str]) -> None:
         self.hub.notify(topics)
         for job, (value, error) in zip(jobs, outcomes, strict=True):
@@ -349,7 +349,7 @@ class Database:
 
 
 def open_database(url: str, **settings: Any) -> Database:
-    """The database at ``sqlite:PATH`` or ``postgresql://...``; entering it opens it."""
+    """Return the database at ``sqlite:PATH`` or ``postgresql://...``; entering it opens it."""
     scheme, _, rest = url.partition(":")
     if scheme == "sqlite" and rest:
         return Database(Sqlite(Path(rest)), **settings)

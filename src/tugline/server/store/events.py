@@ -3,10 +3,10 @@
 Taking a position locks its row until the transaction ends, so a reader that has seen position N
 never finds a new event at or before N (I3).
 
-A delivery is written together with its event (I3) and claimed for a while before it is sent, so
-several servers share the work, and one that a crashed server had claimed falls due again. Hosts are
-claimed separately: one that does not answer delays no other. Each step costs O(hosts + rows taken),
-however long the list is.
+A delivery is written together with its event (I3) and claimed for a limited time before it is sent,
+so several servers share the work, and a delivery claimed by a crashed server becomes due again.
+Deliveries are claimed per host: a host that does not answer does not delay others. Each step costs
+O(hosts + claimed rows), independent of the length of the outbox.
 """
 
 import json
@@ -21,13 +21,13 @@ from tugline.server.store.base import Tx, read_sql, to_struct
 
 _COLUMNS = "position, kind, created, task, session, node, detail"
 _TRIM = 1000
-"""Events deleted at once, so that other writes need not wait long."""
+"""Number of events deleted per transaction, to keep it short."""
 _DELIVERY = "id, task, kind, url, state, tries, next_try, error"
 _MAX_ERROR = 300
-"""Characters of an error that are stored."""
+"""Maximum number of stored characters of an error."""
 _NEXT_TRIES = read_sql("next_tries")
 _TRIM_DELIVERIES = 2000
-"""Rows deleted at once."""
+"""Number of rows deleted per transaction."""
 
 
 class Note(NamedTuple):
@@ -40,7 +40,7 @@ class Note(NamedTuple):
 
 
 def add(tx: Tx, kind: EventKind, *notes: Note) -> int:
-    """Record an event for each of `notes`; notifies ``events`` and ``task:ID``.
+    """Record an event for each of `notes`; notify ``events`` and ``task:ID``.
 
     Returns the last position.
     """
@@ -57,35 +57,35 @@ def add(tx: Tx, kind: EventKind, *notes: Note) -> int:
 
 
 def latest(tx: Tx) -> int:
-    """Position of the last event, 0 before the first."""
+    """Return the position of the last event; 0 before the first."""
     return int(tx.fetch_value("SELECT at FROM positions WHERE name = 'events'"))
 
 
 def skip_positions(tx: Tx) -> None:
-    """Go on at the present in milliseconds, beyond what a store gave out that this one replaces."""
+    """Advance positions to the time in milliseconds, beyond those of a store that was replaced."""
     floor = int(tx.now * 1000)
     tx.run("UPDATE positions SET at = :floor WHERE name = 'events' AND at < :floor", floor=floor)
 
 
 def check_position(tx: Tx, after: int) -> None:
-    """Raises `Invalid` for a position that this store has never given out."""
+    """Check a position. Raises `Invalid` if it is beyond the latest."""
     last = latest(tx)
     if after > last:
         msg = (
             f"after is {after}, the latest position is {last}: the store was replaced or restored"
-            " from a backup; what it has stands from 0 on"
+            " from a backup; read it again from position 0"
         )
         raise Invalid(msg, field="after")
 
 
 def page(tx: Tx, after: int, limit: int, task: str | None = None) -> list[Event]:
-    """Up to `limit` events after a position, of one task or of all."""
+    """Return up to `limit` events after a position, of one task or of all."""
     rows = tx.read_after(f"{_COLUMNS} FROM events", "position", after, limit, task=task)
     return [to_struct(Event, _COLUMNS, row, detail=json.loads(row[-1])) for row in rows]
 
 
 def trim(tx: Tx, before: float) -> int:
-    """Delete some of the oldest events from before that time; how many, 0 when done."""
+    """Delete a batch of events older than `before`; return their number, 0 when done."""
     return tx.run(
         "DELETE FROM events WHERE created < :before"
         " AND position IN (SELECT position FROM events ORDER BY position LIMIT :limit)",
@@ -96,25 +96,25 @@ def trim(tx: Tx, before: float) -> int:
 
 # --------------------------------------------------------------------------- outbox
 def host_of(url: str) -> str:
-    """Host and port of a URL, without a user's name or password."""
+    """Return host and port of a URL, without user name and password."""
     return urlsplit(url).netloc.rpartition("@")[2].lower()
 
 
 def add_delivery(tx: Tx, position: int, task: str, kind: EventKind, url: str) -> None:
-    """Queue a delivery of the event at `position`. Notifies ``outbox``."""
+    """Queue a delivery of the event at `position`; notify ``outbox``."""
     row = {"id": position, "task": task, "kind": kind.value, "url": url, "host": host_of(url)}
     tx.insert("outbox", {**row, "state": DeliveryState.PENDING.value, "next_try": tx.now})
     tx.notify("outbox")
 
 
 def next_tries(tx: Tx) -> dict[str, float]:
-    """When the next delivery to each host is due; hosts without one are left out."""
+    """Return the time of the next delivery by host; hosts without one are left out."""
     rows = tx.all(_NEXT_TRIES)
     return {host: float(at) for host, at in rows if at is not None}
 
 
 def claim_deliveries(tx: Tx, host: str, *, for_s: float, limit: int) -> list[Delivery]:
-    """Claim up to `limit` due deliveries to a host; unless settled, they are due after `for_s`."""
+    """Claim up to `limit` due deliveries to a host for `for_s`; unsettled ones become due again."""
     rows = tx.all(
         "UPDATE outbox SET next_try = :until WHERE id IN (SELECT id FROM outbox"  # noqa: S608 - constants
         " WHERE state = 'pending' AND host = :host AND next_try <= :now"
@@ -131,9 +131,9 @@ def claim_deliveries(tx: Tx, host: str, *, for_s: float, limit: int) -> list[Del
 def settle(
     tx: Tx, delivery: int, state: DeliveryState, error: str = "", after_s: float = 0
 ) -> None:
-    """Record a try: it arrived, is PENDING again for `after_s`, or is given up, with an event.
+    """Record a try: delivered, PENDING again after `after_s`, or given up, with an event.
 
-    Does nothing if it was settled in the meantime.
+    Does nothing if the delivery is no longer pending.
     """
     rows = tx.all(
         "UPDATE outbox SET state = :state, tries = tries + 1, error = :error, next_try = :next_try"
@@ -149,7 +149,7 @@ def settle(
 
 
 def retry_delivery(tx: Tx, delivery: int) -> Delivery:
-    """Send it again, with all its tries, whatever its state. Raises `Missing`."""
+    """Reset a delivery to pending, without earlier tries, from any state. Raises `Missing`."""
     row = tx.require_one(
         "UPDATE outbox SET state = 'pending', tries = 0, next_try = :now"  # noqa: S608 - constants
         f" WHERE id = :id RETURNING {_DELIVERY}",
@@ -162,14 +162,14 @@ def retry_delivery(tx: Tx, delivery: int) -> Delivery:
 
 
 def list_deliveries(tx: Tx, query: DeliveryQuery) -> list[Delivery]:
-    """Deliveries, by id."""
-    found = f"{_DELIVERY} FROM outbox"
-    rows = tx.read_after(found, "id", query.after, query.limit, state=query.state)
+    """List deliveries by id."""
+    columns = f"{_DELIVERY} FROM outbox"
+    rows = tx.read_after(columns, "id", query.after, query.limit, state=query.state)
     return [to_struct(Delivery, _DELIVERY, row) for row in rows]
 
 
 def trim_deliveries(tx: Tx) -> int:
-    """Delete some delivered rows whose event is deleted; how many, 0 when done."""
+    """Delete a batch of delivered rows whose event is deleted; return their number, 0 when done."""
     return tx.run(
         "DELETE FROM outbox WHERE id IN (SELECT id FROM outbox WHERE state = 'delivered'"
         " AND id < (SELECT MIN(position) FROM events) ORDER BY id LIMIT :limit)",

@@ -10,7 +10,7 @@ CREATE TABLE control (
 INSERT INTO control VALUES (1, 0, NULL, 0);
 CREATE TABLE tenants (
     name TEXT PRIMARY KEY,
-    weight DOUBLE PRECISION NOT NULL,         -- not read any more: it is a setting
+    weight DOUBLE PRECISION NOT NULL,         -- no longer read: it is a setting
     pass DOUBLE PRECISION NOT NULL            -- sessions leased so far, divided by the weight
 );
 CREATE TABLE tasks (
@@ -53,9 +53,9 @@ CREATE TABLE sessions (
     turn DOUBLE PRECISION NOT NULL,           -- place in its tenant's queue, Unix seconds
     node TEXT,                                -- holder of the lease
     version BIGINT NOT NULL DEFAULT 0,        -- weights when it was leased
-    stop TEXT,                                -- reason it is asked to stop, while it runs
+    stop TEXT,                                -- reason of a requested stop, while it runs
     stop_by TEXT NOT NULL DEFAULT '',
-    stop_at DOUBLE PRECISION,                 -- when it was asked to
+    stop_at DOUBLE PRECISION,                 -- time of the request to stop
     usable INTEGER NOT NULL DEFAULT 0,        -- 1 once it has a reward
     avoid TEXT,                               -- node where the last attempt failed
     created DOUBLE PRECISION NOT NULL,

@@ -1,8 +1,8 @@
 -- From layout 5 to layout 6.
 CREATE INDEX sessions_by_change ON sessions (updated) WHERE status <> 'queued';
--- An index for each kind of text: what is searched for stands in one of them. Texts that wait to be
--- added to it are read by every search, so they are few. "+ 0" keeps the planner from the other
--- index of the table, through which it would read every text.
+-- An index for each kind of text: a search reads one kind. Every search reads the list of pending
+-- texts of an index, so its size is limited. "+ 0" keeps the planner from the primary key, by which
+-- it would read every text.
 {postgresql} DROP INDEX texts_by_word;
 {postgresql} CREATE INDEX texts_of_tasks ON texts
 {postgresql}     USING gin (array_to_tsvector(string_to_array(words, ' ')))

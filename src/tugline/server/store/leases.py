@@ -1,8 +1,8 @@
-"""Leases: sessions given to nodes fairly, fenced by epoch, never lost (I3).
+"""Leases: sessions leased to nodes fairly, fenced by epoch, never lost (I3).
 
-Every request of a node lists what it holds. A session that the table says it holds but the node
-does not list was in an answer that got lost: it is sent again. A session that it lists but no
-longer holds belongs to another node: it is told to drop it.
+Every request of a node lists the sessions that it holds. A session that is leased to the node but
+not listed was in a lost response: it is sent again. A listed session that is no longer leased to
+the node belongs to another node: the node is told to stop it.
 """
 
 import secrets
@@ -20,19 +20,19 @@ from tugline.types.session import UNKNOWN_CAUSE
 NODE_CAUSES = frozenset({Cause.SANDBOX, Cause.NETWORK, Cause.DISK, Cause.NODE, Cause.INIT_TIMEOUT})
 """Causes that count against the node; several in a row put it in quarantine."""
 
-_GRANTED = 2000
-"""Sessions leased at once, so that other writes need not wait long."""
+_GRANT_BATCH = 2000
+"""Number of sessions leased per transaction, to keep it short."""
 EPOCHS_FROM = 1_600_000_000
-"""Unix seconds at which epochs begin: what a store leases, no store that it replaces has leased."""
+"""Unix time of epoch 0; a store's epochs exceed those of a store that it replaces."""
 
 
 Granted = dict[str, list[Session]]
-"""What is leased, by node."""
+"""Leased sessions by node."""
 Orders = tuple[tuple[Session, ...], protocol.LeaseResponse]
-"""What is leased to a node in an answer that it did not receive, and an answer without work."""
+"""Sessions leased in a response that the node did not receive, and a response without work."""
 
 
-# --------------------------------------------------------------------------- to a node
+# --------------------------------------------------------------------------- granting
 def register(
     tx: Tx, registration: protocol.NodeRegistration, lease_s: float
 ) -> protocol.NodeRegistered:
@@ -49,7 +49,7 @@ def register(
 def renew(
     tx: Tx, node: str, held: Sequence[protocol.HeldSession], applied: int, *, lease_s: float
 ) -> Orders:
-    """Extend a node's lease, record the stages it reports, and reconcile.
+    """Extend a node's lease, record the reported stages, and reconcile.
 
     Raises `FencedError` for a lost node.
     """
@@ -60,7 +60,7 @@ def renew(
 def reconcile(
     tx: Tx, node: str, held: Sequence[protocol.HeldSession], *, advance: bool = False
 ) -> Orders:
-    """Compare what a node holds with the table. Raises `FencedError` for a lost node.
+    """Compare the sessions that a node holds with its leases. Raises `FencedError` for a lost node.
 
     With `advance`, the reported stages are recorded; without, nothing is written.
     """
@@ -83,10 +83,10 @@ def reconcile(
 
 
 def grant(tx: Tx, capacities: Mapping[str, int], settings: ServerSettings = DEFAULTS) -> Granted:
-    """Lease queued sessions to waiting nodes, up to the capacity of each and its tenants' limits.
+    """Lease queued sessions to waiting nodes, up to the nodes' capacity and the tenants' limits.
 
-    Samples of a task go to the node of its first one while that has capacity; an attempt after a
-    failure goes to another node if one has capacity.
+    Samples of a task go to the node of the first sample while it has capacity; an attempt after a
+    failure goes to another node if there is one with capacity.
     """
     if not sessions.list_waiting(tx):
         return {}
@@ -100,10 +100,10 @@ def grant(tx: Tx, capacities: Mapping[str, int], settings: ServerSettings = DEFA
     homes: dict[str, str] = {}
     leased, notes = [], []
     version = nodes.control(tx).version
-    for row in sessions.take_queued(tx, min(sum(left.values()), _GRANTED), settings):
+    for row in sessions.take_queued(tx, min(sum(left.values()), _GRANT_BATCH), settings):
         session, task, sample, attempt, epoch, avoid, home, since = row
         home = homes.get(task, home)
-        node = _place(left, home, avoid)
+        node = _choose_node(left, home, avoid)
         epoch = max(epoch + 1, int(tx.now) - EPOCHS_FROM)
         left[node] -= 1
         if home not in live:
@@ -126,16 +126,16 @@ def grant(tx: Tx, capacities: Mapping[str, int], settings: ServerSettings = DEFA
             "UPDATE tasks SET home = :home WHERE id = :task",
             [{"task": task, "home": home} for task, home in homes.items()],
         )
-        if len(leased) == _GRANTED:
+        if len(leased) == _GRANT_BATCH:
             tx.notify("work")
         events.add(tx, protocol.EventKind.LEASED, *notes)
-    for node, mine in granted.items():
-        if mine and live[node]:
+    for node, work in granted.items():
+        if work and live[node]:
             nodes.block(tx, node)
-    return {node: mine for node, mine in granted.items() if mine}
+    return {node: work for node, work in granted.items() if work}
 
 
-def _place(left: Mapping[str, int], home: str | None, avoid: str | None) -> str:
+def _choose_node(left: Mapping[str, int], home: str | None, avoid: str | None) -> str:
     if home is not None and home != avoid and left.get(home, 0) > 0:
         return home
     free = [node for node, capacity in left.items() if capacity > 0]
@@ -143,23 +143,23 @@ def _place(left: Mapping[str, int], home: str | None, avoid: str | None) -> str:
     return max(elsewhere, key=lambda node: left[node])
 
 
-# --------------------------------------------------------------------------- and back to the queue
+# --------------------------------------------------------------------------- results and retries
 def find_lease(tx: Tx, session: str, epoch: int, digest: str) -> SessionRow | None:
-    """The leased session that a result is for; None if this very result is stored.
+    """Return the leased session of a result; None if the same result is already stored.
 
     Raises `FencedError` for a lost lease.
     """
-    if results.digest_of(tx, session) == digest:
+    if results.read_digest(tx, session) == digest:
         return None
     return sessions.get_leased(tx, session, epoch)
 
 
 def commit(tx: Tx, session: str, epoch: int, end: End) -> protocol.CommitOutcome:
-    """Store a result, once. Raises `FencedError` as `find_lease` does."""
+    """Store a result, once. Raises `FencedError` for a lost lease."""
     entry = find_lease(tx, session, epoch, end.digest)
     if entry is None:
         return protocol.CommitOutcome.ALREADY
-    _judge_node(tx, entry, end)
+    _record_health(tx, entry, end)
     if end.failure is not None and not retry(tx, [entry], end.failure):
         return protocol.CommitOutcome.REQUEUED
     finish(tx, entry, end)
@@ -178,7 +178,7 @@ def release(tx: Tx, session: str, release: protocol.Release) -> None:
 
 
 def give_up(tx: Tx, entries: Sequence[SessionRow], failure: Failure) -> None:
-    """Retry leased sessions that failed without a result, or end them."""
+    """Retry or end leased sessions that failed without a result."""
     for entry in retry(tx, entries, failure):
         if entry.stop == protocol.StopKind.CANCELLED:
             finish(tx, entry, CANCELLED)
@@ -189,44 +189,44 @@ def give_up(tx: Tx, entries: Sequence[SessionRow], failure: Failure) -> None:
 
 
 def retry(tx: Tx, entries: Sequence[SessionRow], failure: Failure) -> list[SessionRow]:
-    """Requeue after a failure that is retried (`HANDLING`); returns those that are not."""
+    """Requeue sessions that may be retried after a failure (`HANDLING`); return the others."""
     handling = HANDLING[failure.cause] if failure.cause else UNKNOWN_CAUSE[failure.boundary]
     allowed = handling.retries
-    patience = _read_patience(tx, entries) if allowed is None else {}
-    again = [
+    limits = _read_retry_limits(tx, entries) if allowed is None else {}
+    retried = [
         entry
         for entry in entries
         if entry.stop != protocol.StopKind.CANCELLED
-        and (entry.faults < allowed if allowed is not None else _may_wait(tx, entry, patience))
+        and (entry.faults < allowed if allowed is not None else _may_retry(tx, entry, limits))
     ]
-    if again:
+    if retried:
         sessions.requeue(
             tx,
-            again,
+            retried,
             f"{failure.boundary}: {failure.message}",
             ("outages",) if allowed is None else ("attempt", "faults"),
             elsewhere=handling.elsewhere,
         )
-    requeued = {entry.id for entry in again}
+    requeued = {entry.id for entry in retried}
     return [entry for entry in entries if entry.id not in requeued]
 
 
-def _read_patience(tx: Tx, entries: Sequence[SessionRow]) -> dict[str, tuple[int, float]]:
-    """Outages that the task of each of `entries` allows, and for how many seconds."""
+def _read_retry_limits(tx: Tx, entries: Sequence[SessionRow]) -> dict[str, tuple[int, float]]:
+    """Return the allowed attempts, and seconds of retries, by task of `entries`."""
     ids = {entry.task for entry in entries}
     rows = tx.all("SELECT id, attempts, retry_s FROM tasks WHERE id IN :ids", ids=ids)
     return {task: (attempts, retry_s) for task, attempts, retry_s in rows}
 
 
-def _may_wait(tx: Tx, entry: SessionRow, patience: Mapping[str, tuple[int, float]]) -> bool:
-    """Whether a session outlives one more outage: `attempts` of them, and all in `retry_s`."""
-    attempts, retry_s = patience[entry.task]
+def _may_retry(tx: Tx, entry: SessionRow, limits: Mapping[str, tuple[int, float]]) -> bool:
+    """Whether a session is retried after an outage: up to `attempts` times or within `retry_s`."""
+    attempts, retry_s = limits[entry.task]
     failing_s = 0.0 if entry.failing_since is None else tx.now - entry.failing_since
     return entry.outages + 1 < attempts or failing_s < retry_s
 
 
-def _judge_node(tx: Tx, entry: SessionRow, end: End) -> None:
-    """Count a failure of its node against it; a session that worked shows that it is sound."""
+def _record_health(tx: Tx, entry: SessionRow, end: End) -> None:
+    """Count a failure caused by the node; a session that worked resets the count."""
     failure = end.failure
     if entry.node is None:
         return
@@ -237,7 +237,7 @@ def _judge_node(tx: Tx, entry: SessionRow, end: End) -> None:
 
 
 def expire_node(tx: Tx, node: str, reason: str) -> None:
-    """End the lease of a lost node: its sessions are retried, its messages are refused."""
+    """Mark a node as lost: its sessions are retried, its messages are rejected."""
     nodes.mark_dead(tx, node, reason)
     message = f"node {node} was lost: {reason}"
     failure = Failure(HANDLING[Cause.NODE].boundary, message, Cause.NODE)
@@ -245,7 +245,7 @@ def expire_node(tx: Tx, node: str, reason: str) -> None:
 
 
 def end_unstopped(tx: Tx, before: float) -> None:
-    """End sessions that were asked to stop before that time and did not."""
+    """End sessions whose stop was requested before that time and that have not stopped."""
     for entry in sessions.select(tx, "stop IS NOT NULL AND stop_at < :before", before=before):
         _end_stopped(tx, entry)
 
@@ -258,13 +258,13 @@ def _end_stopped(tx: Tx, entry: SessionRow) -> None:
 
 
 def abort_stale(tx: Tx, version: int) -> None:
-    """Restart sessions that are too many versions behind, if they have attempts left."""
+    """Restart sessions with stale weights that have attempts left."""
     behind = sessions.select(
         tx,
         "node IS NOT NULL AND stop IS NULL AND task IN (SELECT id FROM tasks WHERE released IS NULL"
         " AND on_stale = 'abort' AND max_staleness < :version - sessions.version)",
         version=version,
     )
-    patience = _read_patience(tx, behind)  # failures are not counted
-    stale = [one for one in behind if one.attempt - one.faults + 1 < patience[one.task][0]]
+    limits = _read_retry_limits(tx, behind)  # failures are not counted
+    stale = [row for row in behind if row.attempt - row.faults + 1 < limits[row.task][0]]
     sessions.stop(tx, stale, protocol.StopKind.STALE, f"weights {version}")

@@ -1,4 +1,4 @@
--- The nearest deadlines of each kind; a stopped session's is a lease after `stop_at`.
+-- The earliest deadline of each kind; for stopping sessions, `stop_at` plus a lease.
 SELECT
   (SELECT MIN(deadline) FROM nodes WHERE state <> 'gone'),
   (SELECT MIN(deadline) FROM tasks

@@ -1,4 +1,4 @@
--- The next try at each host with a pending delivery, by one look at an index for each host.
+-- The next try for each host with a pending delivery, with one index lookup per host.
 WITH RECURSIVE waiting (host) AS (
   SELECT MIN(host) FROM outbox WHERE state = 'pending'
   UNION ALL

@@ -1,7 +1,7 @@
-"""Nodes: their leases, and the state that all of them share.
+"""Nodes, their leases, and the state shared by all nodes.
 
-The lease is the node's, not the session's: a node that does not renew in time is gone, and its
-sessions are given to others (see `leases.expire_node`).
+A lease belongs to a node, not to a session: a node that does not renew in time is gone, and its
+sessions are given to other nodes (see `leases.expire_node`).
 """
 
 import hashlib
@@ -17,15 +17,15 @@ from tugline.server.store.sessions import MAX_PAUSE_S
 MAX_FAULTS = 3
 """Failures in a row that put a node in quarantine."""
 BLOCK_S, MAX_BLOCK_S = 5.0, 300.0
-"""The first and the longest time without work in a quarantine."""
-_EXPIRED = 20
-"""Nodes expired at once, so that those that live can renew meanwhile."""
+"""First and maximum pause, in seconds, of a node in quarantine."""
+_EXPIRE_BATCH = 20
+"""Number of nodes expired per transaction, so that live nodes can renew in between."""
 _COLUMNS = "id, name, state, registration, registered, deadline, applied, fault"
 _registration = msgspec.msgpack.Decoder(NodeRegistration)
 
 
 def digest(token: str) -> str:
-    """The stored form of a node's token."""
+    """Return the digest of a node's token, in which it is stored."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -51,7 +51,7 @@ def add(tx: Tx, node: str, registration: NodeRegistration, token: str, *, lease_
 
 
 def list_named(tx: Tx, name: str, instance: str = "") -> list[str]:
-    """Nodes of this name that are not gone. Raises `Conflict` for one of another instance."""
+    """List nodes of this name that are not gone. Raises `Conflict` for one of another instance."""
     rows = tx.all(
         "SELECT id, registration, deadline FROM nodes WHERE name = :name AND state <> 'gone'",
         name=name,
@@ -59,7 +59,7 @@ def list_named(tx: Tx, name: str, instance: str = "") -> list[str]:
     for _, registration, deadline in rows:
         if _registration.decode(registration).instance != instance:
             msg = (
-                f"a node named {name!r} is at work; give this one another name. If it was an"
+                f"a node named {name!r} is active; give this one another name. If it was an"
                 f" earlier process in another folder: its lease ends in {deadline - tx.now:.0f} s"
             )
             raise Conflict(msg, field="name")
@@ -67,14 +67,14 @@ def list_named(tx: Tx, name: str, instance: str = "") -> list[str]:
 
 
 def state(tx: Tx, node: str) -> NodeState:
-    """Raises `FencedError` for one that is gone or was never here."""
+    """Return the state of a node. Raises `FencedError` if it is gone or unknown."""
     query = "SELECT state FROM nodes WHERE id = :node AND state <> 'gone'"
-    lost = FencedError(f"node {node!r} was lost: what it held is given to others; register again")
+    lost = FencedError(f"node {node!r} was lost: other nodes get its sessions; register again")
     return NodeState(tx.require_one(query, lost, node=node)[0])
 
 
 def renew(tx: Tx, node: str, applied: int, *, lease_s: float) -> None:
-    """Extend its lease to `lease_s` from now, and record the applied generation."""
+    """Extend a node's lease to `lease_s` from now, and record the applied generation."""
     tx.update("nodes", node, deadline=tx.now + lease_s, spared=0)
     if tx.run(
         "UPDATE nodes SET applied = :applied WHERE id = :node AND applied < :applied",
@@ -85,7 +85,7 @@ def renew(tx: Tx, node: str, applied: int, *, lease_s: float) -> None:
 
 
 def drain(tx: Tx, node: str) -> None:
-    """Give it no more work. Raises `FencedError`."""
+    """Lease no more sessions to a node. Raises `FencedError`."""
     if state(tx, node) is NodeState.LIVE:
         tx.update("nodes", node, state=NodeState.DRAINING.value)
         events.add(tx, EventKind.DRAINING, events.Note(node=node))
@@ -93,18 +93,18 @@ def drain(tx: Tx, node: str) -> None:
 
 
 def mark_dead(tx: Tx, node: str, reason: str) -> None:
-    """Mark it as gone."""
+    """Mark a node as gone."""
     tx.update("nodes", node, state=NodeState.GONE.value)
     events.add(tx, EventKind.LOST, events.Note(node=node, detail={"reason": reason}))
     tx.notify(f"node:{node}", "applied", "nodes")
 
 
-def spare_all(tx: Tx, lease_s: float) -> None:
-    """Spare nodes that could not renew: the server was away, not they.
+def extend_leases(tx: Tx, lease_s: float) -> None:
+    """Extend leases after a downtime of the server, in which nodes could not renew.
 
-    A node gets a lease, then half of one each time until it renews: restarts keep no dead node for
-    ever. One that has 2/3 of a lease left, as all have beside a running server, needs nothing.
-    Nothing that a clock ahead of the present one has set lasts longer than what begins now.
+    A node gets `lease_s`, then half as much each time until it renews, so that restarts do not keep
+    a dead node. Leases with 2/3 of `lease_s` left, as under a running server, are not extended.
+    Times set by a clock that was ahead are cut to what would be set now.
     """
     tx.run(
         "UPDATE nodes SET deadline = :now + :lease_s / (1 << spared), spared = spared + 1"
@@ -126,23 +126,23 @@ def spare_all(tx: Tx, lease_s: float) -> None:
 
 
 def list_expired(tx: Tx) -> list[str]:
-    """Some of the nodes whose lease has run out, those first that are over for longest."""
+    """List a batch of nodes whose lease has expired, earliest first."""
     due = "SELECT id FROM nodes WHERE state <> 'gone' AND deadline < :now ORDER BY deadline"
-    return tx.column(f"{due} LIMIT :limit", now=tx.now, limit=_EXPIRED)
+    return tx.column(f"{due} LIMIT :limit", now=tx.now, limit=_EXPIRE_BATCH)
 
 
 def list_open(tx: Tx) -> dict[str, bool]:
-    """Nodes that may be given work; True for one in quarantine that is to be tried."""
+    """Return the nodes that may get sessions; True for a trial of a node in quarantine."""
     rows = tx.all("SELECT id, fault FROM nodes WHERE state = 'live' AND blocked_until IS NULL")
     return {node: bool(fault) for node, fault in rows}
 
 
 # --------------------------------------------------------------------------- quarantine
 def note_fault(tx: Tx, node: str, task: str, reason: str) -> None:
-    """Count a failure of the node; after `MAX_FAULTS` in a row it gets no work for a while.
+    """Count a failure of a node; after `MAX_FAULTS` in a row it is put in quarantine.
 
-    One task that fails everywhere must not stop all nodes: repetitions of a task do not count. What
-    fails while the node is blocked was leased before, or is its trial, and counted already.
+    Repeated failures of a task count once, so that a single bad task does not block all nodes.
+    Failures of a blocked node do not count: its sessions are older, or a trial that `block` counts.
     """
     faults = tx.fetch_value(
         "UPDATE nodes SET faults = faults + 1, failed_task = :task"
@@ -161,9 +161,9 @@ def _quarantine(tx: Tx, node: str, reason: str) -> None:
 
 
 def block(tx: Tx, node: str) -> None:
-    """Give it no work for a while, twice as long each time.
+    """Block a node for a pause that doubles each time.
 
-    Then it gets one session and is blocked again, until that has shown that it works.
+    After the pause the node gets one session and is blocked again until a session succeeds.
     """
     faults = tx.fetch_value("SELECT faults FROM nodes WHERE id = :node", node=node)
     until = tx.now + min(BLOCK_S * 2.0 ** (faults - MAX_FAULTS), MAX_BLOCK_S)
@@ -172,7 +172,7 @@ def block(tx: Tx, node: str) -> None:
 
 
 def note_success(tx: Tx, node: str) -> None:
-    """End its quarantine, and forget its failures."""
+    """End a node's quarantine, and reset its failures."""
     if tx.run(
         "UPDATE nodes SET faults = 0, fault = '', failed_task = '', blocked_until = NULL"
         " WHERE id = :node AND faults > 0",
@@ -182,27 +182,27 @@ def note_success(tx: Tx, node: str) -> None:
 
 
 def end_blocks(tx: Tx) -> None:
-    """Let those be tried that were blocked for long enough."""
+    """Unblock nodes whose pause is over, for a trial."""
     if tx.run("UPDATE nodes SET blocked_until = NULL WHERE blocked_until <= :now", now=tx.now):
         tx.notify("work")
 
 
 def bind_tokens(tx: Tx, join: str) -> None:
-    """Revoke the tokens of nodes that joined by another join token than this one."""
+    """Revoke the tokens of nodes that joined with another join token."""
     if tx.run("UPDATE control SET joined_by = :by WHERE joined_by <> :by", by=digest(join)):
         tx.run("UPDATE nodes SET token = ''")
         tx.notify("nodes")
 
 
 def find_by_token(tx: Tx, token: str) -> str | None:
-    """The node that a token was given to; None for an unknown one or a node that is gone."""
+    """Return the node with this token; None for an unknown token or a node that is gone."""
     query = "SELECT id FROM nodes WHERE state <> 'gone' AND token = :token"
     node: str | None = tx.fetch_value(query, token=digest(token))
     return node
 
 
 def list_views(tx: Tx) -> list[NodeView]:
-    """Nodes that are not gone, and those that went within the last day, by name."""
+    """List nodes by name, including those lost within the last day."""
     running: dict[str, int] = dict(
         tx.all("SELECT node, COUNT(*) FROM sessions WHERE node IS NOT NULL GROUP BY node")
     )
@@ -216,21 +216,21 @@ def trim(tx: Tx, before: float) -> None:
 
 
 def live_slots(tx: Tx) -> tuple[int, int]:
-    """How many live nodes there are, and the sum of their slots."""
+    """Return the number of live nodes, and the sum of their slots."""
     live = tx.column("SELECT registration FROM nodes WHERE state = 'live'")
     return len(live), sum(_registration.decode(packed).slots for packed in live)
 
 
 # --------------------------------------------------------------------------- shared state
 def control(tx: Tx) -> Control:
-    """The state that all nodes apply."""
+    """Return the state that all nodes apply."""
     columns = "generation, paused, version"
     [row] = tx.all(f"SELECT {columns} FROM control")  # noqa: S608 - constants
     return to_struct(Control, columns, row)
 
 
 def set_control(tx: Tx, new: Control) -> None:
-    """Replace the shared state; all nodes are notified."""
+    """Replace the shared state; notify all nodes."""
     tx.run(
         "UPDATE control SET generation = :generation, paused = :paused, version = :version",
         generation=new.generation,
@@ -241,7 +241,7 @@ def set_control(tx: Tx, new: Control) -> None:
 
 
 def list_applied(tx: Tx, generation: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the nodes that have applied this generation, and of those that have not."""
+    """Return the names of nodes that have applied this generation, and of those that have not."""
     rows = tx.all("SELECT name, applied FROM nodes WHERE state <> 'gone' ORDER BY name")
     return (
         tuple(name for name, at in rows if at >= generation),

@@ -1,8 +1,8 @@
-"""PostgreSQL driver: several servers share one database, which may restart under them.
+"""PostgreSQL driver: several servers share a database, which may restart while they run.
 
-A writing transaction first locks the counter of positions, so the writers of all servers take
-turns: positions become visible in order, and no deadlock is possible. Group commit makes the turns
-few. ``NOTIFY`` tells the other servers which topics a transaction notifies.
+A write transaction first locks the counter of positions, so the writers of all servers take turns:
+positions become visible in order, and deadlocks are impossible. Group commit keeps the number of
+turns low. ``NOTIFY`` sends the topics of a transaction to the other servers.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _POLL_S = 0.25
 _PAUSE_S = 0.5
 _LOCK_POSITIONS = "SELECT at FROM positions WHERE name = 'events' FOR UPDATE"
 _MIGRATING = 0x7467_6C6E
-"""Key of the advisory lock under which tables are made."""
+"""Key of the advisory lock for migrations."""
 _SESSION = read_sql("postgres_session").encode()
 _log = log.get("store")
 
 
 class Postgres(Driver):
-    """The database at `url`."""
+    """Driver of the database at `url`."""
 
     name, blob = "postgresql", "BYTEA"
     now = "EXTRACT(EPOCH FROM clock_timestamp())::float8"
     errors = (psycopg.Error,)
-    mistakes = (psycopg.ProgrammingError, psycopg.IntegrityError, psycopg.DataError)
+    operation_errors = (psycopg.ProgrammingError, psycopg.IntegrityError, psycopg.DataError)
 
     def __init__(self, url: str) -> None:
-        self._url, self.place = url, _redact(url)
+        self._url, self.location = url, _redact(url)
         self._own: set[int] = set()
-        """Backends of this server's writers: their notifications are ignored."""
+        """Process ids of this server's write connections, whose notifications are ignored."""
 
     def prepare(self) -> None:
-        """Bring the tables up to date; servers that start at the same time take turns."""
+        """Migrate the tables; servers that start at the same time take turns."""
         with closing(self.connect()) as connection:
             connection.begin_migration(_MIGRATING)
             connection.run("CREATE TABLE IF NOT EXISTS layout (steps INTEGER NOT NULL)")
@@ -56,26 +56,26 @@ class Postgres(Driver):
             connection.commit()
 
     def connect(self, *, reading: bool = False) -> PostgresConnection:
-        """Open a connection, which notices within seconds that the other end is gone."""
-        opened = PostgresConnection(_connect(self._url))
+        """Open a connection that detects a lost server within seconds."""
+        connection = PostgresConnection(_connect(self._url))
         if not reading:
-            self._own.add(opened.process)
-        return opened
+            self._own.add(connection.process)
+        return connection
 
     def advise(self, error: Exception) -> str:
-        """What follows the text of an error."""
+        """Return the advice after the text of an error."""
         if isinstance(error, psycopg.errors.DiskFull):
             return FULL
-        return "; it is retried until it is back" if self.is_lost(error) else ""
+        return "; the connection is retried" if self.is_lost(error) else ""
 
     def is_lost(self, error: Exception) -> bool:
-        """Whether the database is restarting or unreachable, or the transaction was in the way."""
+        """Whether the database is restarting or unreachable, or has aborted the transaction."""
         full = isinstance(error, psycopg.errors.DiskFull | psycopg.errors.OutOfMemory)
         return not full and isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
 
     @contextmanager
     def listen(self, receive: Callable[[Iterable[str] | None], None]) -> Iterator[None]:
-        """Pass on notifications of other servers."""
+        """Receive notifications of other servers during the block."""
         done = threading.Event()
         thread = threading.Thread(
             target=self._listen, args=(receive, done), name="tugline-listen", daemon=True
@@ -94,7 +94,7 @@ class Postgres(Driver):
             try:
                 with _connect(self._url) as connection:
                     connection.execute(f"LISTEN {_CHANNEL}")
-                    receive(None)  # whatever happened before
+                    receive(None)  # earlier notifications may be missed
                     while not done.is_set():
                         for notification in connection.notifies(timeout=_POLL_S):
                             if notification.pid not in self._own:
@@ -105,7 +105,7 @@ class Postgres(Driver):
 
 
 class PostgresConnection(Connection):
-    """A connection whose transactions write in turn."""
+    """Connection to PostgreSQL."""
 
     matching = "matching_texts(:words, :tasks) AS texts (rowid) WHERE true"
 
@@ -114,12 +114,12 @@ class PostgresConnection(Connection):
         self.process = db.info.backend_pid
 
     def begin(self, *, durable: bool) -> None:
-        """Wait for this server's turn to write."""
+        """Start a write transaction; wait until other servers have ended theirs."""
         settings = "" if durable else "SET LOCAL synchronous_commit = off; "
         self._db.execute(f"BEGIN; {settings}{_LOCK_POSITIONS}")
 
     def begin_migration(self, key: int) -> None:
-        """Start a transaction under an advisory lock, before there are any tables."""
+        """Start a transaction under an advisory lock; it needs no tables."""
         self._db.execute("BEGIN")
         self._db.execute("SELECT pg_advisory_xact_lock(%s)", (key,))
 
@@ -135,17 +135,17 @@ class PostgresConnection(Connection):
         super().commit()
 
     def undo(self) -> None:
-        """Return to the savepoint, if the transaction is still there."""
-        with suppress(psycopg.Error):  # the connection is lost: the first error says so
+        """Roll back to the savepoint, if the transaction is still open."""
+        with suppress(psycopg.Error):  # the connection is lost: the first error is raised
             self._db.execute("ROLLBACK TO op")
 
     @property
     def usable(self) -> bool:
-        """Whether the transaction continues."""
+        """Whether the transaction is open."""
         return self._db.info.transaction_status is TransactionStatus.INTRANS
 
     def translate(self, sql: str) -> Any:
-        """``:name`` as psycopg writes it."""
+        """Convert ``:name`` to the parameter syntax of psycopg."""
         return _translate(sql)
 
 
@@ -170,6 +170,6 @@ def _translate(sql: str) -> str:
 
 
 def _redact(url: str) -> str:
-    """Host and name, without user and password."""
+    """Return the URL without user and password."""
     parts = urlsplit(url)
     return f"postgresql://{parts.netloc.rpartition('@')[2]}{parts.path}"

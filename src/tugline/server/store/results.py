@@ -1,12 +1,12 @@
-"""Ends of sessions and their groups, their results, and the consumers that read those.
+"""Results of sessions, release of their groups, and consumers of results.
 
-Every accepted session ends here, exactly once, with a result; a task is released when all of its
-sessions have ended. Running sessions of a closed group are stopped, but their partial result is
-stored (I3, I5).
+Every accepted session ends exactly once, with a result; a task is released when all of its sessions
+have ended. Running sessions of a closed group are stopped, but their partial results are stored
+(I3, I5).
 
-A row has what is listed and the name of the encoded trajectory, never tokens (I7). The position of
-a result is that of its event, so one cursor serves both. What a consumer has acknowledged never
-moves back (I3).
+A row has the listed fields and the name of the encoded trajectory, no tokens (I7). A result has the
+position of its event, so a cursor is valid for both. The position of a consumer never moves back
+(I3).
 """
 
 import hashlib
@@ -24,12 +24,12 @@ from tugline.server.store.sessions import SessionRow, decode_view
 from tugline.server.store.tasks import view, views
 from tugline.types import Failure, Status
 
-_TOLD = 300
-"""Characters of a failure's message in the event of its result."""
+_LENGTH = 300
+"""Maximum characters of a failure's message in the event of its result."""
 
 
 class End(msgspec.Struct, frozen=True):
-    """Outcome of a session. The defaults are those of one that never ran."""
+    """Outcome of a session; the defaults are for a session that never ran."""
 
     status: Status
     failure: Failure | None = None
@@ -46,7 +46,7 @@ CANCELLED = End(Status.CANCELLED)
 
 
 def finish(tx: Tx, entry: SessionRow, end: End) -> None:
-    """Store the result of a session, and release its task if it was the last."""
+    """Store the result of a session; after the last session, release the task."""
     usable = int(end.reward is not None)
     position = _insert(tx, entry, end)
     sessions.end_lease(tx, entry, end.status, usable=usable)
@@ -67,7 +67,7 @@ def finish(tx: Tx, entry: SessionRow, end: End) -> None:
 
 
 def _insert(tx: Tx, entry: SessionRow, end: End) -> int:
-    """Store a result with its event; returns the position of both."""
+    """Store a result with its event; return the position of both."""
     detail: dict[str, str | int | float] = {
         "status": end.status.value,
         "sample": entry.sample,
@@ -76,7 +76,7 @@ def _insert(tx: Tx, entry: SessionRow, end: End) -> int:
         "trained": end.trained,
     }
     if end.failure is not None:
-        detail |= {"boundary": end.failure.boundary.value, "message": end.failure.message[:_TOLD]}
+        detail |= {"boundary": end.failure.boundary.value, "message": end.failure.message[:_LENGTH]}
         texts.replace(tx, entry.place, f"{entry.note} {end.failure.message}")
     if end.reward is not None:
         detail["reward"] = end.reward
@@ -89,7 +89,7 @@ def _insert(tx: Tx, entry: SessionRow, end: End) -> int:
 
 
 def close(tx: Tx, task: str, reason: str) -> Cancelled:
-    """End the rest of a task early; the first reason given is stored."""
+    """End the remaining sessions of a task early; the first reason is stored."""
     tx.run(
         "UPDATE tasks SET reason = :reason WHERE id = :task AND reason = '' AND released IS NULL",
         task=task,
@@ -108,12 +108,12 @@ def cancel_task(tx: Tx, task: str, by: str) -> Cancelled:
     """Cancel the unfinished sessions of a task. Raises `Missing`."""
     before = view(tx, task)
     cancelled = close(tx, task, f"cancelled by {by}")
-    over = before.samples - len(cancelled.ended) - len(cancelled.stopping)
-    return Cancelled(ended=cancelled.ended, stopping=cancelled.stopping, final=over)
+    final = before.samples - len(cancelled.ended) - len(cancelled.stopping)
+    return Cancelled(ended=cancelled.ended, stopping=cancelled.stopping, final=final)
 
 
 def cancel_session(tx: Tx, session: str, by: str) -> Cancelled:
-    """Cancel one session. Raises `Missing`."""
+    """Cancel a session. Raises `Missing`."""
     entry = sessions.get(tx, session)
     if entry.leased or entry.status == Status.QUEUED:
         return _cancel(tx, [entry], f"cancelled by {by}")
@@ -121,7 +121,7 @@ def cancel_session(tx: Tx, session: str, by: str) -> Cancelled:
 
 
 def list_due(tx: Tx) -> list[str]:
-    """Tasks past their deadline."""
+    """List tasks past their deadline."""
     return tx.column(
         "SELECT id FROM tasks WHERE released IS NULL AND deadline IS NOT NULL AND reason = ''"
         " AND deadline <= :now ORDER BY deadline LIMIT 100",
@@ -132,8 +132,8 @@ def list_due(tx: Tx) -> list[str]:
 def _cancel(tx: Tx, entries: list[SessionRow], by: str) -> Cancelled:
     queued = [entry for entry in entries if not entry.leased]
     running = [entry for entry in entries if entry.leased]
-    unasked = [entry for entry in running if entry.stop != StopKind.CANCELLED]
-    sessions.stop(tx, unasked, StopKind.CANCELLED, by)
+    unstopped = [entry for entry in running if entry.stop != StopKind.CANCELLED]
+    sessions.stop(tx, unstopped, StopKind.CANCELLED, by)
     for entry in queued:
         finish(tx, entry, CANCELLED)
     return Cancelled(
@@ -153,15 +153,15 @@ def _release(tx: Tx, task: str, usable: int, callback: str | None) -> None:
 
 
 # --------------------------------------------------------------------------- reading
-def digest_of(tx: Tx, session: str) -> str | None:
-    """Digest of its encoded trajectory; None without a result."""
+def read_digest(tx: Tx, session: str) -> str | None:
+    """Return the digest of a session's encoded trajectory; None without a result."""
     query = "SELECT digest FROM results WHERE session = :session"
     digest: str | None = tx.fetch_value(query, session=session)
     return digest
 
 
 def get_blob(tx: Tx, session: str) -> tuple[str, str]:
-    """Name and digest of its trajectory's blob. Raises `Missing`, also if it never ran."""
+    """Return name and digest of a trajectory's blob. Raises `Missing`, also if it never ran."""
     blob, digest, _ = _get(tx, "session", session)
     if not blob:
         raise Missing(f"session {session!r} never ran: it has no trajectory")
@@ -169,12 +169,12 @@ def get_blob(tx: Tx, session: str) -> tuple[str, str]:
 
 
 def get(tx: Tx, session: str) -> ResultView:
-    """The result of a session. Raises `Missing`."""
+    """Return the result of a session. Raises `Missing`."""
     return _get(tx, "session", session)[2]
 
 
 def get_at(tx: Tx, position: int) -> ResultView:
-    """The result that was committed at a position. Raises `Missing`."""
+    """Return the result at a position. Raises `Missing`."""
     return _get(tx, "position", position)[2]
 
 
@@ -186,28 +186,28 @@ def _get(tx: Tx, column: str, value: str | int) -> tuple[str, str, ResultView]:
 
 
 def list_digests(tx: Tx) -> dict[str, tuple[str, str]]:
-    """Name and digest of each session's blob."""
+    """Return name and digest of each session's blob."""
     rows = tx.all("SELECT session, blob, digest FROM results WHERE blob <> '' ORDER BY position")
     return {session: (blob, digest) for session, blob, digest in rows}
 
 
 def list_blobs(tx: Tx, blobs: Sequence[str]) -> set[str]:
-    """Those of the named blobs that a result refers to. A blob's name begins with its session."""
+    """Return those of `blobs` that a result refers to. A blob's name starts with its session."""
     sessions = [name.rsplit(".", 2)[0] for name in blobs]
     return set(tx.column("SELECT blob FROM results WHERE session IN :sessions", sessions=sessions))
 
 
 def page(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -> Results:
-    """Up to `limit` results after a position, of these tasks or of all, in commit order."""
+    """Return up to `limit` results after a position, of these tasks or all, in commit order."""
     rows = tx.read_after("view FROM results", "position", after, limit, task=tasks)
     items = tuple(decode_view(view) for (view,) in rows)
     return Results(items=items, cursor=items[-1].position if items else after)
 
 
 def groups(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -> Results:
-    """Whole groups released after a position: as many as fit into `limit` results, at least one.
+    """Return groups released after a position: as many as fit in `limit` results, at least one.
 
-    The results of a group stand together, by sample; `TaskView.missing` names unusable samples.
+    The results of a group are adjacent, by sample; `TaskView.missing` lists unusable samples.
     """
     rows = tx.read_after("id, samples FROM tasks", "released", after, limit, id=tasks)
     fit = [total <= limit for total in itertools.accumulate(samples for _, samples in rows)]
@@ -216,19 +216,19 @@ def groups(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -
         return Results(items=(), cursor=after)
     chosen = views(tx, released)
     packed = tx.column("SELECT view FROM results WHERE task IN :tasks", tasks=released)
-    order = {task: place for place, task in enumerate(released)}
+    order = {task: number for number, task in enumerate(released)}
     items = sorted(map(decode_view, packed), key=lambda item: (order[item.task], item.sample))
     return Results(items=tuple(items), groups=tuple(chosen), cursor=chosen[-1].released or after)
 
 
 # --------------------------------------------------------------------------- consumers
 def read_acked(tx: Tx, consumer: str) -> int:
-    """The position that a consumer has acknowledged; 0 for a new one."""
+    """Return the acknowledged position of a consumer; 0 for a new one."""
     return int(tx.fetch_value("SELECT acked FROM consumers WHERE name = :name", name=consumer) or 0)
 
 
 def ack(tx: Tx, consumer: str, cursor: int) -> Consumer:
-    """Record a consumer's position; a cursor older than its last one changes nothing.
+    """Record a consumer's position; an older cursor than the recorded one is ignored.
 
     Raises `Invalid` for a cursor beyond the latest position.
     """
@@ -248,12 +248,12 @@ def ack(tx: Tx, consumer: str, cursor: int) -> Consumer:
 
 
 def delete_consumer(tx: Tx, consumer: str) -> None:
-    """Forget a consumer's position. Raises `Missing`."""
+    """Delete a consumer. Raises `Missing`."""
     if not tx.run("DELETE FROM consumers WHERE name = :name", name=consumer):
         raise Missing(f"no consumer {consumer!r}")
 
 
 def list_consumers(tx: Tx) -> list[Consumer]:
-    """All consumers, by name."""
+    """List consumers by name."""
     rows = tx.all("SELECT name, acked, updated FROM consumers ORDER BY name")
     return [Consumer(name=name, acked=acked, updated=updated) for name, acked, updated in rows]

@@ -1,12 +1,12 @@
-"""Sessions: their queue, their stages, and the return to the queue.
+"""Sessions: the queue, stages, and requeueing.
 
-`get_leased` is the fence: a message of a node about a session counts only with the epoch of its
-present lease (I3).
+`get_leased` is the fence: a node's message about a session is accepted only with the epoch of the
+current lease (I3).
 
-The queue is fair by stride scheduling over tenants. A tenant's `pass` grows by ``1 / weight`` with
-each session leased, and the lowest pass is served first, so tenants with work share the nodes by
-their weights at any load. A tenant that gets work again starts level with the others: time without
-work earns nothing.
+The queue uses stride scheduling over tenants. A tenant's `pass` grows by ``1 / weight`` with each
+leased session, and the tenant with the lowest pass is next, so tenants with queued sessions share
+the nodes by their weights at any load. A tenant with new work after idle time starts at the pass of
+the others: idle time gives no advantage.
 """
 
 import functools
@@ -25,14 +25,14 @@ from tugline.server.store.base import Row, Tx, cut_page, match_columns
 from tugline.types import STAGES, Session, Status
 
 _FEW_TASKS = 100
-"""Tasks whose sessions are looked up by name."""
+"""Maximum number of tasks whose sessions are looked up by name."""
 _LEASED = "SELECT tenant, COUNT(*) FROM sessions WHERE node IS NOT NULL GROUP BY tenant"
 MAX_PAUSE_S = 60.0
-"""The longest pause of a session after an outage."""
+"""Maximum pause of a session after an outage, in seconds."""
 
 
 class SessionRow(NamedTuple):
-    """A session's row."""
+    """Row of a session."""
 
     id: str
     place: int
@@ -55,33 +55,33 @@ class SessionRow(NamedTuple):
 
     @property
     def leased(self) -> bool:
-        """Whether a node holds it."""
+        """Whether the session is leased to a node."""
         return self.status in STAGES
 
     def view(self) -> protocol.SessionView:
-        """Its state as the API shows it."""
+        """Convert the row to the view of the API."""
         return msgspec.convert({**self._asdict(), "stopping": self.stop_by}, protocol.SessionView)
 
     def session(self) -> Session:
-        """The session as its node gets it."""
+        """Convert the row to the session that a node gets."""
         return msgspec.convert(self._asdict(), Session)
 
 
 _COLUMNS = ", ".join(SessionRow._fields)
 decode_view = msgspec.msgpack.Decoder(protocol.ResultView).decode
-"""Of the column ``results.view``."""
+"""Decoder of the column ``results.view``."""
 
 
 def get(tx: Tx, session: str) -> SessionRow:
-    """One session. Raises `Missing`."""
-    found = select(tx, "id = :session", session=session)
-    if not found:
+    """Return a session. Raises `Missing`."""
+    rows = select(tx, "id = :session", session=session)
+    if not rows:
         raise Missing(f"no session {session!r}")
-    return found[0]
+    return rows[0]
 
 
 def get_leased(tx: Tx, session: str, epoch: int) -> SessionRow:
-    """One session, if `epoch` is that of its present lease. Raises `FencedError`."""
+    """Return a session whose current lease has this `epoch`. Raises `FencedError`."""
     entry = get(tx, session)
     if entry.epoch != epoch or not entry.leased:
         msg = f"session {session} is {entry.status} at epoch {entry.epoch}; {epoch} is lost"
@@ -90,7 +90,7 @@ def get_leased(tx: Tx, session: str, epoch: int) -> SessionRow:
 
 
 def select(tx: Tx, where: str, **values: object) -> list[SessionRow]:
-    """Sessions that match `where`, which is trusted SQL."""
+    """Return the sessions that match `where`, which is trusted SQL."""
     return [
         SessionRow(*row)
         for row in tx.all(f"SELECT {_COLUMNS} FROM sessions WHERE {where}", **values)  # noqa: S608 - constants
@@ -98,7 +98,7 @@ def select(tx: Tx, where: str, **values: object) -> list[SessionRow]:
 
 
 def page(tx: Tx, query: protocol.SessionQuery) -> protocol.Page:
-    """Sessions in order of submission, or the newest first, and their results."""
+    """Return sessions in order of submission, or newest first, and their results."""
     rows, more = cut_page(_read(tx, query), query.limit)
     ids = [row[0] for row in rows]
     ended = tx.column("SELECT view FROM results WHERE session IN :ids", ids=ids)
@@ -110,15 +110,15 @@ def page(tx: Tx, query: protocol.SessionQuery) -> protocol.Page:
 
 
 def _read(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
-    """Rows of a page, and the one after it."""
+    """Return the rows of a page, and the next row."""
     where, values = match_columns(task=query.task, status=query.status, node=query.node)
 
     def read(having: str, **named: object) -> list[Row]:
-        return tx.read_places(f"{_COLUMNS} FROM sessions", where + having, query, **values, **named)
+        return tx.read_page(f"{_COLUMNS} FROM sessions", where + having, query, **values, **named)
 
     if query.recent:
-        begun = f"status <> 'queued'{where} ORDER BY updated DESC LIMIT :limit"
-        return [*select(tx, begun, limit=query.limit, **values)]
+        started = f"status <> 'queued'{where} ORDER BY updated DESC LIMIT :limit"
+        return [*select(tx, started, limit=query.limit, **values)]
     if not query.q:
         return read("")
     having, named = _match_part(tx, query.q)
@@ -135,14 +135,14 @@ def _read(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
 
 
 def _match_part(tx: Tx, part: str) -> tuple[str, dict[str, object]]:
-    """A condition that an id, ``TASK-SAMPLE``, contains `part`, and its values.
+    """Return a condition that an id, ``TASK-SAMPLE``, contains `part`, and its values.
 
-    Tasks are searched first: they are fewer than sessions. A part that is in many of them is soon
-    found in sessions, too, in whose order the page is read.
+    Tasks are searched first, since they are fewer than sessions. A part of many tasks' ids matches
+    sessions early in the order of the page, so then sessions are searched directly.
     """
     values: dict[str, object] = {"q": part}
     where = " AND replace(id, :q, '') <> id"  # "contains", as for tags
-    number = re.fullmatch(r"-?(\d{0,5})", part)  # a task with more samples may have such a one
+    number = re.fullmatch(r"-?(\d{0,5})", part)  # may match a sample's number
     named = part if number else re.sub(r"-\d{0,5}$", "", part)
     also = f" OR samples > {int(number[1] or 0)}" if number else ""
     tasks = f"SELECT id FROM tasks WHERE replace(id, :part, '') <> id{also} LIMIT :limit"  # noqa: S608 - a number
@@ -161,10 +161,10 @@ def requeue(
     *,
     elsewhere: bool = False,
 ) -> None:
-    """Put leased sessions back at their places in the line; `counters` are raised by one.
+    """Return leased sessions to their places in the queue; increment `counters`.
 
-    With `elsewhere` another node gets them, if one has capacity. From its second outage on each
-    waits before it is leased again, every time twice as long.
+    With `elsewhere`, another node gets them if there is one with capacity. From its second outage
+    on, a session is not leased for a pause that doubles each time.
     """
     for tenant in dict.fromkeys(entry.tenant for entry in entries):
         activate_tenant(tx, tenant)
@@ -172,9 +172,9 @@ def requeue(
     rows, notes = [], []
     for entry in entries:
         pause_s = min(2.0 ** min(entry.outages - 1, 10), MAX_PAUSE_S)
-        begins = outage and entry.failing_since is None
+        first = outage and entry.failing_since is None
         row: dict[str, object] = {
-            "failing_since": tx.now if begins else entry.failing_since,
+            "failing_since": tx.now if first else entry.failing_since,
             "retry_at": tx.now + pause_s if outage and entry.outages else None,
             "avoid": entry.node if elsewhere else None,
             **{name: getattr(entry, name) + 1 for name in counters},
@@ -191,7 +191,7 @@ def requeue(
 
 
 def write_note(tx: Tx, session: str, text: str) -> None:
-    """Store a note on a session; an empty one removes it. Raises `Missing`."""
+    """Replace the note on a session; an empty text removes it. Raises `Missing`."""
     entry = get(tx, session)
     tx.update("sessions", session, note=text)
     result = tx.fetch_value("SELECT view FROM results WHERE session = :session", session=session)
@@ -201,19 +201,19 @@ def write_note(tx: Tx, session: str, text: str) -> None:
 
 
 def end_lease(tx: Tx, entry: SessionRow, status: Status, **columns: object) -> None:
-    """Take a session from its node, if it has one; sets `columns`, too."""
+    """End the lease of a session, if it has one, with a new `status`; also set `columns`."""
     free = {"node": None, "stop": None, "stop_by": "", "stop_at": None}
     tx.update("sessions", entry.id, status=status.value, updated=tx.now, **free, **columns)
 
 
 def end_pauses(tx: Tx) -> None:
-    """Let those be leased again whose pause after an outage is over."""
+    """End the pauses of sessions after an outage that are over."""
     if tx.run("UPDATE sessions SET retry_at = NULL WHERE retry_at <= :now", now=tx.now):
         tx.notify("work")
 
 
 def stop(tx: Tx, entries: Sequence[SessionRow], reason: protocol.StopKind, by: str) -> None:
-    """Ask the nodes of these leased sessions to stop them."""
+    """Request the nodes of leased sessions to stop them."""
     tx.many(
         "UPDATE sessions SET stop = :reason, stop_by = :by, stop_at = :now WHERE id = :id",
         [{"id": entry.id, "reason": reason.value, "by": by, "now": tx.now} for entry in entries],
@@ -226,15 +226,15 @@ def stop(tx: Tx, entries: Sequence[SessionRow], reason: protocol.StopKind, by: s
 
 
 def advance(tx: Tx, entry: SessionRow, reported: protocol.HeldSession) -> None:
-    """Record the stage that a node reports; an earlier stage than the recorded one is ignored."""
+    """Record the stage that a node reports; ignore a stage before the recorded one."""
     if reported.status in STAGES and STAGES.index(reported.status) > STAGES.index(entry.status):
         tx.update("sessions", entry.id, status=reported.status.value, updated=tx.now)
 
 
 # --------------------------------------------------------------------------- the queue
 def list_waiting(tx: Tx) -> list[Row]:
-    """Tenants with queued sessions: ``(name, pass)``."""
-    # With EXISTS, PostgreSQL would join, and look through all that is queued.
+    """Return the tenants with queued sessions: ``(name, pass)``."""
+    # With EXISTS, PostgreSQL would join, and scan all queued sessions.
     return tx.all(
         "SELECT name, pass FROM tenants WHERE (SELECT 1 FROM sessions"
         " WHERE sessions.tenant = tenants.name AND sessions.status = 'queued' LIMIT 1) = 1"
@@ -242,7 +242,7 @@ def list_waiting(tx: Tx) -> list[Row]:
 
 
 def activate_tenant(tx: Tx, tenant: str) -> None:
-    """Prepare a tenant for new work: if it had none, it starts level with those that have."""
+    """Prepare a tenant for new work; an idle tenant gets the lowest pass of the others."""
     tx.run(
         "INSERT INTO tenants (name, weight, pass) VALUES (:name, 1, 0) ON CONFLICT DO NOTHING",
         name=tenant,
@@ -250,7 +250,7 @@ def activate_tenant(tx: Tx, tenant: str) -> None:
     passes: dict[str, float] = dict(list_waiting(tx))
     if tenant in passes:
         return
-    # Where nobody has work, level with whoever was given most.
+    # If no tenant has work, use the highest pass.
     level = min(passes.values(), default=tx.fetch_value("SELECT MAX(pass) FROM tenants"))
     tx.run(
         "UPDATE tenants SET pass = :level WHERE name = :name AND pass < :level",
@@ -260,12 +260,12 @@ def activate_tenant(tx: Tx, tenant: str) -> None:
 
 
 def take_queued(tx: Tx, n: int, settings: ServerSettings) -> list[Row]:
-    """The next `n` queued sessions, fairly: ``id task sample attempt epoch avoid home updated``.
+    """Take the next `n` queued sessions: ``id task sample attempt epoch avoid home updated``.
 
-    A tenant that may not have more for now is passed over, which earns it nothing either.
+    A tenant at its limit is skipped, without an advantage afterwards.
     """
     tenants, queues, heap, full = {}, {}, [], []
-    # They are counted if one of these tenants has a limit, and once.
+    # Counted once, and only if a tenant has a limit.
     leased = functools.cache(lambda: {name: int(n) for name, n in tx.all(_LEASED)})
     for name, at in list_waiting(tx):
         tenants[name] = tenant = settings.find_tenant(name)

@@ -1,8 +1,8 @@
-"""SQLite driver: write-ahead log, flushed at every commit, one server at a time.
+"""SQLite driver: write-ahead log, flushed at every durable commit, one server at a time.
 
-A lock on the file itself, whatever it is called, keeps a second server out: SQLite would admit it,
-and each would treat the nodes as its own. SQLite's own locks are of another kind (fcntl). Readers
-see the last commit and never wait for the writer.
+An flock on the database file prevents a second server, which SQLite would admit, although both
+would manage the same nodes. SQLite's own locks are independent of it (fcntl). Readers see the last
+commit and never wait for the writer.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from tugline.server.store.base import FULL, STEPS, Connection, Driver
 
 
 class Sqlite(Driver):
-    """The database in the file at `path`, created for this user only if it is missing."""
+    """Driver of the database file at `path`; a missing file is created for this user only."""
 
     name, blob = "sqlite", "BLOB"
     now = "(julianday('now') - 2440587.5) * 86400.0"
     errors = (sqlite3.Error, OSError)
-    mistakes = (sqlite3.ProgrammingError, sqlite3.IntegrityError, sqlite3.DataError)
+    operation_errors = (sqlite3.ProgrammingError, sqlite3.IntegrityError, sqlite3.DataError)
 
     def __init__(self, path: Path) -> None:
-        self._path, self.place = path, str(path)
+        self._path, self.location = path, str(path)
 
     def prepare(self) -> None:
-        """Lock the file for this process and bring its tables up to date."""
+        """Lock the file for this process and migrate its tables."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.touch(0o600)  # SQLite gives its other files the same mode
         self._lock = os.open(self._path, os.O_RDONLY)
@@ -56,7 +56,7 @@ class Sqlite(Driver):
         return SqliteConnection(self._path, reading=reading)
 
     def advise(self, error: Exception) -> str:
-        """What follows the text of an error."""
+        """Return the advice after the text of an error."""
         if "full" in str(error) or "No space" in str(error):
             return FULL
         return "; another program is using the file" if "locked" in str(error) else ""
@@ -67,12 +67,12 @@ class Sqlite(Driver):
 
 
 class SqliteConnection(Connection):
-    """A connection to the file; group commit makes one transaction of many operations."""
+    """Connection to the file."""
 
     matching = "texts WHERE texts MATCH :words"
 
     def __init__(self, path: Path, *, reading: bool) -> None:
-        where = f"{path.absolute().as_uri()}?mode=rw"  # a missing one is not created
+        where = f"{path.absolute().as_uri()}?mode=rw"  # does not create the file
         db = sqlite3.connect(where, uri=True, isolation_level=None, check_same_thread=False)
         super().__init__(db)
         self._db.execute("PRAGMA busy_timeout = 5000")
@@ -81,8 +81,8 @@ class SqliteConnection(Connection):
 
     def check_pages(self) -> None:
         """Raise `sqlite3.DatabaseError` if a page is damaged."""
-        if (found := self.fetch_value("PRAGMA quick_check(1)")) != "ok":
-            msg = f"the file is damaged ({found!r}); restore it from a backup"
+        if (fault := self.fetch_value("PRAGMA quick_check(1)")) != "ok":
+            msg = f"the file is damaged ({fault!r}); restore it from a backup"
             raise sqlite3.DatabaseError(msg)
 
     def begin(self, *, durable: bool) -> None:
@@ -95,17 +95,17 @@ class SqliteConnection(Connection):
         self._db.execute("BEGIN")
 
     def rollback(self) -> None:
-        """Undo the transaction."""
+        """Roll back the transaction."""
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
 
     def undo(self) -> None:
-        """Return to the savepoint, if the transaction is still there."""
+        """Roll back to the savepoint, if the transaction is still open."""
         if self._db.in_transaction:
             self._db.execute("ROLLBACK TO op")
             self._db.execute("RELEASE op")
 
     @property
     def usable(self) -> bool:
-        """False once SQLite has ended the transaction itself, as on a full disk."""
+        """Whether the transaction is open; SQLite may end it itself, such as on a full disk."""
         return bool(self._db.in_transaction)

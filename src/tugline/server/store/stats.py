@@ -1,7 +1,7 @@
-"""Counts for the status and the metrics page, and the figures that trainers report by run and step.
+"""Counts for the status and the metrics page, and figures of trainers by run and step.
 
-A count costs what it counts. Lists that only grow are not counted: of webhook deliveries those that
-are pending or dead, of unread results at most `MAX_SCAN`.
+A count reads each counted row. Of tables that only grow, a part is counted: pending and dead
+webhook deliveries, and up to `MAX_SCAN` unread results.
 """
 
 from collections import Counter
@@ -15,23 +15,23 @@ from tugline.server.store.base import Tx, to_struct
 from tugline.types import TERMINAL, Status
 
 MAX_SCAN = 100_000
-"""Rows that are looked through at once."""
-_MOST_RUNS = 1000
-"""Runs that are listed."""
+"""Maximum number of scanned rows."""
+_MAX_RUNS = 1000
+"""Maximum number of listed runs."""
 
 
 def gauges(tx: Tx) -> dict[str, Values]:
-    """Metrics that are counted in the store, at one moment, by name."""
+    """Return the metrics that are counted in the store, on one snapshot, by name."""
     summary = counts(tx)
     consumers = tx.all("SELECT name, acked FROM consumers")
     queued = "SELECT tenant, COUNT(*) FROM sessions WHERE status = 'queued' GROUP BY tenant"
     states: dict[str, int] = dict(tx.all("SELECT state, COUNT(*) FROM nodes GROUP BY state"))
     callbacks = {"pending": _count_deliveries(tx, "pending"), "dead": summary.dead_deliveries}
     return {
-        "tugline_sessions": dict.fromkeys((one.value for one in Status), 0) | summary.sessions,
+        "tugline_sessions": dict.fromkeys((item.value for item in Status), 0) | summary.sessions,
         "tugline_queue": dict(tx.all(queued)),
         "tugline_tasks_open": summary.tasks_open,
-        "tugline_nodes": dict.fromkeys((one.value for one in NodeState), 0) | states,
+        "tugline_nodes": dict.fromkeys((item.value for item in NodeState), 0) | states,
         "tugline_slots": summary.slots,
         "tugline_results_unread": {name: _count_results_after(tx, at) for name, at in consumers},
         "tugline_callbacks": callbacks,
@@ -42,7 +42,7 @@ def gauges(tx: Tx) -> dict[str, Values]:
 
 
 def counts(tx: Tx) -> Counts:
-    """Summary for clients. Finished sessions have counters: they are not scanned."""
+    """Return the summary for clients. Finished sessions are counters, not scanned rows."""
     control = nodes.control(tx)
     live, slots = nodes.live_slots(tx)
     at: dict[str, int] = dict(tx.all("SELECT name, at FROM positions"))
@@ -73,7 +73,7 @@ def _count_results_after(tx: Tx, position: int) -> int:
 
 # --------------------------------------------------------------------------- trainers
 def report_step(tx: Tx, run: str, given: RunStep) -> None:
-    """Add to what is known of a step; what was known under the same names is replaced."""
+    """Add figures and notes to a step; those of the same names are replaced."""
     if given.rewound:
         tx.run("DELETE FROM run_steps WHERE run = :run AND step > :step", run=run, step=given.step)
     known = next(iter(list_steps(tx, run, StepQuery(after=given.step - 1, limit=1))), given)
@@ -92,9 +92,9 @@ def report_step(tx: Tx, run: str, given: RunStep) -> None:
 
 
 def list_steps(tx: Tx, run: str, query: StepQuery) -> list[RunStep]:
-    """What is known of each step, in order."""
-    found = "step, figures, notes FROM run_steps"
-    rows = tx.read_after(found, "step", query.after, query.limit, run=run)
+    """List the reported steps of a run, in order."""
+    columns = "step, figures, notes FROM run_steps"
+    rows = tx.read_after(columns, "step", query.after, query.limit, run=run)
     return [
         RunStep(step=step, figures=msgspec.json.decode(figures), notes=msgspec.json.decode(notes))
         for step, figures, notes in rows
@@ -102,16 +102,16 @@ def list_steps(tx: Tx, run: str, query: StepQuery) -> list[RunStep]:
 
 
 def list_runs(tx: Tx) -> list[RunView]:
-    """All runs, the one that reported last first."""
+    """List runs by their latest report, newest first."""
     rows = tx.all(
         "SELECT run, MAX(step), MAX(updated) FROM run_steps GROUP BY run"
         " ORDER BY MAX(updated) DESC LIMIT :limit",
-        limit=_MOST_RUNS,
+        limit=_MAX_RUNS,
     )
     return [to_struct(RunView, "name, step, updated", row) for row in rows]
 
 
 def trim_runs(tx: Tx, before: float) -> int:
-    """Delete runs that have reported nothing since; how many steps."""
+    """Delete runs without a report since `before`; return the number of deleted steps."""
     silent = "SELECT run FROM run_steps GROUP BY run HAVING MAX(updated) < :before"
     return tx.run(f"DELETE FROM run_steps WHERE run IN ({silent})", before=before)  # noqa: S608 - constants

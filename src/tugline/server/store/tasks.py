@@ -1,6 +1,6 @@
 """Tasks: idempotent submission, views, pages, retention.
 
-A body is packed once and never changes. What is queried for many tasks at once stands in columns.
+A body is packed once and never changes. Fields that are queried for many tasks have columns.
 """
 
 import hashlib
@@ -18,17 +18,17 @@ from tugline.server.store import events, sessions, texts
 from tugline.server.store.base import Row, Tx, cut_page, match_columns, to_struct
 from tugline.types import Status, Task, decode, encode
 
-_AHEAD_S = 60.0
-"""What one step of priority is worth: a place that much further ahead in the queue."""
+_PRIORITY_S = 60.0
+"""Seconds by which each step of priority moves a task ahead in the queue."""
 _BURST = 64
-"""Samples of one task that are queued together; the next ones stand a minute behind."""
-_DELETE = 100
-"""Tasks deleted at once."""
+"""Samples of a task that are queued together; each next batch is queued a minute later."""
+_DELETE_BATCH = 100
+"""Number of tasks deleted per transaction."""
 _COLUMNS = "id, place, tenant, priority, samples, created, usable, reason, released, tags"
 
 
 class Packed(NamedTuple):
-    """A task in its stored form."""
+    """Task in its stored form."""
 
     task: Task
     body: bytes
@@ -50,9 +50,9 @@ def unpack(body: bytes) -> Task:
 
 # --------------------------------------------------------------------------- submission
 def submit(tx: Tx, batch: Sequence[Packed], settings: ServerSettings = DEFAULTS) -> list[Accepted]:
-    """Insert tasks with their sessions; tasks that exist already are left as they are.
+    """Insert tasks with their sessions; existing tasks are not changed.
 
-    Raises `Conflict` if a different task has the id of one of them, and `QuotaExceeded`.
+    Raises `Conflict` if a different task has the same id, and `QuotaExceeded`.
     """
     ids = [packed.task.id for packed in batch]
     known: dict[str, str] = dict(tx.all("SELECT id, digest FROM tasks WHERE id IN :ids", ids=ids))
@@ -67,7 +67,7 @@ def submit(tx: Tx, batch: Sequence[Packed], settings: ServerSettings = DEFAULTS)
             raise Conflict(msg, field=f"{n}.id")
     for tenant in sorted({packed.task.tenant for packed in fresh.values()}):
         if most := settings.find_tenant(tenant).queued:
-            more = (one.task.samples for one in fresh.values() if one.task.tenant == tenant)
+            more = (new.task.samples for new in fresh.values() if new.task.tenant == tenant)
             _check_quota(tx, tenant, sum(more), most)
         sessions.activate_tenant(tx, tenant)
     if fresh:
@@ -83,21 +83,21 @@ def submit(tx: Tx, batch: Sequence[Packed], settings: ServerSettings = DEFAULTS)
 
 
 def session_ids(task: Task) -> Iterator[str]:
-    """Ids of its sessions, by sample."""
+    """Return the ids of a task's sessions, by sample."""
     return (f"{task.id}-{n}" for n in range(task.samples))
 
 
 def _differs(tx: Tx, packed: Packed, fresh: dict[str, Packed]) -> bool:
-    """Whether it is a different task, not the same one encoded by another version."""
+    """Whether the stored task is different, not only encoded by another version."""
     if packed.task.id in fresh:
         return True
     return body(tx, packed.task.id) != decode(encode(packed.task), Task)
 
 
 def _check_quota(tx: Tx, tenant: str, more: int, most: int) -> None:
-    """Raises `QuotaExceeded` if the tenant may not have so many more sessions."""
+    """Check the limit of unfinished sessions. Raises `QuotaExceeded`."""
     query = "SELECT COUNT(*) FROM sessions WHERE tenant = :tenant AND"
-    parts = ("status = 'queued' AND turn > 0", "node IS NOT NULL")  # each walks its own index
+    parts = ("status = 'queued' AND turn > 0", "node IS NOT NULL")  # each uses its own index
     have = sum(tx.fetch_value(f"{query} {part}", tenant=tenant) for part in parts)
     if have + more > most:
         msg = f"tenant is {tenant!r}, which may have {most} unfinished sessions and has {have}"
@@ -120,7 +120,7 @@ def _insert(tx: Tx, batch: Sequence[Packed]) -> None:
             "tenant": task.tenant,
             "sample": n,
             "status": Status.QUEUED.value,
-            "turn": tx.now + _AHEAD_S * (n // _BURST - task.priority),
+            "turn": tx.now + _PRIORITY_S * (n // _BURST - task.priority),
             "created": tx.now,
             "updated": tx.now,
         }
@@ -155,35 +155,35 @@ def _row(packed: Packed, place: int, now: float) -> dict[str, object]:
 
 # --------------------------------------------------------------------------- reading
 def body(tx: Tx, task: str) -> Task:
-    """The task as it was submitted. Raises `Missing`."""
+    """Return a task as submitted. Raises `Missing`."""
     query = "SELECT body FROM tasks WHERE id = :task"
     return unpack(tx.require_one(query, _missing(task), task=task)[0])
 
 
 def view(tx: Tx, task: str) -> TaskView:
-    """Current state of a task. Raises `Missing`."""
+    """Return the current state of a task. Raises `Missing`."""
     query = f"SELECT {_COLUMNS} FROM tasks WHERE id = :task"  # noqa: S608 - constants
     return _views(tx, [tx.require_one(query, _missing(task), task=task)])[0]
 
 
 def views(tx: Tx, ids: Sequence[str]) -> list[TaskView]:
-    """Current states of these tasks, which all exist, in this order."""
+    """Return the current states of existing tasks, in the order of `ids`."""
     found = tx.all(f"SELECT {_COLUMNS} FROM tasks WHERE id IN :ids", ids=ids)  # noqa: S608 - constants
     rows = {row[0]: row for row in found}
     return _views(tx, [rows[task] for task in ids])
 
 
 def page(tx: Tx, query: TaskQuery = TaskQuery()) -> Page:  # noqa: B008 - immutable
-    """Tasks in order of submission, or the newest first."""
+    """Return tasks in order of submission, or newest first."""
     where, values = match_columns(tenant=query.tenant)
     if query.state is not None:
         where += f" AND released IS {'NULL' if query.state is TaskState.OPEN else 'NOT NULL'}"
     if query.tag is not None:
         key, _, value = query.tag.partition("=")
         values["tag"] = _encode_tags({key: value})[1:-1]
-        # "contains": LIKE would ignore the case on one of the two databases
+        # "contains"; LIKE ignores case in SQLite
         where += " AND replace(tags, :tag, '') <> tags"
-    found = tx.read_places(f"{_COLUMNS} FROM tasks", where, query, **values)
+    found = tx.read_page(f"{_COLUMNS} FROM tasks", where, query, **values)
     rows, more = cut_page(found, query.limit)
     return Page(tasks=tuple(_views(tx, rows)), next=more)
 
@@ -228,11 +228,11 @@ def _missing(task: str) -> Missing:
 
 # --------------------------------------------------------------------------- retention
 def delete_finished(tx: Tx, before: float, alive: float = 0.0) -> int:
-    """Delete some tasks that ended before that time; how many, 0 when done.
+    """Delete a batch of tasks that ended before `before`; return their number, 0 when done.
 
-    Tasks that a consumer has not acknowledged, or with callbacks still to send, stay (I3), unless
-    it has acknowledged nothing since `alive`. Counters keep counting deleted tasks, and their ids
-    may be used again.
+    Tasks with pending callbacks, or not acknowledged by a consumer, are not deleted (I3); consumers
+    without an acknowledgement since `alive` are ignored. Counters still include deleted tasks, and
+    their ids may be used again.
     """
     acked = tx.fetch_value("SELECT MIN(acked) FROM consumers WHERE updated >= :alive", alive=alive)
     ids = tx.column(
@@ -242,7 +242,7 @@ def delete_finished(tx: Tx, before: float, alive: float = 0.0) -> int:
         " ORDER BY released LIMIT :limit",
         acked=events.latest(tx) if acked is None else acked,
         before=before,
-        limit=_DELETE,
+        limit=_DELETE_BATCH,
     )
     for table, column in (("results", "task"), ("sessions", "task"), ("tasks", "id")):
         tx.run(f"DELETE FROM {table} WHERE {column} IN :ids", ids=ids)  # noqa: S608 - constants

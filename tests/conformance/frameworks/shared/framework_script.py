@@ -1,4 +1,4 @@
-"""What every framework's script is told, the tool of its agent, and what it reports."""
+"""Arguments of each framework's script, the tool of its agent, and its report."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What the history must be."""
+"""Check the history."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ GIT = ("git", "-c", "safe.directory=/app", "-C", "/app")
 
 
 def git(*argv: str) -> str:
-    """What git says."""
+    """Run git and return its output."""
     done = subprocess.run([*GIT, *argv], capture_output=True, text=True, timeout=20, check=False)
     return done.stdout.strip()
 
@@ -17,10 +17,10 @@ wanted = ["Add the lantern", "Add biscuits", "Add the harness", "Begin the packi
 if subjects != wanted:
     sys.exit(f"main has {subjects}")
 if git("log", "-1", "--format=%an <%ae>", "main") != "Mate <mate@example.org>":
-    sys.exit("the author is another one")
+    sys.exit("the author is wrong")
 if git("show", "main:lantern.txt") != "a lantern, and oil for ten nights":
-    sys.exit("the lantern is another one")
+    sys.exit("lantern.txt is wrong")
 if git("show", "main:packing.txt").split() != ["ropes", "harness", "biscuits"]:
-    sys.exit("the packing list is another one")
+    sys.exit("packing.txt is wrong")
 if git("symbolic-ref", "--short", "HEAD") != "main" or git("status", "--porcelain"):
     sys.exit("the working tree is not clean, or not on main")

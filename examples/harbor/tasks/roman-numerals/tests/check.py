@@ -1,6 +1,6 @@
-"""A quarter for each function that answers right, as JSON.
+"""Print the reward as JSON: a quarter for each correct function.
 
-The functions run in a process of their own and are judged by what they say.
+The functions run in their own process; only their output is evaluated.
 """
 
 import json
@@ -8,38 +8,38 @@ import os
 import subprocess
 import sys
 
-ASK = """
+PROGRAM = """
 import json, sys
 sys.path.insert(0, "/app")
 import roman
-def tried(function, given):
+def call(function, arguments):
     try:
-        return function(*given)
+        return function(*arguments)
     except ValueError:
         return "ValueError"
-name, given = sys.argv[1], json.loads(sys.argv[2])
-print(json.dumps([tried(getattr(roman, name), one) for one in given]))
+name, cases = sys.argv[1], json.loads(sys.argv[2])
+print(json.dumps([call(getattr(roman, name), case) for case in cases]))
 """
-WRONG = "ValueError"
-WANTED = {
-    "write": {(1,): "I", (4,): "IV", (1994,): "MCMXCIV", (3999,): "MMMCMXCIX", (0,): WRONG},
-    "read": {("I",): 1, ("iv",): 4, ("MCMXCIV",): 1994, ("IIII",): WRONG, ("VX",): WRONG},
+ERROR = "ValueError"
+EXPECTED = {
+    "write": {(1,): "I", (4,): "IV", (1994,): "MCMXCIV", (3999,): "MMMCMXCIX", (0,): ERROR},
+    "read": {("I",): 1, ("iv",): 4, ("MCMXCIV",): 1994, ("IIII",): ERROR, ("VX",): ERROR},
     "add": {("XIV", "VI"): "XX", ("M", "CMXCIX"): "MCMXCIX"},
     "longest": {(3,): "III", (10,): "VIII", (100,): "LXXXVIII"},
 }
 
 
-def right(name: str, wanted: dict[tuple[object, ...], object]) -> bool:
-    """Whether a function answers what it must."""
-    asked = json.dumps(list(wanted))
-    there = [os.environ["JUDGED"], "python3"] if "JUDGED" in os.environ else [sys.executable]
-    argv = [*there, "-I", "-c", ASK, name, asked]
+def is_correct(name: str, expected: dict[tuple[object, ...], object]) -> bool:
+    """Whether a function returns the expected results."""
+    cases = json.dumps(list(expected))
+    python = [os.environ["JUDGED"], "python3"] if "JUDGED" in os.environ else [sys.executable]
+    argv = [*python, "-I", "-c", PROGRAM, name, cases]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=10, check=False)
-        return bool(json.loads(done.stdout) == list(wanted.values()))
+        return bool(json.loads(done.stdout) == list(expected.values()))
     except (ValueError, subprocess.TimeoutExpired):
         return False
 
 
-parts = {name: float(right(name, wanted)) for name, wanted in WANTED.items()}
+parts = {name: float(is_correct(name, expected)) for name, expected in EXPECTED.items()}
 print(json.dumps({"reward": sum(parts.values()) / len(parts), **parts}))

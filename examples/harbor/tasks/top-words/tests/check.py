@@ -1,22 +1,22 @@
-"""Each paragraph of the manual."""
+"""Test each paragraph of the manual."""
 
 import os
 import subprocess
 import unittest
 
-THERE = [os.environ["JUDGED"]] if "JUDGED" in os.environ else []
-"""Runs a program in the sandbox that has the work, if it is another one."""
+PREFIX = [os.environ["JUDGED"]] if "JUDGED" in os.environ else []
+"""Command that runs a program in the sandbox with the work, if that is another one."""
 
 
 def run(*argv: str, given: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a program beside the work."""
+    """Run a program in the sandbox with the work."""
     return subprocess.run(
-        [*THERE, *argv], input=given, capture_output=True, text=True, timeout=10, check=False
+        [*PREFIX, *argv], input=given, capture_output=True, text=True, timeout=10, check=False
     )
 
 
 def topwords(*argv: str, given: str = "") -> subprocess.CompletedProcess[str]:
-    """Run it."""
+    """Run the program of the task."""
     return run("/app/topwords", *argv, given=given)
 
 

@@ -1,4 +1,4 @@
-// Puts the page together and keeps its parts on the same turn, trace and token.
+// The page: creates its parts and keeps them on the same turn, trace and token.
 
 const $ = (id) => document.getElementById(id);
 
@@ -77,12 +77,12 @@ class App {
     else this.conversation.show(null);
   }
 
-  // ---------------------------------------------------------------- where the reader is
-  // Show a turn: in words, or where its answer begins in the tokens.
+  // ---------------------------------------------------------------- navigation
+  // Show a turn as a conversation, or at its answer in the tokens.
   openTurn(call) {
     this.choose(call);
     const turn = this.conversation.turns.get(call);
-    const span = this.traces[turn.trace]?.spans.find((one) => one.call === call);
+    const span = this.traces[turn.trace]?.spans.find((candidate) => candidate.call === call);
     if (this.view !== "tokens") return;
     if (span) this.openTrace(turn.trace, span.start);
     else this.show("conversation");
@@ -103,13 +103,13 @@ class App {
   }
 
   list(name) {
-    for (const one of ["turns", "traces", "ledger"]) $(one).hidden = one !== name;
+    for (const id of ["turns", "traces", "ledger"]) $(id).hidden = id !== name;
     this.mark("data-list", name);
   }
 
   show(view) {
     this.view = view === "tokens" && this.traces.length ? "tokens" : "conversation";
-    for (const one of ["stream", "token", "legend", "token-tools"]) $(one).hidden = this.view !== "tokens";
+    for (const id of ["stream", "token", "legend", "token-tools"]) $(id).hidden = this.view !== "tokens";
     $("conversation").hidden = this.view !== "conversation";
     this.mark("data-view", this.view);
   }
@@ -181,9 +181,9 @@ class App {
       4: by("version"),
       ...(document.activeElement === $("turns") ? list : {}),
     };
-    const taken = this.view === "tokens" && document.activeElement === $("tokens") && this.tokens.key(event.key);
-    if (!taken && !keys[event.key]) return;
-    if (!taken) keys[event.key]();
+    const handled = this.view === "tokens" && document.activeElement === $("tokens") && this.tokens.key(event.key);
+    if (!handled && !keys[event.key]) return;
+    if (!handled) keys[event.key]();
     event.preventDefault();
   }
 }

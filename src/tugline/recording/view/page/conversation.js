@@ -1,9 +1,9 @@
-// One turn in words: its figures, what the request added, and what the harness was told.
+// A turn as a conversation: its facts, the added messages, and the answer as received.
 
-const CLIP = 6000; // characters of a message that are shown at first
+const CLIP = 6000; // characters of a message that are shown initially
 
 class Conversation {
-  // `open(trace, token)` shows the tokens of a trace from a place on.
+  // `open(trace, token)` shows a trace's tokens at a position.
   constructor(box, session, traces, open) {
     Object.assign(this, { box, session, traces, open });
     this.turns = new Map(session.turns.map((turn) => [turn.call, turn]));
@@ -21,8 +21,8 @@ class Conversation {
     this.box.replaceChildren(
       this.facts(turn),
       ...messages.map((message) => this.message(message)),
-      answer ? this.message(answer, true) : make("p", { class: "faint" }, "The harness was told nothing."),
-      make("p", { class: "faint" }, "What became of its tokens"),
+      answer ? this.message(answer, true) : make("p", { class: "faint" }, "The harness received no answer."),
+      make("p", { class: "faint" }, "Ledger of its tokens"),
       ledgerTable(turn.ledger),
     );
     this.box.scrollTop = 0;
@@ -33,7 +33,7 @@ class Conversation {
     const { detail } = turn;
     const reasons = turn.reasons.length ? ` (${turn.reasons.join(", ").replaceAll("_", " ")})` : "";
     const parent = turn.parent === null ? "" : ` after call ${turn.parent}`;
-    const fixedWish = Object.entries(detail.sampling).filter(([, value]) => value !== null && value.length !== 0);
+    const sampling = Object.entries(detail.sampling).filter(([, value]) => value !== null && value.length !== 0);
     const facts = {
       call: `${turn.call}, ${turn.kind}${turn.thread ? `, thread ${turn.thread}` : ""}`,
       continues: `${turn.continuation.replaceAll("_", " ")}${reasons}${parent}`,
@@ -42,7 +42,7 @@ class Conversation {
       ended: `${turn.finish}${turn.stop ? ` at ${JSON.stringify(turn.stop)}` : ""}, ${turn.outcome.replace("_", " ")}`,
       version: turn.versions.map((span) => `${span.version} (${plural(span.end - span.start, "token")})`).join(", "),
       times: `received at ${seconds(turn.at)}, first token after ${seconds(turn.first_token_s)}, last after ${seconds(turn.total_s)}`,
-      sampling: fixedWish.map(([name, value]) => `${name} ${value}`).join(", "),
+      sampling: sampling.map(([name, value]) => `${name} ${value}`).join(", "),
       replicas: turn.replicas.join(", "),
       "tools offered": detail.offered.join(", "),
     };
@@ -51,7 +51,7 @@ class Conversation {
       if (fact) list.append(make("dt", {}, name), make("dd", {}, visible(fact)));
     }
     const trace = this.traces[turn.trace];
-    const span = trace?.spans.find((one) => one.call === turn.call);
+    const span = trace?.spans.find((candidate) => candidate.call === turn.call);
     if (span) {
       const go = () => this.open(turn.trace, span.start);
       list.append(make("dt", {}, "tokens"), make("dd", {}, make("a", { onclick: go }, `trace ${turn.trace}, from position ${count(span.start)}`)));
@@ -59,9 +59,9 @@ class Conversation {
     return list;
   }
 
-  message({ role, content, reasoning, tool_calls, images, failed }, told = false) {
-    const box = make("article", { class: told ? "message answer" : "message" });
-    const title = told ? `${role}: the answer, as the harness was told` : role;
+  message({ role, content, reasoning, tool_calls, images, failed }, answer = false) {
+    const box = make("article", { class: answer ? "message answer" : "message" });
+    const title = answer ? `${role}: the answer, as the harness received it` : role;
     box.append(make("h3", {}, title, failed ? make("span", { class: "bad" }, "failed") : null));
     if (reasoning) this.text(box, reasoning, "reasoning");
     if (content) this.text(box, content, "content");
@@ -75,8 +75,8 @@ class Conversation {
 
   text(box, text, kind) {
     const pre = make("pre", { class: kind });
-    const found = this.term && text.toLowerCase().indexOf(this.term) >= CLIP;
-    const rest = found ? 0 : text.length - CLIP;
+    const clipsMatch = this.term && text.toLowerCase().indexOf(this.term) >= CLIP;
+    const rest = clipsMatch ? 0 : text.length - CLIP;
     this.marked(pre, rest > 0 ? text.slice(0, CLIP) : text);
     box.append(pre);
     if (rest <= 0) return;
@@ -89,7 +89,7 @@ class Conversation {
     box.append(more);
   }
 
-  // Text with the places of the search term marked.
+  // Append text with the matches of the search term marked.
   marked(pre, text) {
     const low = this.term ? text.toLowerCase() : "";
     let at = 0;

@@ -1,7 +1,7 @@
-// What the page shows, out of the one block of compressed data that the file carries.
+// Data of the page, decoded from the block of compressed data in the file.
 "use strict";
 
-// The block is gzip of: the JSON's length in bytes (uint32), the JSON, then the arrays.
+// The block is gzip of the JSON's length in bytes (uint32), the JSON, and the arrays.
 async function unpack(text) {
   const packed = atob(text.trim());
   const bytes = new Uint8Array(packed.length);
@@ -19,7 +19,7 @@ async function unpack(text) {
   return { session: page.session, traces };
 }
 
-// One sequence to train on. Its arrays are put together when they are first looked at.
+// A trace. Its arrays are built on first access.
 class Trace {
   constructor(view, own, sampled, all, page) {
     Object.assign(this, view);
@@ -29,67 +29,67 @@ class Trace {
     this.page = page;
   }
 
-  // Places in the table of ids: the beginning is the parent's, and the parent's own, and so on.
+  // Index of each token in the table of ids. Shared leading tokens come from the parents.
   get places() {
     if (this._places) return this._places;
-    const found = new Int32Array(this.length);
+    const places = new Int32Array(this.length);
     let end = this.length;
-    for (let one = this; one && end > 0; one = one.parent === null ? null : this.all[one.parent]) {
-      const start = Math.min(one.shared, end);
-      found.set(one.own.subarray(0, end - start), start);
+    for (let trace = this; trace && end > 0; trace = trace.parent === null ? null : this.all[trace.parent]) {
+      const start = Math.min(trace.shared, end);
+      places.set(trace.own.subarray(0, end - start), start);
       end = start;
     }
-    return (this._places = found);
+    return (this._places = places);
   }
 
   id(k) {
     return this.page.ids[this.places[k]];
   }
 
-  // The text that each token adds. A character made of several tokens stands at its last one.
+  // Text that each token adds. A character split over several tokens belongs to the last one.
   get pieces() {
     if (this._pieces) return this._pieces;
     const { texts } = this.page;
-    const found = new Array(this.length);
+    const pieces = new Array(this.length);
     let decoder = null;
     for (let k = 0; k < this.length; k++) {
       const text = texts[this.places[k]];
       if (typeof text === "string") {
-        found[k] = decoder ? decoder.decode() + text : text;
+        pieces[k] = decoder ? decoder.decode() + text : text;
         decoder = null;
       } else {
         decoder = decoder || new TextDecoder();
-        found[k] = decoder.decode(Uint8Array.from(text), { stream: true });
+        pieces[k] = decoder.decode(Uint8Array.from(text), { stream: true });
       }
     }
-    return (this._pieces = found);
+    return (this._pieces = pieces);
   }
 
-  // Of each token the number of its span, or -1: it is context.
+  // Index of each token's span; -1 for context.
   get spanOf() {
     if (this._spanOf) return this._spanOf;
-    const found = new Int32Array(this.length).fill(-1);
-    this.spans.forEach((span, i) => found.fill(i, span.start, span.end));
-    return (this._spanOf = found);
+    const indices = new Int32Array(this.length).fill(-1);
+    this.spans.forEach((span, i) => indices.fill(i, span.start, span.end));
+    return (this._spanOf = indices);
   }
 
-  // Log probabilities; 0 where nothing was sampled.
+  // Log probability of each token; 0 for context.
   get logprobs() {
     if (this._logprobs) return this._logprobs;
-    const found = new Float32Array(this.length);
+    const logprobs = new Float32Array(this.length);
     let at = 0;
     for (const span of this.spans) {
-      found.set(this.sampled.subarray(at, at + span.end - span.start), span.start);
+      logprobs.set(this.sampled.subarray(at, at + span.end - span.start), span.start);
       at += span.end - span.start;
     }
-    return (this._logprobs = found);
+    return (this._logprobs = logprobs);
   }
 
-  // The mean of -logprob over the 17 tokens around each one, within its answer: where the model
-  // was unsure for longer than a token.
+  // Mean of -logprob over the 17 tokens around each token, within its answer: high where the model
+  // was unsure for more than one token.
   get surprise() {
     if (this._surprise) return this._surprise;
-    const found = new Float32Array(this.length);
+    const means = new Float32Array(this.length);
     const { logprobs } = this;
     for (const { start, end } of this.spans) {
       for (let k = start; k < end; k++) {
@@ -97,20 +97,20 @@ class Trace {
         const to = Math.min(end, k + 9);
         let sum = 0;
         for (let i = from; i < to; i++) sum -= logprobs[i];
-        found[k] = sum / (to - from);
+        means[k] = sum / (to - from);
       }
     }
-    return (this._surprise = found);
+    return (this._surprise = means);
   }
 }
 
-// ------------------------------------------------------------------ words
+// ------------------------------------------------------------------ formatting
 const count = (n) => n.toLocaleString("en-US");
 const seconds = (s) => (s === null ? "–" : s < 10 ? `${s.toFixed(2)} s` : `${s.toFixed(1)} s`);
 const fixed = (x) => (x === null ? "–" : (x === 0 ? 0 : x).toFixed(3).replace("-", "−"));
 const plural = (n, what) => `${count(n)} ${what}${n === 1 ? "" : "s"}`;
 
-// Text on one line in which everything can be seen: line ends, tabs, marks of direction.
+// Text on one line, with visible line ends, tabs and other invisible characters.
 const HIDDEN = /[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\u00a0\u3000]/gu;
 function visible(text) {
   return text.replace(HIDDEN, (char) => {
@@ -120,10 +120,10 @@ function visible(text) {
   });
 }
 
-// The same over many lines: their ends and tabs stay what they are.
+// Text on several lines, like `visible`, but with unchanged line ends and tabs.
 const readable = (text) => text.split(/([\n\t])/).map((part) => (part === "\n" || part === "\t" ? part : visible(part))).join("");
 
-// A colour of the style sheet as a canvas wants it. Forgotten when the theme changes.
+// Computed value of a style sheet's colour, for a canvas. Cleared when the theme changes.
 const colours = new Map();
 function colourOf(name) {
   if (!colours.has(name)) {
@@ -136,7 +136,7 @@ function colourOf(name) {
   return colours.get(name);
 }
 
-// An element with attributes and children. Text is always text, never markup.
+// Create an element with attributes and children. Strings become text, never markup.
 function make(kind, attributes = {}, ...children) {
   const element = document.createElement(kind);
   for (const [name, value] of Object.entries(attributes)) {

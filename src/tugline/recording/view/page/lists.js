@@ -1,4 +1,4 @@
-// What stands on the left: the turns with the events between them, the tree of traces, the ledger.
+// Lists on the left: turns and events, the tree of traces, the ledger.
 
 const CONTINUATION_CLASS = {
   first: "faint",
@@ -9,11 +9,11 @@ const CONTINUATION_CLASS = {
   no_token_ids: "bad",
 };
 
-// Letters for the harness's own thread ids, in order of appearance; none if there is one thread.
+// Letters for the harness's thread ids, in order of appearance; none for a single thread.
 function letters(turns) {
   const threads = [...new Set(turns.map((turn) => turn.thread))];
   const letter = (i) => (i < 26 ? "" : letter(Math.floor(i / 26) - 1)) + String.fromCharCode(97 + (i % 26));
-  return threads.length > 1 ? new Map(threads.map((one, i) => [one, letter(i)])) : new Map();
+  return threads.length > 1 ? new Map(threads.map((thread, i) => [thread, letter(i)])) : new Map();
 }
 
 class TurnList {
@@ -21,14 +21,14 @@ class TurnList {
     this.open = open;
     this.letters = letters(session.turns);
     this.moments = [...session.turns, ...session.events].sort((a, b) => a.at - b.at);
-    this.place = new Map();
-    this.moments.forEach((one, i) => "prompt" in one && this.place.set(one.call, i));
+    this.rowOf = new Map();
+    this.moments.forEach((item, i) => "prompt" in item && this.rowOf.set(item.call, i));
     this.list = new VirtualList(box, 46, (i) => this.row(this.moments[i]));
     this.list.reset(this.moments.length);
   }
 
-  row(one) {
-    return "prompt" in one ? this.turn(one) : this.event(one);
+  row(item) {
+    return "prompt" in item ? this.turn(item) : this.event(item);
   }
 
   event({ kind, at, call, detail }) {
@@ -42,7 +42,7 @@ class TurnList {
 
   turn(turn) {
     const { call, kind, continuation, reasons, detail } = turn;
-    const said = detail.answer?.content || "";
+    const text = detail.answer?.content || "";
     const tools = detail.answer?.tool_calls?.map((tool) => `${tool.name}(${tool.arguments})`) || [];
     const reason = reasons.length ? `: ${reasons.join(", ").replaceAll("_", " ")}` : "";
     const from = continuation === "forked" && turn.parent !== null ? ` from ${turn.parent}` : "";
@@ -64,7 +64,7 @@ class TurnList {
         make("span", { class: "faint push", title: "new prompt tokens → sampled" }, `+${count(turn.prompt - turn.shared)} → ${count(turn.sampled)}`),
         make("span", { class: "faint time" }, seconds(turn.total_s)),
       ),
-      make("div", { class: "below" }, visible([said, ...tools].filter(Boolean).join("  ").slice(0, 160)) || "\u00a0"),
+      make("div", { class: "below" }, visible([text, ...tools].filter(Boolean).join("  ").slice(0, 160)) || "\u00a0"),
     );
   }
 
@@ -75,12 +75,12 @@ class TurnList {
 
   choose(call) {
     this.chosen = call;
-    this.list.reveal(this.place.get(call));
+    this.list.reveal(this.rowOf.get(call));
     this.list.redraw();
   }
 }
 
-// Traces as a tree: a fork stands one step to the right of what it left.
+// Traces as a tree: a fork is indented by one step from its parent.
 class TraceTree {
   constructor(box, traces, open) {
     this.traces = traces;
@@ -96,16 +96,16 @@ class TraceTree {
       const [trace, depth] = waiting.pop();
       this.order.push({ trace, depth });
       const below = children.get(trace.index) || [];
-      const goesOn = (one) => one.shared === trace.length;
-      const ordered = [...below.filter((one) => !goesOn(one)), ...below.filter(goesOn)].reverse();
-      for (const one of ordered) waiting.push([one, depth + (goesOn(one) ? 0 : 1)]);
+      const continues = (child) => child.shared === trace.length;
+      const ordered = [...below.filter((child) => !continues(child)), ...below.filter(continues)].reverse();
+      for (const child of ordered) waiting.push([child, depth + (continues(child) ? 0 : 1)]);
     }
     this.guides();
     this.list = new VirtualList(box, 46, (i) => this.row(this.order[i]));
     this.list.reset(this.order.length);
   }
 
-  // Per row, at which depths a line goes through to a row further down.
+  // Compute, for each row, the depths at which a line continues to a lower row.
   guides() {
     let below = new Set();
     for (const entry of [...this.order].reverse()) {
@@ -122,10 +122,10 @@ class TraceTree {
       guides.push(make("span", { class: kinds.filter(Boolean).join(" ") }));
     }
     const calls = new Set(trace.spans.map((span) => span.call)).size;
-    const whence = parent === null ? null : make(
+    const origin = parent === null ? null : make(
       "a",
       { onclick: (event) => (event.stopPropagation(), this.open(parent, Math.max(0, shared - 1))) },
-      this.whence(trace),
+      this.describeOrigin(trace),
     );
     return make(
       "div",
@@ -140,15 +140,15 @@ class TraceTree {
         "div",
         { class: "what" },
         make("div", { class: "top" }, make("b", {}, `trace ${index}`), make("span", {}, kind), exact ? null : make("span", { class: "bad" }, "not exact"), make("span", { class: "faint" }, `${count(length)} tokens`)),
-        make("div", { class: "below" }, `${count(trained)} trained in ${plural(calls, "answer")}  `, whence),
+        make("div", { class: "below" }, `${count(trained)} trained in ${plural(calls, "answer")}  `, origin),
       ),
     );
   }
 
-  whence({ kind, parent, shared }) {
+  describeOrigin({ kind, parent, shared }) {
     if (kind === "subagent") return `started by trace ${parent}`;
-    if (shared === this.traces[parent].length) return `goes on from trace ${parent}`;
-    return `leaves trace ${parent} after ${plural(shared, "token")}`;
+    if (shared === this.traces[parent].length) return `continues trace ${parent}`;
+    return `forks from trace ${parent} after ${plural(shared, "token")}`;
   }
 
   choose(index) {

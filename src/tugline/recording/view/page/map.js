@@ -1,4 +1,4 @@
-// The whole trace at a glance, beside the scroll bar: where answers are, what is found, what is seen.
+// Overview of the trace beside the scroll bar: answers, search matches and the visible part.
 
 class TokenMap {
   constructor(canvas, view) {
@@ -41,16 +41,16 @@ class TokenMap {
       pen.fillStyle = kind;
       pen.fillRect(from, (row / rows) * height, width, Math.max(1, (size / rows) * height));
     };
-    const [trained, masked, found] = ["--good", "--mid", "--heat"].map(colourOf);
+    const [trained, masked, match] = ["--good", "--mid", "--heat"].map(colourOf);
     for (const span of view.trace.spans) {
       const row = view.rowOf(span.start);
       line(row, span.masked ? masked : trained, 4, 14, view.rowOf(span.end - 1) - row + 1);
     }
-    for (const k of view.places || []) line(view.rowOf(k), found, 0, 22);
+    for (const k of view.places || []) line(view.rowOf(k), match, 0, 22);
     this.follow();
   }
 
-  // The part in sight. A scroll moves it and draws nothing.
+  // Move the marker of the visible part, without redrawing.
   follow() {
     const { scrollTop, clientHeight, scrollHeight } = this.view.box;
     this.seen.style.top = `${(100 * scrollTop) / scrollHeight}%`;

@@ -1,9 +1,9 @@
-// Find a word: in the tokens of the trace that is shown, or in what was said in any turn.
+// Text search in the tokens of the shown trace, or in the messages of all turns.
 
-const MOST = 20000; // places that are counted
+const MAX_MATCHES = 20000;
 
 class Search {
-  // `view()` is what is shown; `openTurn` and `tokens` show a place that was found.
+  // `view()` names the current view; `openTurn` and `tokens` show a match.
   constructor({ input, output, view, tokens, conversation, openTurn }) {
     Object.assign(this, { input, output, view, tokens, conversation, openTurn });
     this.places = [];
@@ -18,7 +18,7 @@ class Search {
     });
   }
 
-  // Look for the term anew, and go to the first place from where the reader is.
+  // Search for the term, and go to the first match from the current position.
   find() {
     const term = this.input.value.toLowerCase();
     this.conversation.term = term;
@@ -50,7 +50,7 @@ class Search {
     else this.openTurn(place);
   }
 
-  // The first token of each place; all tokens of all places are marked.
+  // Return the first token of each match; all tokens of matches are marked.
   inTokens(term) {
     const { trace } = this.tokens;
     const pieces = trace.pieces;
@@ -63,7 +63,7 @@ class Search {
     const hits = new Uint8Array(pieces.length);
     const places = [];
     let k = 0;
-    for (let at = this.text.indexOf(term); at >= 0 && places.length < MOST; at = this.text.indexOf(term, at + term.length)) {
+    for (let at = this.text.indexOf(term); at >= 0 && places.length < MAX_MATCHES; at = this.text.indexOf(term, at + term.length)) {
       while (starts[k + 1] <= at) k++;
       places.push(k);
       for (let i = k; i < pieces.length && starts[i] < at + term.length; i++) hits[i] = 1;

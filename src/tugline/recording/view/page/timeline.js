@@ -1,5 +1,5 @@
-// When each call was received (pale), sampled its first token and its last (full colour).
-// Calls that overlap stand in lanes of their own; a thread keeps its lane where it can.
+// Timeline of calls: from the request (pale) to the first and last token (full colour).
+// Overlapping calls are in separate lanes; a thread keeps its lane if possible.
 
 const LANE = 13;
 const EDGE = 14;
@@ -9,8 +9,9 @@ class Timeline {
   constructor(canvas, session, open) {
     Object.assign(this, { canvas, turns: session.turns, events: session.events, open });
     const ends = this.turns.map((turn) => turn.at + (turn.total_s ?? 0));
-    this.start = Math.min(...this.turns.map((turn) => turn.at), ...this.events.map((e) => e.at));
-    this.end = Math.max(this.start + 0.001, ...ends, ...this.events.map((event) => event.at));
+    const begins = [...this.turns, ...this.events].map((each) => each.at);
+    this.start = begins.length ? Math.min(...begins) : 0;
+    this.end = Math.max(this.start + 0.001, ...begins, ...ends);
     this.lanes = this.sorted();
     canvas.hidden = !this.turns.length;
     canvas.addEventListener("click", (event) => {
@@ -24,7 +25,7 @@ class Timeline {
     new ResizeObserver(() => this.draw()).observe(canvas);
   }
 
-  // The lane of each turn: that of its thread's last call if it is free, else the first free one.
+  // Choose each turn's lane: that of its thread if free, else the first free lane.
   sorted() {
     const free = [];
     const home = new Map();

@@ -1,12 +1,12 @@
-// A trace as a stream of tokens: laid out in rows of one height, so that any length scrolls.
+// The tokens of a trace, in rows of equal height, so that traces of any length scroll.
 
-const FOLD = 160; // a context of more tokens is folded
-const KEPT = 48; // of which so many stay at each end
-const LEVELS = [0.01, 0.05, 0.2, 0.5, 1, 2]; // -logprob; the last class is beyond them
+const FOLD = 160; // length in tokens above which a context is folded
+const KEPT = 48; // tokens shown at each end of a folded context
+const LEVELS = [0.01, 0.05, 0.2, 0.5, 1, 2]; // bounds of -logprob; the last class is unbounded
 const WIDE = /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\uffe0-\uffe6]|\p{Extended_Pictographic}/u;
 
 const level = (x) => {
-  const i = LEVELS.findIndex((most) => x <= most);
+  const i = LEVELS.findIndex((bound) => x <= bound);
   return i < 0 ? LEVELS.length : i;
 };
 
@@ -17,7 +17,7 @@ function cells(text) {
 }
 
 class TokenView {
-  // `open(call)` shows the conversation of a call; `by` and `fold` are the tools of the page.
+  // `open(call)` shows the conversation of a call; `by` and `fold` are controls of the page.
   constructor({ box, legend, facts, by, fold, open, versions }) {
     Object.assign(this, { box, legend, facts, by, fold, open, versions });
     this.list = new VirtualList(box, 20, (i) => this.row(i));
@@ -27,11 +27,11 @@ class TokenView {
     new ResizeObserver(() => this.resized()).observe(box);
     box.addEventListener("click", (event) => this.clicked(event));
     box.addEventListener("mouseover", (event) => this.hovered(event));
-    box.addEventListener("mouseleave", () => this.tell(this.here));
+    box.addEventListener("mouseleave", () => this.describe(this.here));
     by.addEventListener("change", () => this.recolour());
     fold.addEventListener("change", () => {
       this.unfolded.clear();
-      this.lay();
+      this.layout();
     });
   }
 
@@ -42,16 +42,16 @@ class TokenView {
       this.hits = this.places = null;
       this.unfolded.clear();
       this.box.scrollTop = 0;
-      this.lay();
+      this.layout();
     }
     this.recolour();
     if (at !== null) this.select(at);
-    else this.tell(this.here);
+    else this.describe(this.here);
   }
 
   resized() {
     const columns = this.measured();
-    if (this.trace && columns !== this.columns) this.lay();
+    if (this.trace && columns !== this.columns) this.layout();
   }
 
   measured() {
@@ -65,8 +65,8 @@ class TokenView {
   }
 
   // ---------------------------------------------------------------- layout
-  // Rows as first and last token; a fold is a row, too. Keeps what is in sight in its place.
-  lay() {
+  // Compute the token range of each row; a fold is one row. The selected token stays in view.
+  layout() {
     if (!this.trace || !this.box.clientWidth) return;
     this.columns = this.measured();
     const { trace } = this;
@@ -91,15 +91,15 @@ class TokenView {
   }
 
   runs() {
-    const found = [];
+    const runs = [];
     let at = 0;
     this.trace.spans.forEach((span, i) => {
-      if (at < span.start) found.push([at, span.start, -1]);
-      found.push([span.start, span.end, i]);
+      if (at < span.start) runs.push([at, span.start, -1]);
+      runs.push([span.start, span.end, i]);
       at = span.end;
     });
-    if (at < this.trace.length) found.push([at, this.trace.length, -1]);
-    return found;
+    if (at < this.trace.length) runs.push([at, this.trace.length, -1]);
+    return runs;
   }
 
   fill(pieces, start, end) {
@@ -203,9 +203,9 @@ class TokenView {
       mask: [["trained", "trained"], ["masked", "sampled, not trained"], ["x", "context"]],
       version: this.versions.map((v, i) => [`v${i % 6}`, `version ${v}`]),
     };
-    const heat = [...LEVELS, null].map((most, i) => [
+    const heat = [...LEVELS, null].map((bound, i) => [
       `h${i}`,
-      most === null ? `p < ${Math.exp(-LEVELS.at(-1)).toFixed(2)}` : `p ≥ ${Math.exp(-most).toFixed(2)}`,
+      bound === null ? `p < ${Math.exp(-LEVELS.at(-1)).toFixed(2)}` : `p ≥ ${Math.exp(-bound).toFixed(2)}`,
     ]);
     const entries = legend[this.by.value] || heat;
     const what = this.by.value === "surprise" ? "mean over 17 tokens of the answer" : null;
@@ -224,14 +224,14 @@ class TokenView {
     const { k, fold, call } = event.target.dataset;
     if (fold !== undefined) {
       this.unfolded.add(Number(fold));
-      this.lay();
+      this.layout();
     } else if (call !== undefined) this.open(Number(call));
     else if (k !== undefined) this.select(Number(k));
   }
 
   hovered(event) {
     const { k } = event.target.dataset;
-    if (k !== undefined) this.tell(Number(k));
+    if (k !== undefined) this.describe(Number(k));
   }
 
   select(k) {
@@ -239,14 +239,14 @@ class TokenView {
     this.here = here;
     if (this.from && this.folds.has(this.rowOf(here))) {
       this.unfolded.add(this.from[this.rowOf(here)] - KEPT);
-      this.lay();
+      this.layout();
     }
     if (this.from) this.list.reveal(this.rowOf(here));
     this.list.redraw();
-    this.tell(here);
+    this.describe(here);
   }
 
-  // The call that sampled token k, or whose prompt brought it in.
+  // The call that sampled token k, or the first call whose prompt has the token.
   callOf(k) {
     const { spans, spanOf } = this.trace;
     if (spanOf[k] >= 0) return spans[spanOf[k]].call;
@@ -254,7 +254,7 @@ class TokenView {
     return next ? next.call : null;
   }
 
-  tell(k) {
+  describe(k) {
     if (k === null || k === undefined) {
       this.facts.replaceChildren(make("span", { class: "faint" }, "point at a token, or click it"));
       return;
@@ -262,7 +262,7 @@ class TokenView {
     const { trace } = this;
     const span = trace.spans[trace.spanOf[k]];
     const call = this.callOf(k);
-    const said = [
+    const facts = [
       make("code", {}, `“${visible(trace.pieces[k])}”`),
       `id ${trace.id(k)}`,
       `position ${count(k)}`,
@@ -270,15 +270,15 @@ class TokenView {
     ];
     if (span) {
       const logprob = trace.logprobs[k];
-      said.push(`logprob ${fixed(logprob)}`, `p ${(100 * Math.exp(logprob)).toFixed(1)} %`);
-      said.push(`version ${span.version}`);
+      facts.push(`logprob ${fixed(logprob)}`, `p ${(100 * Math.exp(logprob)).toFixed(1)} %`);
+      facts.push(`version ${span.version}`);
       const masked = span.masked && `not trained: ${span.masked}`;
-      said.push(make("span", { class: masked ? "mid" : "good" }, masked || "trained"));
-    } else said.push(make("span", { class: "faint" }, "context"));
-    this.facts.replaceChildren(...said.filter(Boolean).map((one) => make("span", {}, one)));
+      facts.push(make("span", { class: masked ? "mid" : "good" }, masked || "trained"));
+    } else facts.push(make("span", { class: "faint" }, "context"));
+    this.facts.replaceChildren(...facts.filter(Boolean).map((fact) => make("span", {}, fact)));
   }
 
-  // Keys while the stream has the focus; true if the key was meant for it.
+  // Handle a key while the tokens have the focus; returns whether it was handled.
   key(name) {
     const here = this.here ?? 0;
     const row = () => this.rowOf(here);

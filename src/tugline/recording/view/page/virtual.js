@@ -1,7 +1,7 @@
-// A list of rows of one height, of which only those in sight are in the document.
+// A list of rows of equal height; only visible rows are in the document.
 
 class VirtualList {
-  // `draw(i)` makes the element of row i.
+  // `draw(i)` creates the element of row i.
   constructor(box, height, draw) {
     this.box = box;
     this.height = height;
@@ -14,7 +14,7 @@ class VirtualList {
     new ResizeObserver(() => this.plan()).observe(box);
   }
 
-  // So many rows from now on, all drawn anew.
+  // Set the number of rows and redraw all.
   reset(count) {
     this.count = count;
     this.rows.style.height = `${count * this.height}px`;
@@ -59,7 +59,7 @@ class VirtualList {
     this.rows.append(fresh);
   }
 
-  // Scroll as little as is needed to have row i in sight, some rows from the edge.
+  // Scroll as little as necessary to show row i at some rows' distance from the edge.
   reveal(i) {
     const room = this.box.clientHeight;
     const margin = Math.min(3 * this.height, room / 3);

@@ -1,13 +1,13 @@
-/** Why a search has found a session: the server finds words by their beginning. */
+/** Why a session matches a search; the server matches prefixes of words. */
 import type { Result, Session } from "./api";
 
-/** The longest word that is found as a whole only. */
+/** Longest search word that only matches whole words. */
 const WHOLE = 2;
 
 const split = (text: string): string[] => text.toLowerCase().match(/[\p{L}\p{N}_]+/gu) ?? [];
 
-/** Where the words that were searched for stand; empty, if the id itself shows it. */
-export function foundIn(q: string, session: Session, result: Result | undefined): string {
+/** The text of a session that matches a search; empty if its id matches. */
+export function findMatch(q: string, session: Session, result: Result | undefined): string {
   if (!q || session.id.includes(q)) return "";
   const wanted = split(q);
   const holds = (text: string): boolean => {

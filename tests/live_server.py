@@ -1,4 +1,4 @@
-"""A real server on a real socket that can go and come back, and nodes that a test plays."""
+"""A real server on a real socket that can be restarted, and helpers that act as its nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tugline.server.http.app import Api
 from tugline.types import Status, Task
 
 
-class House:
+class LiveServer:
     """A server that can be stopped and started again on the same port."""
 
     def __init__(self, folder: Path) -> None:
@@ -26,7 +26,7 @@ class House:
         self._stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
-        """Up, with what is in the folder."""
+        """Start it with what is in the folder."""
         store = f"sqlite:{self.folder / 'server.db'}"
         served = await self._stack.enter_async_context(
             serve(store, self.folder, port=self.port, lease_s=10.0)
@@ -35,15 +35,15 @@ class House:
         self.port = int(self.url.rpartition(":")[2])
 
     async def stop(self) -> None:
-        """Down; connections are closed."""
+        """Stop it and close all connections."""
         await self._stack.aclose()
 
     def client(self, **how: float) -> Client:
-        """Somebody who may submit."""
+        """A client that may submit."""
         return Client(self.url, TOKENS.client, **how)
 
     async def finish(self, *, limit: int = 100, wait_s: float = 5.0, **rewards: float) -> list[str]:
-        """Play a node that runs what is queued; `rewards` by session, with ``_`` for ``-``."""
+        """Finish queued sessions as a node; `rewards` by session, with ``_`` for ``-``."""
         async with leased(self.url, limit, wait_s) as (node, _, *work):
             for one in work:
                 await commit(node, one, rewards.get(one.session.id.replace("-", "_"), 1.0))
@@ -54,7 +54,7 @@ class House:
 async def leased(
     url: str, room: int = 1, wait_s: float = 5.0
 ) -> AsyncIterator[tuple[NodeClient, str, *tuple[Work, ...]]]:
-    """A node that holds what is queued: its connection, its id, and the sessions."""
+    """Lease queued sessions as a node; its connection, its id, and the sessions."""
     async with NodeClient(url, TOKENS.join) as node:
         welcome = await node.register(NodeRegistration(name="n", slots=room, capacity=room))
         ask = LeaseRequest(capacity=room, applied=welcome.control.generation, wait_s=wait_s)
@@ -62,13 +62,13 @@ async def leased(
 
 
 async def commit(node: NodeClient, work: Work, reward: float = 1.0) -> None:
-    """A result of this session."""
+    """Commit a result of this session."""
     of = work.session
     await node.commit(of.id, of.epoch, result(of.id, of.task, of.sample, reward))
 
 
 def held(*work: Work) -> tuple[HeldSession, ...]:
-    """What a node says that it has."""
+    """Sessions as a node reports them."""
     return tuple(HeldSession(one.session.id, one.session.epoch, Status.RUN) for one in work)
 
 
