@@ -38,7 +38,7 @@ class TuglineError(Exception):
     """Base class; the text is one line that says what to do, also of several `problems`."""
 
     problem = "fault"
-    """What the server's answer calls it: the last part of `Problem.type`."""
+    """Name in the server's responses: the last part of `Problem.type`."""
     parts: tuple[Self, ...] = ()
     """Set by `combine`."""
 
@@ -49,7 +49,7 @@ class TuglineError(Exception):
 
     @classmethod
     def combine(cls, problems: list[Self], prefix: str = "") -> Self:
-        """One error for at least one: the first, with the texts of all, each with a prefix."""
+        """Combine errors into the first one, with the prefixed texts of all."""
         start = f"{prefix}: " if prefix else ""
         parts = [copy.copy(each) for problem in problems for each in problem.problems]
         texts = [str(part) for part in parts]

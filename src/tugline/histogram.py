@@ -44,7 +44,7 @@ _KINDS: dict[str, Any] = {
 
 
 class Distribution:
-    """How often what was measured fell below each of some bounds."""
+    """Cumulative counts of measurements by upper bound."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -55,7 +55,7 @@ class Distribution:
         self.total = 0.0
 
     def add(self, value: float) -> None:
-        """One more measurement."""
+        """Add a measurement."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 

@@ -51,7 +51,7 @@ TYPE_NAMES = {
     "object": "an object",
     "str": "a string",
 }
-"""What error texts call msgspec's types."""
+"""Names of msgspec's types in error texts."""
 _PLACE = re.compile(r" - at `((?:key in )?\$[^`]*|key` in `\$[^`]*)`$")
 _EXPECTED = re.compile(r"Expected `([^`]+)`(.*?)(?:, got `?[^`]*`?)?$")
 
@@ -159,7 +159,7 @@ def _is_struct(kind: Any) -> bool:
 
 
 def _explain(error: msgspec.ValidationError, value: Any, kind: Any, path: Location) -> ConfigError:
-    """What is wrong with a value whose parts, if it has any, are right by themselves."""
+    """Explain why a value is invalid whose parts, if any, are valid."""
     place = _PLACE.search(str(error))
     reason = _PLACE.sub("", str(error))
     if isinstance(error.__cause__, ConfigError):  # a struct's own check, which names its field

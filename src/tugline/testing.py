@@ -184,7 +184,7 @@ CONTEXT_WINDOW = 131_072
 
 
 class ScriptedTurn(msgspec.Struct, frozen=True):
-    """One answer; `calls` are names of tools with their arguments."""
+    """Make an answer; `calls` are names of tools with their arguments."""
 
     text: str = ""
     reasoning: str = ""
@@ -263,7 +263,7 @@ class ScriptedModel:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a gateway needs of a model, and the parts behind it if it is scripted."""
+    """Inputs of a gateway for a model, with the scripted parts if there are any."""
 
     upstream: Upstream
     rendering: Rendering | None

@@ -65,7 +65,7 @@ class TaskSet(ABC):
 
 
 class TaskTemplate(msgspec.Struct, frozen=True):
-    """What all tasks of a run have in common."""
+    """Settings shared by all tasks of a run."""
 
     task: Task
     """Its `id` is the prefix of each task's."""

@@ -50,7 +50,7 @@ class Difficulty(msgspec.Struct, frozen=True):
 
 
 class TaskSelection(msgspec.Struct, frozen=True):
-    """Which tasks to take; all conditions must hold."""
+    """Conditions that selected tasks must meet; all must hold."""
 
     split: str | None = None
     """Tasks of this split, one of `shares` or of the source."""
@@ -160,9 +160,9 @@ class SetFile(msgspec.Struct, frozen=True):
     taskset: PluginSpec
     """The task set and its options."""
     template: dict[str, Any]
-    """What all tasks have in common, with the keys of a task file."""
+    """Fields shared by all tasks, with the keys of a task file."""
     select: TaskSelection = TaskSelection()
-    """Which tasks to take."""
+    """Selection of the tasks."""
     prefix: str = ""
     """Prefix of each task's id, to run the same set again."""
 

@@ -47,7 +47,7 @@ Text = Annotated[str, msgspec.Meta(pattern=r"\S")]
 
 
 class SweRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One problem in a repository; fields are named as in SWE-bench's rows."""
+    """A problem in a repository; fields are named as in SWE-bench's rows."""
 
     instance: Text = msgspec.field(name="instance_id")
     repo: Text

@@ -40,20 +40,20 @@ from tugline.types import PluginSpec, Reason
 SUMMARY = "summary.json"
 SETTINGS = "settings.yaml"
 FILES = (PLOT, SUMMARY, METRICS, "checkpoints", "recordings", "log.jsonl")
-"""What a run leaves in its folder."""
+"""Summary that a run saves in its folder."""
 WARM_START = Path(__file__).parent / "warm_start_model"
 """The shipped start policy, a Hugging Face folder made by ``tools/warm_start/rebuild.py``."""
 
 
 class DemoSettings(Config, frozen=True):
-    """One run: a policy, a harness, a task family, and how long to train."""
+    """Settings of a run: policy, harness, task family and training time."""
 
     harness: str = "pi"
-    """Which agent to train: `pi`, `shell`, or ``module:Class``."""
+    """Agent to train: `pi`, `shell`, or ``module:Class``."""
     command: str | None = None
     """The agent's own command line, for the `shell` harness."""
     builder: str = "prefix_merging"
-    """How recorded calls become traces: `prefix_merging` or `per_request`."""
+    """Builder of traces: `prefix_merging` or `per_request`."""
     seed: NonNegativeInt = 0
     """Seed of the training tasks, the order of updates and the sampling."""
     steps: PositiveInt = 6

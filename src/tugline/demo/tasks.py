@@ -25,7 +25,7 @@ from tugline.types import PluginSpec, Task
 Split = Literal["train", "heldout"]
 
 HELD_OUT_SHARE = 5
-"""One in this many combinations, and one in this many function names, is held out."""
+"""Of so many combinations, and of so many function names, one is held out."""
 HELD_OUT_SEED = 1_000_003
 """Seed of the held-out problems; independent of the run, so runs can be compared."""
 
@@ -38,7 +38,7 @@ class Edit(msgspec.Struct, frozen=True):
 
 
 class RepairProblem(msgspec.Struct, frozen=True, kw_only=True):
-    """One repository with one bug."""
+    """A repository with one bug."""
 
     id: str
     family: str
@@ -66,7 +66,7 @@ class CodeChoice(msgspec.Struct, frozen=True):
 
 
 class Family(msgspec.Struct, frozen=True):
-    """One kind of bug: an expression with a gap, and what may stand in the gap."""
+    """A kind of bug: an expression with a gap, and the choices for the gap."""
 
     name: str
     expression: str
@@ -109,7 +109,7 @@ def generate(split: Split, seed: int) -> Iterator[RepairProblem]:
 
 
 class _Function(NamedTuple):
-    """One function of a module, with the code that is right in it."""
+    """A function of a module, with its correct code."""
 
     family: Family
     name: str
@@ -124,7 +124,7 @@ class _Function(NamedTuple):
         return self.family.expression.format(code=choice.code, **self.names)
 
     def gap(self, choice: CodeChoice) -> str:
-        """What an edit replaces, with `choice` in it."""
+        """Text that an edit replaces, with `choice` in the gap."""
         return self.family.gap.format(code=choice.code)
 
     @property
@@ -133,7 +133,7 @@ class _Function(NamedTuple):
         return [self.names[gap] for gap in gaps]
 
     def value(self, choice: CodeChoice, row: tuple[object, ...]) -> object:
-        """What the function returns for `row` with `choice` in the gap."""
+        """Return value of the function for `row` with `choice` in the gap."""
         scope = dict(zip(self.parameters, row, strict=True))
         return eval(self.expression(choice), {}, scope)  # noqa: S307 - an expression of this file
 

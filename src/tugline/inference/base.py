@@ -21,7 +21,7 @@ MIN_TEMPERATURE = 0.01
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt and how to continue it."""
+    """A prompt and the options of its continuation."""
 
     prompt_ids: Ids
     max_tokens: int

@@ -200,7 +200,7 @@ class Batch:
         return chosen
 
     def _find(self, sequence: Sequence) -> tuple[int, int]:
-        """Where the longest cached prefix is (a row, or ``-1 - slot`` if parked), its length.
+        """Find the longest cached prefix: its row (``-1 - slot`` if parked) and length.
 
         The last token of a context is always computed, since its logits are wanted.
         """

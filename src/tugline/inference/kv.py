@@ -90,7 +90,7 @@ class PrefixTable:
     def __init__(self, rows: int, length: int) -> None:
         self._ids = np.zeros((rows, length), np.int32)
         self._lengths = np.zeros(rows, np.int32)
-        """How many leading ids of a row have usable KV; 0 keeps it out of every match."""
+        """Number of leading ids of a row with usable KV; 0 excludes it from matches."""
 
     def put(self, row: int, ids: Ids) -> None:
         """Let `row` stand for `ids`."""
@@ -98,7 +98,7 @@ class PrefixTable:
         self._lengths[row] = len(ids)
 
     def extend(self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32]) -> None:
-        """One more token for each of `rows`."""
+        """Append a token to each of `rows`."""
         self._ids[rows, self._lengths[rows]] = tokens
         self._lengths[rows] += 1
 
@@ -122,5 +122,5 @@ class PrefixTable:
         return row, int(shared[row])
 
     def length(self, row: int) -> int:
-        """How many tokens `row` stands for."""
+        """Number of tokens in `row`."""
         return int(self._lengths[row])

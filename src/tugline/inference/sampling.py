@@ -29,7 +29,7 @@ _MIX = (
 def uniforms(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) per row: splitmix64 (Steele et al., 2014) of seed and position."""
+    """A number in [0, 1) per row: splitmix64 (Steele et al., 2014) of seed and position."""
     bits = _hash(_hash(seeds) + positions.astype(np.uint64) * _GOLDEN)
     return bits.astype(np.float64) * 2.0**-48
 

@@ -1,4 +1,4 @@
-"""Which tasks each step trains on, and which are held out.
+"""Selection of the tasks that each step trains on, and of the held-out tasks.
 
 They follow from the configuration and the step, and with `choose: pass_rate` from the results of
 steps before, which are in the checkpoint: so a resumed run submits the very same tasks.

@@ -35,7 +35,7 @@ class TaskSource(Config, frozen=True):
     taskset: PluginSpec
     """The task set (`name`, `options`), as in a [task-set file](tasksets.md)."""
     select: TaskSelection | None = None
-    """Which of its tasks to take, as in a task-set file; None: all."""
+    """Selection of its tasks, as in a task-set file; None: all."""
 
 
 class HeldOut(TaskSource, frozen=True):
@@ -49,7 +49,7 @@ class HeldOut(TaskSource, frozen=True):
 
 
 class Schedule(Config, frozen=True):
-    """How much is sampled and trained, and when weights are published and saved."""
+    """Amounts of sampling and training, and intervals of publishing and saving."""
 
     steps: PositiveInt = 100
     """Training steps in all."""
@@ -66,7 +66,7 @@ class Schedule(Config, frozen=True):
     staleness: NonNegativeInt = 0
     """Most versions that a session may be behind when it is trained on; 0: synchronous."""
     pause: PauseMode = PauseMode.WAIT
-    """What happens to running model calls when new weights are loaded."""
+    """Handling of running model calls when new weights are loaded."""
     publish_s: PositiveFloat = 300.0
     """Seconds that one replica may take for new weights, and the gateways for a pause."""
     checkpoint_every: PositiveInt = 1
@@ -89,20 +89,20 @@ class Lora(Config, frozen=True):
     targets: tuple[str, ...] = ()
     """Names of the linear layers that get one, such as `q_proj`; none: all but the output layer."""
     publish: Literal["merged", "adapter"] = "merged"
-    """What engines get: whole weights with the adapter added, or the adapter by itself (vLLM)."""
+    """Weights sent to engines: merged with the adapter, or the adapter alone (vLLM)."""
 
 
 class TrainConfig(Config, frozen=True, kw_only=True):
-    """One training run. Relative paths, but for `out`, are relative to the file."""
+    """A training run. Relative paths, except `out`, are relative to the file."""
 
     model: Path | None = None
     """Hugging Face folder of the first weights; None: the tiny one of the demo."""
     tasks: TaskSource
-    """What is trained on."""
+    """Tasks to train on."""
     heldout: HeldOut | None = None
-    """What is measured on the way; None: nothing."""
+    """Evaluation during training; None: no evaluation."""
     template: dict[str, Any]
-    """What all tasks have in common (harness, runtime, limits ...), as in a task-set file."""
+    """Fields shared by all tasks (harness, runtime, limits ...), as in a task-set file."""
     engine: EngineSettings = EngineSettings()
     """The engine; `engine.model` is left out, and `engine.tokenizer` is the model's by default."""
     server: str | None = None
@@ -125,7 +125,7 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     schedule: Schedule = Schedule()
     """Steps, staleness, checkpoints."""
     metrics: tuple[PluginSpec, ...] = ()
-    """Where figures go besides the console and `metrics.jsonl`: `plots`, `tensorboard`, `wandb`,
+    """Sinks for metrics besides the console and `metrics.jsonl`: `plots`, `tensorboard`, `wandb`,
     `trackio`."""
     out: Path | None = None
     """Folder of the run, relative to where the command is started; None: `--out` names it."""

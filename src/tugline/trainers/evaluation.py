@@ -21,11 +21,11 @@ from tugline.types import Failure, is_pass
 _Z = 1.96
 """Of 95 % intervals."""
 Rates = npt.NDArray[np.float64]
-"""One estimate per task, shape ``(tasks,)``."""
+"""Estimates by task, shape ``(tasks,)``."""
 
 
 class Attempt(NamedTuple):
-    """One session at a task; `reward` is None where it says nothing about the policy."""
+    """A session of a task; `reward` is None if the session does not count for the policy."""
 
     task: str
     reward: float | None
@@ -42,7 +42,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured on a set of tasks."""
+    """Results on a set of tasks."""
 
     pass_at: dict[int, Estimate]
     """By k: the chance that one of k attempts solves a task, averaged over tasks that have k."""
@@ -181,7 +181,7 @@ def wilson(passed: int, n: int) -> tuple[float, float]:
 
 
 _Count = tuple[int, int]
-"""How many attempts at a task have a reward, and how many of them passed."""
+"""Numbers of attempts at a task with a reward, and of those that passed."""
 
 
 def _count(attempts: Iterable[Attempt | ResultView]) -> dict[str, _Count]:

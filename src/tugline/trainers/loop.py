@@ -77,7 +77,7 @@ Report = Callable[[str], None]
 
 
 class _Learned(NamedTuple):
-    """What a step did to the weights."""
+    """Effect of a step on the weights."""
 
     report: StepReport
     rollout: RolloutFigures

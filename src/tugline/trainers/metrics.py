@@ -49,7 +49,7 @@ class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What the sessions of a step did. Shares are of model calls; None without any."""
+    """Counts of a step's sessions. Shares are of model calls; None without any."""
 
     sessions: int
     failed: int

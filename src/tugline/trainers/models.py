@@ -1,4 +1,4 @@
-"""What a run is made of: the models on the ranks of torchrun, the engine, and the server.
+"""Parts of a run: the models on the ranks of torchrun, the engine, and the server.
 
 Rank 0 runs the whole loop. The other ranks only train: what rank 0 calls on its `TrainerGroup`,
 they call, too. The engine is in the process of rank 0 with a copy of the model, or running vLLM or
@@ -54,7 +54,7 @@ _BETWEEN_CALLS = timedelta(days=365)
 _LEASE_S = 120.0
 """Longer than a server's default: this process trains between two renewals of its node."""
 _SERVER_S = 600.0
-"""How long a server elsewhere may be away."""
+"""Seconds for which a remote server may be unavailable."""
 
 
 class TrainerGroup:
@@ -144,7 +144,7 @@ def merge_adapter(model: Any) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What a run has in memory."""
+    """Objects that a run holds in memory."""
 
     trainer: TrainerGroup
     served: PreTrainedModel

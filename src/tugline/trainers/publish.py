@@ -160,7 +160,7 @@ class Probe(NamedTuple):
 
 
 class Publication(msgspec.Struct, frozen=True, kw_only=True):
-    """What publishing a version did."""
+    """Report of publishing a version."""
 
     version: int
     seconds: float

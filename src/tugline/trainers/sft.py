@@ -56,7 +56,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class SftConfig(UpdateConfig, frozen=True):
-    """How a model is updated from conversations."""
+    """Settings of updates from conversations."""
 
     lr: PositiveFloat = 1e-5
     """Highest learning rate of AdamW, which it has after the warm-up."""
@@ -67,7 +67,7 @@ class SftConfig(UpdateConfig, frozen=True):
 
 
 class SftRunConfig(Config, frozen=True, kw_only=True):
-    """One run of ``tugline sft``. Relative paths, but for `out`, are relative to the file."""
+    """A run of ``tugline sft``. Relative paths, except `out`, are relative to the file."""
 
     model: Path
     """Hugging Face folder of the first weights."""
@@ -91,7 +91,7 @@ class SftRunConfig(Config, frozen=True, kw_only=True):
     """Updates between two checkpoints, and two measurements of the held-out loss; the first and
     the last weights are always measured."""
     metrics: tuple[PluginSpec, ...] = ()
-    """Where figures go besides the console and `metrics.jsonl`, as for `tugline train`."""
+    """Sinks for metrics besides the console and `metrics.jsonl`, as for `tugline train`."""
     out: Path | None = None
     """Folder of the run, relative to where the command is started; None: `--out` names it."""
 

@@ -121,7 +121,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class ToolKind(StrEnum):
-    """How a dialect declares and calls a tool; the model always sees a function."""
+    """Kind of a tool in its dialect; the model always sees a function."""
 
     FUNCTION = "function"
     CUSTOM = "custom"
@@ -145,7 +145,7 @@ class Tool(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 # --------------------------------------------------------------------------- calls
 class Finish(StrEnum):
-    """Why sampling stopped, as reported by the engine."""
+    """Reason why sampling stopped, as reported by the engine."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -153,7 +153,7 @@ class Finish(StrEnum):
 
 
 class Mode(StrEnum):
-    """Where the prompt's token ids come from."""
+    """Origin of the prompt's token ids."""
 
     EXACT = "exact"
     """Rendered by the gateway: ids in, ids out."""
@@ -191,7 +191,7 @@ class CallOutcome(StrEnum):
 
 
 class Branch(StrEnum):
-    """Why a call does not extend its parent token for token."""
+    """Reason why a call does not extend its parent token for token."""
 
     HISTORY_EDITED = "history_edited"
     """An earlier message has other content."""
@@ -245,7 +245,7 @@ class Timings(msgspec.Struct, frozen=True, gc=False):
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One model call as recorded. `sampled_ids` and `logprobs` have equal lengths."""
+    """A model call as recorded. `sampled_ids` and `logprobs` have equal lengths."""
 
     session: str
     number: int
@@ -264,7 +264,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     mode: Mode = Mode.EXACT
     logprob_meaning: LogprobMeaning = LogprobMeaning.PROCESSED
     thinking_retention: str = ""
-    """How long reasoning stays in the context; empty where the engine decides."""
+    """Turns whose reasoning stays in the context; empty where the engine decides."""
     raw_prompt: bool = False
     """Whether the client sent the prompt as text or ids, without messages: no template rendered it,
     and the answer is plain text."""
@@ -282,9 +282,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_ids: Ids
     """All ids before the sampled ones; the last may be the beginning of the answer (see below)."""
     forced: int = 0
-    """How many ids before the `resumed` ones the gateway put there to begin a tool call."""
+    """Number of ids that the gateway put before the `resumed` ones to begin a tool call."""
     resumed: int = 0
-    """How many of the last prompt ids were sampled in earlier calls, whose answer this one ends."""
+    """Number of last prompt ids sampled in earlier calls, whose answer this one completes."""
     sampled_ids: Ids
     logprobs: Logprobs
     unreported_tokens: int = 0

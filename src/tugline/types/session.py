@@ -9,7 +9,7 @@ from tugline.types.call import Ids, LogprobMeaning, Logprobs, Mask, TraceKind
 
 
 class Reason(StrEnum):
-    """Why a sampled token is not trained on. The list is closed."""
+    """Reason why a sampled token is not trained on. The list is closed."""
 
     CLIENT_GONE = "client_gone"
     """The harness disconnected and never received the response."""
@@ -62,7 +62,7 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """What tokens were sampled from, and which distribution their logprobs belong to."""
+    """Distribution that tokens were sampled from, and that of their logprobs."""
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -100,7 +100,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
-    """One token sequence to train on; arrays all have shape ``(n,)``.
+    """A token sequence to train on; arrays all have shape ``(n,)``.
 
     ``logprobs[i]`` is the captured log probability of ``ids[i]`` given ``ids[:i]`` where a span
     covers ``i``, and 0 elsewhere. ``mask[i]`` is True where ``ids[i]`` is trained on.
@@ -118,7 +118,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     thread: str | None = None
     """The harness's own conversation id, if it sends one."""
     thinking_retention: str = ""
-    """How long reasoning stayed in the context; empty where the engine decided."""
+    """Turns whose reasoning stayed in the context; empty where the engine decided."""
     exact: bool = True
     """Whether the context is, id for id, the one that was sampled in (I1)."""
     images: tuple[str, ...] = ()
@@ -173,7 +173,7 @@ _ROUNDING = 1e-6
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt at one sample of a task. `epoch` fences results of lost leases."""
+    """An attempt at a sample of a task. `epoch` fences results of lost leases."""
 
     id: str
     task: str
@@ -272,7 +272,7 @@ HANDLING: dict[Cause, Handling] = {
     Cause.EVAL_TIMEOUT: Handling(Boundary.EVALUATOR, 0),
     Cause.TASK: Handling(Boundary.RUNTIME, 0),
 }
-"""One row per cause. An evaluation is repeated once by itself before it counts as failed."""
+"""Handling by cause. An evaluation is repeated once before it counts as failed."""
 UNKNOWN_CAUSE = {each.boundary: each for each in reversed(HANDLING.values())}
 """Of a failure without a cause: as of the first cause at its boundary."""
 
@@ -283,7 +283,7 @@ def is_pass(reward: float) -> bool:
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a session did not complete."""
+    """Reason why a session did not complete."""
 
     boundary: Boundary
     message: str
@@ -307,7 +307,7 @@ class Reward(msgspec.Struct, frozen=True):
     value: float
     parts: dict[str, float] = {}
     per_trace: tuple[float, ...] = ()
-    """One value per trace, where the evaluator scores traces; else empty."""
+    """Values by trace, if the evaluator scores traces; else empty."""
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):

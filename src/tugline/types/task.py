@@ -42,7 +42,7 @@ class Workspace(msgspec.Struct, frozen=True):
     repo: Path | None = None
     """Git repository: URL or path."""
     commit: Path | None = None
-    """What to check out of `repo`: a full hash, a tag or a branch. Without `repo`, of the image's
+    """Commit of `repo`: a full hash, a tag or a branch. Without `repo`, of the image's
     own repository: a full hash in the history of its HEAD, or ``HEAD``. Later commits are removed.
     """
     folder: Path | None = None
@@ -133,7 +133,7 @@ class Callback(msgspec.Struct, frozen=True):
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """One problem, to be attempted `samples` times (the GRPO group)."""
+    """A problem to be attempted `samples` times (the GRPO group)."""
 
     id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
     """Chosen by the submitter; submitting the same task again has no effect."""

@@ -43,7 +43,7 @@ class TreePaths:
     """Paths of all runs, one after the other, as the attention takes them."""
 
     gather: torch.Tensor
-    """Where the keys of all paths are, ``(k,)``."""
+    """Positions of the keys of all paths, ``(k,)``."""
     queries: list[int]
     """Tokens of each run."""
     keys: list[int]
@@ -101,7 +101,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass. `ids` is ``(B, L)``; the rest is one entry per trained token, ``(N,)``.
+    """A forward pass. `ids` is ``(B, L)``; the rest is one entry per trained token, ``(N,)``.
 
     Trained tokens are in the order of `rows`.
     """
@@ -111,11 +111,11 @@ class MicroBatch:
     positions: torch.Tensor | None
     """Positions ``(1, L)`` of a tree's tokens; None where they are those of the layout."""
     paths: TreePaths | None
-    """Which keys each token of a tree attends to; None for all before it in its row."""
+    """Keys that each token of a tree attends to; None: all before it in its row."""
     padding: int
     """Positions of `ids` that belong to no trace."""
     source: torch.Tensor
-    """Where in the flattened `ids` the token before each trained one is."""
+    """Index in the flattened `ids` of the token before each trained one."""
     target: torch.Tensor
     """Id of each trained token."""
     temperature: torch.Tensor
@@ -146,7 +146,7 @@ def plain_sample(ids: Ids, mask: Mask, *, session: str = "", task: str = "") -> 
 
 
 EMPTY = plain_sample(np.zeros(1, np.int32), np.zeros(1, np.bool_))
-"""What a rank without rows computes, so that it takes part in what all ranks do together."""
+"""Sample for a rank without rows, so that it takes part in collective operations."""
 
 
 def pack(rows: Sequence[Row], config: UpdateConfig, device: torch.device) -> Iterator[MicroBatch]:

@@ -17,7 +17,7 @@ Level = Literal["token", "trace"]
 
 
 class UpdateConfig(Config, frozen=True):
-    """How optimizer updates are computed and applied, whatever their loss."""
+    """Settings of optimizer updates, independent of the loss."""
 
     sessions_per_update: PositiveInt = 64
     """Most sessions that one optimizer update learns from, each with all of its traces."""
@@ -39,7 +39,7 @@ class UpdateConfig(Config, frozen=True):
     warmup_updates: NonNegativeInt = 0
     """Updates over which the learning rate rises linearly to `lr`."""
     decay: Literal["linear", "cosine"] = "linear"
-    """How the learning rate falls after the warm-up (with `decay_updates` only)."""
+    """Shape of the learning rate's decay after the warm-up (with `decay_updates` only)."""
     decay_updates: PositiveInt | None = None
     """Updates, those of the warm-up included, after which the learning rate has fallen to
     `final_lr`; None: it stays at `lr`."""
@@ -64,7 +64,7 @@ class UpdateConfig(Config, frozen=True):
 
 
 class GrpoConfig(UpdateConfig, frozen=True):
-    """How a policy is updated from graded sessions; docs/training.md has the formulas."""
+    """Settings of policy updates from graded sessions; docs/training.md has the formulas."""
 
     reward: Literal["outcome", "per_trace"] = "outcome"
     """Reward of a trained token: `outcome`, that of its session; `per_trace`, that of its trace
@@ -104,7 +104,7 @@ class GrpoConfig(UpdateConfig, frozen=True):
     kl_correction: bool = False
     """Multiply the penalty by the token's ratio, so that it is unbiased for older tokens, too."""
     normalisation: Normalisation = "token"
-    """What the summed token losses of an update are divided by."""
+    """Divisor of the summed token losses of an update."""
     constant_length: PositiveInt = 1024
     """Tokens a session is taken to have (`constant` only)."""
 

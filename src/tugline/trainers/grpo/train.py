@@ -1,4 +1,4 @@
-"""One GRPO step: rewarded sessions in, updated weights and a report out.
+"""A GRPO step: from rewarded sessions to updated weights and a report.
 
 `Grpo.step` prepares samples, measures how exactly the weights reproduce the captured log
 probabilities (I1), shuffles sessions into updates, and makes the updates. A session is in one
@@ -38,7 +38,7 @@ from tugline.types import Ids, Ledger, Logprobs, Reason, Sample, Trajectory
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step did. Means are over the trained tokens of its updates; 0 without any."""
+    """Report of a step. Means are over the trained tokens of its updates; 0 without any."""
 
     updates: int
     """Updates that were applied."""
@@ -194,7 +194,7 @@ def _collect(samples: Sequence[Sample], recomputed: Sequence[Recomputed]) -> lis
 
 # --------------------------------------------------------------------------- the loss
 class TokenTerms(NamedTuple):
-    """One entry per trained token, shape ``(N,)``."""
+    """Values by trained token, shape ``(N,)``."""
 
     loss: torch.Tensor
     ratio: torch.Tensor

@@ -42,7 +42,7 @@ class Recomputed(NamedTuple):
 
 @dataclass
 class Update:
-    """What one update did."""
+    """Report of an update."""
 
     sessions: frozenset[str]
     sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
