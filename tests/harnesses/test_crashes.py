@@ -86,8 +86,8 @@ async def test_broken_settings_are_a_harness_error(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("-e", "throw new Error('of its own')"), "nobody caught"),
-        (("-e", "Promise.reject(new Error('of its own'))"), "nobody caught"),
+        (("-e", "throw new Error('of its own')"), "an uncaught exception"),
+        (("-e", "Promise.reject(new Error('of its own'))"), "an uncaught exception"),
         (("--max-old-space-size=16", "-e", "a = []; for (;;) a.push(Array(1e4))"), "SIGABRT"),
     ],
     ids=["thrown", "rejected", "heap"],
