@@ -316,7 +316,7 @@ def _read_point(report: TestReport, levels: list[_TapLevel], point: re.Match[str
         outcome = TestOutcome.FAIL
     depth = levels.index(level)
     for deeper in levels[depth + 1 :]:
-        level.points += [(f"{title} > {p[0]}", *p[1:]) for p in deeper.points]
+        level.points += [(f"{title} > {name}", mark, note) for name, mark, note in deeper.points]
     del levels[depth + 1 :]
     level.points.append((title, outcome, directive[2] if directive else ""))
 

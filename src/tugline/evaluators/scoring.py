@@ -148,7 +148,7 @@ def score(
         "passed": len(passed),
         "total": len(tests),
         "failed": dict(list(failed.items())[:_MAX_NAMES]),
-        "missing": sorted(test for test, outcome in outcomes.items() if not outcome)[:_MAX_NAMES],
+        "missing": sorted(t for t, outcome in outcomes.items() if outcome is None)[:_MAX_NAMES],
         "exit": end.code,
         "timed_out": end.timed_out,
         "seconds": round(end.seconds, 3),

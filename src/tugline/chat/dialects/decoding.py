@@ -287,7 +287,7 @@ class ParseCache:
         replaced = best if count and best.ends[-1] - best.ends[count - 1] < _NEARBY else None
         items = best.cut(count)
         items.extend(data, start, new)
-        others = [known for known in self._requests if known not in (replaced, items)]
+        others = [i for i in self._requests if i is not replaced and i is not items]
         self._requests = [items, *others][:_CACHED]
         return body, items
 
