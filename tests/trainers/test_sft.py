@@ -132,6 +132,20 @@ def test_token_ids_are_read(tmp_path: Path) -> None:
     assert left_out == {"untrained": 1, "too_long": 1}
 
 
+def test_rows_without_a_task_are_grouped_by_their_content(tmp_path: Path) -> None:
+    """So that the same rows are held out, wherever the file is and however it is sorted."""
+    rows = [{"ids": [5, at], "loss_mask": [False, True]} for at in (6, 7, 6)]
+    found = []
+    for name, order in (("one", rows), ("two", rows[::-1])):
+        (tmp_path / name).mkdir()
+        file = write_rows(tmp_path / name / "set.jsonl", *order)
+        samples, _ = read_set([file], rendering().tokenizer, rendering, 8)
+        assert len({one.session for one in samples}) == 3
+        found.append({int(one.input_ids[1]): one.group for one in samples})
+    assert found[0] == found[1]
+    assert len(set(found[0].values())) == 2
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

@@ -126,9 +126,10 @@ def read_set(
                 left_out["too_long" if mask.any() else "untrained"] += 1
                 continue
             about = row.get("metadata") or row
-            session = str(about.get("session") or where)
-            task = str(about.get("task") or session)
-            samples.append(plain_sample(ids, mask, session=session, task=task))
+            session = about.get("session")
+            # not `where`: what is held out must not depend on the folder
+            task = about.get("task") or session or hashlib.sha256(ids.tobytes()).hexdigest()
+            samples.append(plain_sample(ids, mask, session=str(session or where), task=str(task)))
     return samples, left_out
 
 
