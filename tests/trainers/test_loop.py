@@ -202,7 +202,7 @@ def test_held_out_tasks_have_the_same_seeds_for_every_version(tmp_path: Path) ->
     assert [t.sampling.seed for t in early] == [t.sampling.seed for t in late]
     trained = json.loads((tmp_path / "config.json").read_text())["tasks"]
     same = write_config(tmp_path, heldout=trained)
-    with pytest.raises(ConfigError, match="5 instances are trained on as well"):
+    with pytest.raises(ConfigError, match="5 instances are also trained on"):
         TaskBatches(read_config(same, MODEL), tmp_path)
 
 
