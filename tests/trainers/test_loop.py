@@ -135,7 +135,7 @@ async def test_alarms_are_logged_with_the_figures(tmp_path: Path) -> None:
     await run(write_config(tmp_path, schedule=plan, heldout=None, template=never), tmp_path / "run")
     notes = {row["note"]: row["text"] for row in rows(tmp_path / "run", "note")}
     assert notes.keys() == {"alarm no_signal", "alarm no_tokens"}
-    assert "the sessions of each earned the same (mean 0.00)" in notes["alarm no_signal"]
+    assert "rewards are equal within each (mean 0.00)" in notes["alarm no_signal"]
 
 
 @pytest.mark.engine

@@ -101,22 +101,22 @@ def evaluate(
 
     A task with fewer than `j` rewarded attempts is not in pass@j. `tags` has the tags of each task.
     """
-    known = list(attempts)
-    rewards = [one.reward for one in known if one.reward is not None]
-    counts = _count(known)
+    sessions = list(attempts)
+    rewards = [session.reward for session in sessions if session.reward is not None]
+    counts = _count(sessions)
     groups: dict[str, list[_Count]] = {}
     for task, count in counts.items():
         for name, value in tags.get(task, {}).items():
             groups.setdefault(f"{name}={value}", []).append(count)
     rates = {size: _rates(counts.values(), size) for size in _sizes(k)}
-    lost = [one.failure for one in known if one.failure]
+    failures = [session.failure for session in sessions if session.failure]
     return Evaluation(
         pass_at={size: estimate(each) for size, each in rates.items() if len(each)},
         reward=sum(rewards) / len(rewards) if rewards else None,
         attempts=len(rewards),
-        unrewarded=len(known) - len(rewards),
+        unrewarded=len(sessions) - len(rewards),
         by_tag={tag: estimate(_rates(groups[tag], 1)) for tag in sorted(groups)},
-        failures=dict(Counter(str(one.cause or one.boundary) for one in lost)),
+        failures=dict(Counter(str(failure.cause or failure.boundary) for failure in failures)),
     )
 
 
@@ -138,7 +138,7 @@ def compare(
     shared = [task for task in counts if task in before]
     if not shared:
         raise UsageError("the two runs have no rewarded task in common: run the same task set")
-    first, second = (_rates([found[task] for task in shared], 1) for found in (counts, before))
+    first, second = (_rates([run[task] for task in shared], 1) for run in (counts, before))
     gaps = first - second
     size = len(gaps) + 2
     centre = float(gaps.sum()) / size
@@ -186,7 +186,7 @@ _Count = tuple[int, int]
 
 def _count(attempts: Iterable[Attempt | ResultView]) -> dict[str, _Count]:
     """Return the counts of each task with a rewarded attempt, in order of first appearance."""
-    rewarded = [(one.task, one.reward) for one in attempts if one.reward is not None]
+    rewarded = [(a.task, a.reward) for a in attempts if a.reward is not None]
     passed = Counter(task for task, reward in rewarded if is_pass(reward))
     number = Counter(task for task, _ in rewarded)
     return {task: (count, passed[task]) for task, count in number.items()}
@@ -204,11 +204,11 @@ def format_estimate(mean: Estimate) -> str:
 
 def summarize(evaluation: Evaluation) -> Sequence[tuple[str, str]]:
     """Return the rows of a report: names and values."""
-    rows = [(f"pass@{k}", format_estimate(one)) for k, one in evaluation.pass_at.items()]
+    rows = [(f"pass@{k}", format_estimate(mean)) for k, mean in evaluation.pass_at.items()]
     if evaluation.reward is not None:
         rows.append(("mean reward", f"{evaluation.reward:.3f} over {evaluation.attempts} attempts"))
     if evaluation.unrewarded:
         rows.append(("without a reward", f"{evaluation.unrewarded} sessions, not counted"))
-    rows += [(tag, format_estimate(one)) for tag, one in evaluation.by_tag.items()]
+    rows += [(tag, format_estimate(mean)) for tag, mean in evaluation.by_tag.items()]
     rows += [(f"failed: {cause}", f"{n} sessions") for cause, n in evaluation.failures.items()]
     return rows

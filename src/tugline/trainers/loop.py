@@ -208,8 +208,8 @@ class TrainingLoop:
         """Wait for the sessions of a batch. Raises `EngineError` if none earned a reward."""
         tasks = self._batch(number)
         results = await self._run(tasks, f"step {number}")
-        if not any(one.reward for one in results):
-            failed = next((one.failure for one in results if one.failure), None)
+        if not any(result.reward for result in results):
+            failed = next((result.failure for result in results if result.failure), None)
             first = f"the first failed in the {failed.boundary}: {failed.message}" if failed else ""
             msg = f"no session of step {number} earned a reward; {first or 'all were cancelled'}"
             raise EngineError(msg)
@@ -229,7 +229,7 @@ class TrainingLoop:
     def _learn(self, results: Sequence[Trajectory], calls: Sequence[Call]) -> _Learned:
         began, version = time.monotonic(), self.state.version
         rollout = measure_rollout(results, calls, version=version)
-        traces = [trace for one in results for trace in one.traces if trace.mask.any()]
+        traces = [trace for result in results for trace in result.traces if trace.mask.any()]
         longest = max(traces, key=lambda trace: int(trace.mask.sum()), default=None)
         ids = None if longest is None else longest.ids[:_PROBE_IDS]
         before = None if ids is None else self._trainer.score(ids)
@@ -341,14 +341,14 @@ class TrainingLoop:
         began, step, version = time.monotonic(), self.state.step, self.state.version
         results = await self._run(self.batches.evaluation(version), f"held out, step {step}")
         sampled_by = [
-            {span.version for trace in one.traces for span in trace.spans} for one in results
+            {span.version for trace in result.traces for span in trace.spans} for result in results
         ]
         score = VersionScore(
             step=step,
             version=version,
             evaluation=evaluate(_attempts(results), k=self.batches.samples),
             mixed=sum(not versions <= {version} for versions in sampled_by),
-            sampled=sum(one.ledger.sampled for one in results),
+            sampled=sum(result.ledger.sampled for result in results),
             seconds=time.monotonic() - began,
         )
         self.state = replace(self.state, scores=(*self.state.scores, score))
@@ -383,6 +383,6 @@ class TrainingLoop:
 def _attempts(results: Sequence[Trajectory]) -> list[Attempt]:
     """Return attempts at held-out tasks, under names that do not contain the version."""
     return [
-        Attempt(one.task.partition("-")[2], one.reward.value if one.reward else None, one.failure)
-        for one in results
+        Attempt(r.task.partition("-")[2], r.reward.value if r.reward else None, r.failure)
+        for r in results
     ]

@@ -85,11 +85,11 @@ def measure_rollout(
 ) -> RolloutFigures:
     """Measure the sessions of a step, before the weights of `version` are trained on them."""
     offered = [call for call in calls if call.tools]
-    rewards = [one.reward.value for one in trajectories if one.reward is not None]
+    rewards = [each.reward.value for each in trajectories if each.reward is not None]
     groups: dict[str, set[float]] = {}
-    for one in trajectories:
-        groups.setdefault(one.task, set()).update([one.reward.value] if one.reward else [])
-    traces = [trace for one in trajectories for trace in one.traces]
+    for each in trajectories:
+        groups.setdefault(each.task, set()).update([each.reward.value] if each.reward else [])
+    traces = [trace for each in trajectories for trace in each.traces]
     logprobs = [trace.logprobs[trace.mask] for trace in traces]
     spans = [span for trace in traces for span in trace.spans if span.masked is None]
     lengths = np.array([span.end - span.start for span in spans], np.int64)
@@ -101,8 +101,8 @@ def measure_rollout(
         signal=sum(len(values) > 1 for values in groups.values()),
         reward=_mean(rewards),
         passed=_mean([float(is_pass(reward)) for reward in rewards]),
-        sampled=sum(one.ledger.sampled for one in trajectories),
-        turns=sum(len({s.call for t in one.traces for s in t.spans}) for one in trajectories)
+        sampled=sum(each.ledger.sampled for each in trajectories),
+        turns=sum(len({s.call for t in each.traces for s in t.spans}) for each in trajectories)
         / max(1, len(trajectories)),
         tool_calls=_mean([float(bool(c.answer and c.answer.tool_calls)) for c in offered]),
         malformed=_mean([float(_is_malformed(call)) for call in offered]),
@@ -122,8 +122,8 @@ def _is_malformed(call: Call) -> bool:
         return False
     names = {tool.name for tool in call.tools}
     return any(mark in call.answer.content for mark in _MARKUP) or any(
-        one.name not in names or not isinstance(decode_arguments(one.arguments), dict)
-        for one in call.answer.tool_calls
+        tool.name not in names or not isinstance(decode_arguments(tool.arguments), dict)
+        for tool in call.answer.tool_calls
     )
 
 
@@ -167,7 +167,7 @@ def find_alarms(
     if rollout.signal == 0:
         earned = rollout.reward or 0.0
         alarms["no_signal"] = (
-            f"no group has a signal, the sessions of each earned the same (mean {earned:.2f}):"
+            f"no group has a signal: rewards are equal within each (mean {earned:.2f});"
             " the tasks are too hard or too easy, or the evaluator fails"
         )
     if rollout.tool_calls is not None and rollout.tool_calls < _TOOL_CALLS:

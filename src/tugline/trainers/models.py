@@ -219,7 +219,7 @@ async def open_replicas(
             for each in remotes:
                 await stack.enter_async_context(each)
             if config.publishes_adapter:
-                if other := [one.url for one in remotes if not isinstance(one, VllmWeightUpdater)]:
+                if other := [r.url for r in remotes if not isinstance(r, VllmWeightUpdater)]:
                     msg = f"lora.publish is 'adapter', but {other[0]} is not vLLM: set 'merged'"
                     raise UsageError(msg)
                 await asyncio.to_thread(write_model, config, models, folder)

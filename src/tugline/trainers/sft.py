@@ -259,8 +259,7 @@ def train(
 def _read_data(
     config: SftRunConfig, model: Any, tokenizer: Tokenizer, report: Callable[[str], None]
 ) -> tuple[list[Sample], list[Sample]]:
-    """Return the training and the held-out samples. Raises `UsageError` without training samples.
-    """
+    """Return the training and the held-out samples. Raises `UsageError` if none is to train."""
     text = model.config.get_text_config()
     window = config.window or int(text.max_position_embeddings)
 

@@ -209,8 +209,7 @@ def load_newest(directory: Path, load_from: Callable[[Path], CheckpointState], f
 
 
 def _steps(directory: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest first; partial ones have a hidden name or no state.
-    """
+    """Return the complete checkpoints, oldest first; others have a hidden name or no state."""
     return sorted(path for path in directory.glob("step-*") if (path / STATE).is_file())
 
 

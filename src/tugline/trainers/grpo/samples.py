@@ -40,8 +40,7 @@ class SessionReward(NamedTuple):
 
     @classmethod
     def of(cls, rewards: Sequence[float], tokens: Sequence[int], *, otherwise: float) -> Self:
-        """Combine the reward and number of trained tokens of each trace; `otherwise` if all are 0.
-        """
+        """Combine the reward and trained tokens of each trace; `otherwise` if none is trained."""
         earned: Counter[float] = Counter()
         for reward, count in zip(rewards, tokens, strict=True):
             earned[reward] += count
