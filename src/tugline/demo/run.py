@@ -65,7 +65,7 @@ class DemoSettings(Config, frozen=True):
     heldout: PositiveInt = 64
     """Held-out tasks, each attempted once before and once after training."""
     minutes: PositiveFloat = 9.5
-    """Time limit; training stops early so that the run ends within it."""
+    """Time limit in minutes; training stops early so that the run ends within it."""
     slots: PositiveInt = 6
     """Number of sessions that run at the same time."""
     window: PositiveInt = 4096

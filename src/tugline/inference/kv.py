@@ -36,6 +36,7 @@ class KVPool(Cache):
         return self._data.shape[4] - 1
 
     def ensure(self, rows: int, length: int) -> None:
+        """Make room for `rows` rows of `length` positions; a growing dimension at least doubles."""
         layers, _, had_rows, heads, had_length, dim = self._data.shape
         if rows <= had_rows and length < had_length:
             return

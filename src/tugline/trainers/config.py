@@ -75,8 +75,7 @@ class Schedule(Config, frozen=True):
     seed: NonNegativeInt = 0
     """Seed of the order of tasks, of the sampling and of the updates."""
     minutes: PositiveFloat | None = None
-    """Time limit; training stops early so that the last evaluation ends within it. None: no limit.
-    """
+    """Time limit of a run in minutes, which includes the last evaluation; None: no limit."""
 
 
 class Lora(Config, frozen=True):

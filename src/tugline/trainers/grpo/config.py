@@ -82,9 +82,9 @@ class GrpoConfig(UpdateConfig, frozen=True):
     """Maximum age of a token in policy versions; older tokens are masked. None: no limit."""
 
     clip_low: Annotated[float, Meta(ge=0, le=1)] = 0.2
-    """Lower bound of the probability ratio, as `1 - clip_low`."""
+    """The probability ratio is clipped below at `1 - clip_low`."""
     clip_high: NonNegativeFloat = 0.28
-    """Upper bound of the probability ratio, as `1 + clip_high`."""
+    """The probability ratio is clipped above at `1 + clip_high`."""
     ratio_level: Level = "token"
     """Probability ratio of a token: its own, or the geometric mean over its trace (GSPO)."""
     importance: Literal["truncate", "mask"] | None = None
