@@ -25,7 +25,7 @@ from tugline.types import PluginSpec, Task
 Split = Literal["train", "heldout"]
 
 HELD_OUT_SHARE = 5
-"""One in this number of combinations, and of function names, is held out."""
+"""Number of combinations, and of function names, of which one is held out."""
 HELD_OUT_SEED = 1_000_003
 """Seed of the held-out problems; independent of the run, so runs can be compared."""
 
@@ -43,7 +43,7 @@ class RepairProblem(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     family: str
     files: dict[str, str]
-    """Relative path to text: the module, its test, and what the test needs."""
+    """Text by relative path: the module, its test, and the files that the test needs."""
     module: str
     """Path of the file to change."""
     tests: tuple[str, ...]

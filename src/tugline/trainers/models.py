@@ -67,7 +67,7 @@ class TrainerGroup:
         self._calls = None if world == 1 else dist.new_group(backend="gloo", timeout=_BETWEEN_CALLS)
 
     def step(self, trajectories: Sequence[Trajectory], version: int) -> StepReport:
-        """See `Grpo.step`; all trajectories are those of rank 0."""
+        """Run `Grpo.step` with the trajectories of rank 0."""
         with self._on_all_ranks("step", (), version):
             return self._trainer.step(trajectories, version=version)
 

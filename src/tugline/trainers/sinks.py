@@ -119,7 +119,7 @@ class ConsoleSink(Sink):
 
 
 def make_report(console: Console) -> Callable[[str], None]:
-    """Return a function that prints lines, but those about sessions only every few seconds."""
+    """Return a function that prints lines, but lines about sessions only every few seconds."""
     printed = -_QUIET_S
 
     def report(text: str) -> None:

@@ -150,8 +150,8 @@ def load(path: Path, trainer: Updater) -> CheckpointState:
     for name, digest in state.files.items():
         file = path / name
         if not file.is_file() or _digest(file) != digest:
-            what = "damaged" if file.is_file() else "missing"
-            raise CheckpointError(f"checkpoint {path}: {name} is {what}; use an earlier one")
+            problem = "damaged" if file.is_file() else "missing"
+            raise CheckpointError(f"checkpoint {path}: {name} is {problem}; use an earlier one")
     try:
         rest = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
         _load_weights(path, trainer.model)

@@ -3,11 +3,11 @@
 `prepare` computes the advantage of every token and updates the ledger, so that over a whole step
 sampled = trained + masked + dropped (I2). Trajectories rebuilt from recordings give equal samples.
 
-Advantages are computed between sessions. The mean and standard deviation of a group are those of
-the reward of a token drawn in two stages: a session of the group, uniformly, then one of its
-trained tokens, uniformly. A session therefore counts once, whatever its number of traces, and the
-choice of builder does not change the objective. Averaging over traces instead would give a session
-with many traces more weight in its own baseline.
+The unit of advantages is the session, not the trace. The mean and standard deviation of a group are
+those of the reward of a token drawn in two stages: a session of the group, uniformly, then one of
+its trained tokens, uniformly. A session therefore counts once, whatever its number of traces, and
+the choice of builder does not change the objective. Averaging over traces instead would give a
+session with many traces more weight in its own baseline.
 """
 
 import math
