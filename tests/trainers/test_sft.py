@@ -149,11 +149,11 @@ def test_rows_without_a_task_are_grouped_by_their_content(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "x"}, "line 1 needs messages, or ids and loss_mask of one length; it has"),
-        ({"ids": [1, 2], "loss_mask": [True]}, "ids and loss_mask of one length"),
+        ({"text": "x"}, "line 1 needs messages, or ids and loss_mask of equal length; it has"),
+        ({"ids": [1, 2], "loss_mask": [True]}, "ids and loss_mask of equal length"),
         ({"ids": [1], "loss_mask": [0], "tokenizer": "00"}, "another tokenizer than the model's"),
-        ({"messages": "hi"}, "line 1 is no conversation in the form of the OpenAI API"),
-        ({"messages": [{"role": "boss", "content": ""}]}, r"line 1 is no .*messages\[0\].role"),
+        ({"messages": "hi"}, "line 1 is not a conversation in the format of the OpenAI API"),
+        ({"messages": [{"role": "boss", "content": ""}]}, r"line 1 is not .*messages\[0\].role"),
     ],
 )
 def test_wrong_rows_are_reported(tmp_path: Path, row: dict[str, Any], message: str) -> None:
@@ -161,7 +161,7 @@ def test_wrong_rows_are_reported(tmp_path: Path, row: dict[str, Any], message: s
     path = write_rows(tmp_path / "set.jsonl", row)
     with pytest.raises(UsageError, match=message):
         read_set([path], rendering().tokenizer, rendering, 99)
-    with pytest.raises(UsageError, match="no set of conversations"):
+    with pytest.raises(UsageError, match="cannot be read as conversations"):
         read_set([tmp_path / "missing.jsonl"], rendering().tokenizer, rendering, 99)
 
 

@@ -1,8 +1,8 @@
-"""The demo: a training run of its own tasks, and the figures that it ends with.
+"""The demo: a training run on generated tasks, and the summary of its results.
 
-The loop is that of ``tugline train`` (`tugline.trainers.loop`), and so are its files. The summary
-shows the token ledger (I2) and the difference between captured and recomputed logprobs (I1),
-because a reward curve does not show whether the right tokens were trained.
+The training loop and its files are those of ``tugline train`` (`tugline.trainers.loop`). The
+summary shows the token ledger (I2) and the difference between captured and recomputed logprobs
+(I1), because a reward curve does not show whether the right tokens were trained.
 """
 
 import os
@@ -40,44 +40,44 @@ from tugline.types import PluginSpec, Reason
 SUMMARY = "summary.json"
 SETTINGS = "settings.yaml"
 FILES = (PLOT, SUMMARY, METRICS, "checkpoints", "recordings", "log.jsonl")
-"""Summary that a run saves in its folder."""
+"""Results of a run in its folder, which the closing report lists."""
 WARM_START = Path(__file__).parent / "warm_start_model"
-"""The shipped start policy, a Hugging Face folder made by ``tools/warm_start/rebuild.py``."""
+"""Initial policy, a Hugging Face folder made by ``tools/warm_start/rebuild.py``."""
 
 
 class DemoSettings(Config, frozen=True):
-    """Settings of a run: policy, harness, task family and training time."""
+    """Settings of a demo run: harness, amount of training, and limits of sessions."""
 
     harness: str = "pi"
     """Agent to train: `pi`, `shell`, or ``module:Class``."""
     command: str | None = None
-    """The agent's own command line, for the `shell` harness."""
+    """Command line of the agent, for the `shell` harness."""
     builder: str = "prefix_merging"
     """Builder of traces: `prefix_merging` or `per_request`."""
     seed: NonNegativeInt = 0
     """Seed of the training tasks, the order of updates and the sampling."""
     steps: PositiveInt = 6
-    """GRPO steps."""
+    """Number of GRPO steps."""
     tasks_per_step: PositiveInt = 6
-    """Groups in one step."""
+    """Groups per step."""
     samples: Annotated[int, Meta(ge=2)] = 8
-    """Sessions in one group."""
+    """Sessions per group."""
     heldout: PositiveInt = 64
     """Held-out tasks, each attempted once before and once after training."""
     minutes: PositiveFloat = 9.5
-    """Training ends early if the run would otherwise take longer than this."""
+    """Time limit in minutes; training stops early so that the run ends within it."""
     slots: PositiveInt = 6
-    """Sessions that run at the same time."""
+    """Number of sessions that run at the same time."""
     window: PositiveInt = 4096
     """Context window of the engine in tokens."""
     max_turns: PositiveInt = 6
-    """Model calls that a session may make."""
+    """Maximum model calls of a session."""
     max_answer: PositiveInt = 128
-    """Tokens that one answer may have."""
+    """Maximum tokens of an answer."""
     agent_s: PositiveFloat = 60.0
-    """Seconds that an agent may run."""
+    """Timeout of an agent in seconds."""
     port: Port = 0
-    """Port of the gateway on the loopback interface; 0 takes any free one."""
+    """Port of the gateway on the loopback interface; 0: any free port."""
     grpo: GrpoConfig = GrpoConfig(lr=3e-4)
     """The trainer's settings; without `decay_updates` the learning rate falls until the last step.
     """
@@ -92,19 +92,19 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
     before: Estimate
     """pass@1 on the held-out tasks, each attempted once."""
     after: Estimate
-    """The same after training."""
+    """pass@1 on the same tasks after training."""
     state: TrainState
     """Steps, sessions, token ledger and evaluations of the training run."""
     cpu_seconds: float
-    """CPU time of this process: server, gateway, engine, trainer; of the last start only."""
+    """CPU time of this process (server, gateway, engine, trainer) since its start."""
     cpu_seconds_sessions: float
-    """CPU time of the processes that it started: agents and tests; of the last start only."""
+    """CPU time of its child processes (agents and tests) since its start."""
     replay_max_abs_dlogprob: float | None
-    """Largest distance between a captured and a recomputed logprob over all steps, nats."""
+    """Largest difference between a captured and a recomputed logprob over all steps, nats."""
 
 
 def harness_spec(settings: DemoSettings) -> PluginSpec:
-    """The harness and its options. Raises `ConfigError` if the command is missing or unused."""
+    """Return the harness and its options. Raises `ConfigError` for a missing or unused command."""
     if settings.harness == "shell":
         if not settings.command:
             msg = "harness 'shell' needs the agent's command: add --command \"python my_agent.py\""
@@ -118,7 +118,7 @@ def harness_spec(settings: DemoSettings) -> PluginSpec:
 def choose_settings(folder: Path, given: Mapping[str, Any], config: Path | None) -> DemoSettings:
     """Return the settings of the run in `folder`; `given` overrides the file at `config`.
 
-    A resumed run keeps its settings. Raises `UsageError` if other ones are given.
+    A resumed run keeps its settings. Raises `UsageError` if different settings are given.
     """
     stored = load(folder / SETTINGS, DemoSettings) if (folder / SETTINGS).exists() else None
     base = load(config, DemoSettings) if config is not None else stored or DemoSettings()
@@ -132,14 +132,14 @@ def choose_settings(folder: Path, given: Mapping[str, Any], config: Path | None)
 
 
 def store_settings(folder: Path, settings: DemoSettings) -> None:
-    """Store the settings of a run, with which it is resumed."""
+    """Store the settings of a run for resuming it."""
     text = yaml.safe_dump(msgspec.to_builtins(settings), sort_keys=False)
     write_file(folder / SETTINGS, text.encode())
 
 
 def make_config(settings: DemoSettings) -> TrainConfig:
-    """Return the training run that the settings describe. Raises `ConfigError`."""
-    Parts().harness(harness_spec(settings))  # both are known before anything is written
+    """Return the training configuration for the settings. Raises `ConfigError`."""
+    Parts().harness(harness_spec(settings))  # check both names before writing files
     make_builder(PluginSpec(settings.builder))
 
     def problems(split: str, seed: int, count: int) -> PluginSpec:
@@ -147,7 +147,7 @@ def make_config(settings: DemoSettings) -> TrainConfig:
         return PluginSpec("tugline.demo.tasks:RepairTasks", options)
 
     count = settings.steps * settings.tasks_per_step
-    updates = settings.grpo.decay_updates or settings.steps  # a step has one update
+    updates = settings.grpo.decay_updates or settings.steps  # each step makes one update
     return TrainConfig(
         model=WARM_START,
         tasks=TaskSource(taskset=problems("train", settings.seed, count)),
@@ -156,7 +156,7 @@ def make_config(settings: DemoSettings) -> TrainConfig:
         ),
         template={
             "harness": msgspec.to_builtins(harness_spec(settings)),
-            # The start policy was trained on the paths that this runtime shows.
+            # The initial policy was trained with the paths of this runtime.
             "runtime": {"name": "local"},
             "builder": {"name": settings.builder},
             "limits": {"agent_s": settings.agent_s, "max_turns": settings.max_turns},
@@ -185,7 +185,7 @@ def make_config(settings: DemoSettings) -> TrainConfig:
 async def run_demo(
     folder: Path, settings: DemoSettings, config: TrainConfig, console: Console
 ) -> DemoSummary:
-    """Run what is missing in `folder`, and write the summary there."""
+    """Run or resume the demo in `folder`, and write its summary there."""
     batches = TaskBatches(config, folder)
     batches.check()
     harness = Parts().harness(harness_spec(settings))
@@ -214,13 +214,13 @@ async def run_demo(
 
 
 NOTHING = Estimate(0.0, 0.0, 1.0, 0)
-"""Of an evaluation in which no session earned a reward."""
+"""Estimate of an evaluation without a rewarded session."""
 _MISMATCH = "update/mismatch/total/max_abs"
 
 
 # --------------------------------------------------------------------------- the closing report
 def closing(summary: DemoSummary, files: Sequence[Path]) -> RenderableType:
-    """The summary for a terminal: results, what was trained on, and where the files are."""
+    """Return the summary for a terminal: results, trained tokens, and paths of files."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
@@ -249,8 +249,8 @@ def _share(rate: Estimate) -> str:
 def _facts(summary: DemoSummary) -> list[tuple[str, str]]:
     state, ledger = summary.state, summary.state.ledger
     held_out = [score.evaluation for score in state.scores]
-    sessions = state.sessions + sum(one.attempts + one.unrewarded for one in held_out)
-    failed = state.failed + sum(one.unrewarded for one in held_out)
+    sessions = state.sessions + sum(e.attempts + e.unrewarded for e in held_out)
+    failed = state.failed + sum(e.unrewarded for e in held_out)
     masked, dropped = sum(ledger.masked.values()), sum(ledger.dropped.values())
     updates = f"{state.step} steps, {state.updates} updates"
     trained = f"{state.training_s / 60:.1f} of them in the trainer"

@@ -1,8 +1,8 @@
 """Generator of small broken Python repositories, each with an issue and a failing test.
 
-A problem is one wrong expression in one of two functions of a module. The bug is visible only in
-the file, the right behaviour only in the issue, so an agent has to use both. Six families of bugs,
-twelve wordings, some forty modules and some hundreds of function names combine freely.
+A problem is a wrong expression in one of two functions of a module. The bug is visible only in the
+file, the right behaviour only in the issue, so an agent needs both. Six families of bugs, twelve
+wordings, about forty modules and several hundred function names combine freely.
 
 Invariants: the same split and seed give the same problems on every machine; a combination of
 family, wording and module, and a function name, belong to one split only (by a checksum, not by
@@ -25,13 +25,13 @@ from tugline.types import PluginSpec, Task
 Split = Literal["train", "heldout"]
 
 HELD_OUT_SHARE = 5
-"""Of so many combinations, and of so many function names, one is held out."""
+"""Number of combinations, and of function names, of which one is held out."""
 HELD_OUT_SEED = 1_000_003
 """Seed of the held-out problems; independent of the run, so runs can be compared."""
 
 
 class Edit(msgspec.Struct, frozen=True):
-    """Replace `old`, which stands once in the module, by `new`."""
+    """Replacement of `old`, which occurs once in the module, by `new`."""
 
     old: str
     new: str
@@ -43,15 +43,15 @@ class RepairProblem(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     family: str
     files: dict[str, str]
-    """Relative path to text: the module, its test, and what the test needs."""
+    """Text by relative path: the module, its test, and the files that the test needs."""
     module: str
     """Path of the file to change."""
     tests: tuple[str, ...]
-    """Paths in `files` that decide; an evaluator takes them from here, never from the agent."""
+    """Paths in `files` of the tests; an evaluator uses these files, never the agent's versions."""
     instruction: str
     solution: Edit
     wrong: tuple[Edit, ...]
-    """Edits that apply and do not make the tests pass."""
+    """Edits that can be applied but do not make the tests pass."""
     blind: tuple[str, ...]
     """Texts that could be guessed from the issue but are not in the module."""
     tags: dict[str, str] = {}
@@ -59,7 +59,7 @@ class RepairProblem(msgspec.Struct, frozen=True, kw_only=True):
 
 # --------------------------------------------------------------------------- the families
 class CodeChoice(msgspec.Struct, frozen=True):
-    """A piece of code and the ways an issue asks for it."""
+    """A piece of code, and phrases for it in an issue."""
 
     code: str
     phrases: tuple[str, ...]
@@ -71,10 +71,10 @@ class Family(msgspec.Struct, frozen=True):
     name: str
     expression: str
     gap: str
-    """The part of `expression` around the code that an edit replaces: short, yet found once."""
+    """Part of `expression`, around the code, that an edit replaces; short but unique."""
     need: str
     choices: tuple[CodeChoice, ...]
-    """The right code, the bug and the wrong fixes are drawn from here."""
+    """Code for the gap, from which the right code, the bug and the wrong fixes are drawn."""
     operands: Literal["two numbers", "numbers", "flags", "text"]
 
 
@@ -102,7 +102,7 @@ def split_of(*parts: str) -> Split:
 
 
 def generate(split: Split, seed: int) -> Iterator[RepairProblem]:
-    """Endless problems of `split`, of each family in turn; the same seed gives the same ones."""
+    """Yield problems of `split` without end, of each family in turn; reproducible by seed."""
     rng = random.Random(f"{split}/{seed}")
     for number, family in enumerate(cycle(VOCABULARY.families)):
         yield _problem(rng, split, f"{split}-{seed}-{number}", family)
@@ -115,16 +115,16 @@ class _Function(NamedTuple):
     name: str
     names: dict[str, str]
     choices: tuple[CodeChoice, ...]
-    """The right one first, then the others that a test tells apart from it."""
+    """The right choice, followed by choices that the test distinguishes from it."""
     rows: tuple[tuple[object, ...], ...]
-    """Arguments of the test."""
+    """Arguments of the calls in the test."""
     docstring: bool
 
     def expression(self, choice: CodeChoice) -> str:
         return self.family.expression.format(code=choice.code, **self.names)
 
     def gap(self, choice: CodeChoice) -> str:
-        """Text that an edit replaces, with `choice` in the gap."""
+        """Return the text that an edit replaces, with `choice` in the gap."""
         return self.family.gap.format(code=choice.code)
 
     @property
@@ -133,7 +133,7 @@ class _Function(NamedTuple):
         return [self.names[gap] for gap in gaps]
 
     def value(self, choice: CodeChoice, row: tuple[object, ...]) -> object:
-        """Return value of the function for `row` with `choice` in the gap."""
+        """Compute the function's result for `row`, with `choice` in the gap."""
         scope = dict(zip(self.parameters, row, strict=True))
         return eval(self.expression(choice), {}, scope)  # noqa: S307 - an expression of this file
 
@@ -187,7 +187,7 @@ def _problem(rng: random.Random, split: Split, name: str, family: Family) -> Rep
 
 
 def _correct_function(rng: random.Random, split: Split, target: _Function, old: str) -> _Function:
-    """A correct function of another family, in which the text to replace does not occur."""
+    """Return a correct function of another family, without the text to replace."""
     while True:
         family = rng.choice(
             [other for other in VOCABULARY.families if other.name != target.family.name]
@@ -228,7 +228,7 @@ def _is_distinguished(function: _Function) -> bool:
 
 
 def _row(rng: random.Random, family: Family) -> tuple[object, ...]:
-    """Arguments for one call of a function of `family`."""
+    """Return arguments for a call of a function of `family`."""
     if family.operands == "two numbers":
         b = rng.randint(2, 12)
         return rng.choice([b, b + rng.randint(1, 40), rng.randint(1, b)]), b

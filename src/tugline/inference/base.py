@@ -1,10 +1,10 @@
-"""The contract between a token generator and the server in front of it.
+"""Interface between a token generator and its HTTP server.
 
 `tugline.inference.engine.Engine` (a model) and `tugline.testing.ScriptedEngine` (a
-function) keep it, so `tugline.inference.server.create_app` serves either one unchanged.
+function) implement it, so `tugline.inference.server.create_app` serves both.
 
-Invariants: I1 (tokens go in and come out as ids; every sampled id carries its log probability and
-the policy version it was sampled under), and nothing here imports torch.
+Invariant I1: prompts and answers are token ids; each sampled id has its log probability and the
+policy version that it was sampled under. This module does not import torch.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -21,25 +21,25 @@ MIN_TEMPERATURE = 0.01
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt and the options of its continuation."""
+    """A prompt and its sampling options."""
 
     prompt_ids: Ids
     max_tokens: int
-    """Most tokens to sample; the window may end the answer earlier, with finish ``length``."""
+    """Maximum tokens to sample; the window may end the answer earlier, with finish ``length``."""
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """0 takes the most likely token."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps the whole vocabulary."""
     seed: int | None = None
-    """Same seed, prompt and weights give the same tokens in any batch; None draws one."""
+    """Equal seed, prompt and weights give equal tokens in any batch; None: a random seed."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the answer, besides the model's own."""
     ignore_eos: bool = False
     id: str = ""
     """Identifies the request to `GenerationEngine.abort`."""
     stream: bool = True
-    """False: one chunk at the end, which costs the event loop less."""
+    """False: a single chunk at the end, with less work for the event loop."""
 
 
 class SampledChunk(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class SampledChunk(msgspec.Struct, frozen=True):
 
     ids: Ids
     logprobs: Logprobs
-    """Log probabilities in the distribution they were sampled from."""
+    """Log probabilities in the distribution that the tokens were sampled from."""
     versions: tuple[VersionSpan, ...]
     """Policy versions of these tokens; positions count from the answer's first token."""
     finish: Finish | None = None
@@ -56,15 +56,15 @@ class SampledChunk(msgspec.Struct, frozen=True):
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
-    """Counters since the start, and how many requests there are now."""
+    """Counters since the start, and current numbers of requests."""
 
     running: int = 0
     waiting: int = 0
     parked: int = 0
-    """Finished sequences whose KV is kept for a next turn."""
+    """Finished sequences whose KV is kept for a later turn."""
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    """Those of `prompt_tokens` that were not computed, because their KV was there."""
+    """Prompt tokens that were not computed, because their KV was cached."""
     sampled_tokens: int = 0
     busy_s: float = 0.0
     """Seconds spent in forward passes and sampling."""
@@ -79,7 +79,7 @@ class GenerationEngine(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """Maximum tokens of prompt and answer together."""
 
     @property
     def version(self) -> int:
@@ -87,22 +87,22 @@ class GenerationEngine(Protocol):
 
     @property
     def down(self) -> bool:
-        """Whether it has failed or stopped, for good."""
+        """Whether the engine has failed or was stopped."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[SampledChunk, None]:
-        """Sample an answer; closing the iterator aborts it. Raises `RequestError` at once."""
+        """Sample an answer; closing the iterator aborts it. May raise `RequestError` first."""
 
     async def score(self, ids: Ids, temperature: float) -> Logprobs:
-        """Log probability of each id but the first, given those before it; shape ``(n - 1,)``.
+        """Return the log probability of each id but the first, shape ``(n - 1,)``.
 
-        Raises `RequestError` where there is no model.
+        Raises `RequestError` if the engine has no model.
         """
 
     def stats(self) -> EngineStats:
-        """A snapshot of the counters."""
+        """Return a snapshot of the counters."""
 
     async def abort(self, ids: Sequence[str]) -> int:
-        """End requests by id, all when `ids` is empty; returns how many there were."""
+        """Abort requests by id, or all if `ids` is empty, and return their number."""
 
 
 def join(chunks: Sequence[SampledChunk]) -> SampledChunk:
@@ -122,26 +122,26 @@ def join(chunks: Sequence[SampledChunk]) -> SampledChunk:
 
 
 def check(request: GenerateRequest, *, max_model_len: int, vocab_size: int) -> None:
-    """Raise `RequestError` naming the first field of `request` that cannot be honoured."""
+    """Raise a `RequestError` that names the first invalid field of `request`."""
     _check_prompt(request.prompt_ids, max_model_len, vocab_size)
     if not 1 <= request.max_tokens <= max_model_len:
-        right = f"must be between 1 and max_model_len={max_model_len}"
-        _refuse("max_tokens", request.max_tokens, right)
+        rule = f"must be between 1 and max_model_len={max_model_len}"
+        _reject("max_tokens", request.max_tokens, rule)
     temperature = request.temperature
     if not (temperature == 0 or MIN_TEMPERATURE <= temperature < np.inf):
-        _refuse("temperature", temperature, f"must be 0 or at least {MIN_TEMPERATURE}")
+        _reject("temperature", temperature, f"must be 0 or at least {MIN_TEMPERATURE}")
     if not 0 < request.top_p <= 1:
-        _refuse("top_p", request.top_p, "must be above 0 and at most 1")
+        _reject("top_p", request.top_p, "must be above 0 and at most 1")
     if request.top_k < 0:
-        _refuse("top_k", request.top_k, "must be 0 (all tokens) or positive")
+        _reject("top_k", request.top_k, "must be 0 (all tokens) or positive")
     for stop in request.stop_ids:
         if not 0 <= stop < vocab_size:
-            _refuse("stop_token_ids", stop, f"must hold ids from 0 to {vocab_size - 1}")
+            _reject("stop_token_ids", stop, f"must hold ids from 0 to {vocab_size - 1}")
 
 
 def _check_prompt(ids: Ids, max_model_len: int, vocab_size: int) -> None:
     if len(ids) == 0:
-        _refuse("token_ids", "[]", "must hold at least one token")
+        _reject("token_ids", "[]", "must hold at least one token")
     if len(ids) + 1 > max_model_len:
         msg = (
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt "
@@ -151,13 +151,13 @@ def _check_prompt(ids: Ids, max_model_len: int, vocab_size: int) -> None:
         raise ContextOverflow(msg, param="input_tokens")
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if len(wrong):
-        right = f"is out of vocabulary: ids go from 0 to {vocab_size - 1}"
-        _refuse("token_ids", int(wrong[0]), right)
+        rule = f"is out of vocabulary: ids go from 0 to {vocab_size - 1}"
+        _reject("token_ids", int(wrong[0]), rule)
 
 
-def _refuse(field: str, value: object, right: str) -> None:
-    raise RequestError(f"{field}={value} {right}", param=field)
+def _reject(field: str, value: object, rule: str) -> None:
+    raise RequestError(f"{field}={value} {rule}", param=field)
 
 
 class CutError(EngineError):
-    """Drop the connection here, in the middle of the answer (a scripted fault)."""
+    """Scripted fault: drop the connection in the middle of the answer."""

@@ -1,12 +1,12 @@
 """The synchronous batch of the embedded engine: admission, and one step of all rows.
 
 A step admits waiting requests (copy the longest cached prefix, prefill the tails together), then
-decodes one token for every running row. It owns the model and is driven by one thread; nothing
-here locks or awaits. Requests that arrive together and share a prompt (a GRPO group) are admitted
-one after the other within a step, so that the first one's KV serves the rest.
+decodes one token for every running row. The batch owns the model and is driven by one thread,
+without locks or awaits. Requests that arrive together and share a prompt (a GRPO group) are
+admitted one after the other within a step, so that all use the KV of the first request.
 
-Invariants: I1 (every token is recorded with its log probability and the version it was drawn
-under; KV of older weights is never matched), I7 (a turn computes its own tail only).
+Invariants: I1 (every token is recorded with its log probability and the version it was sampled
+under; KV of older weights is never matched), I7 (only the new tokens of a turn are computed).
 """
 
 import time
@@ -26,22 +26,22 @@ from tugline.inference.sampling import sample, uniforms
 from tugline.types import Finish, Ids, shared_prefix
 
 PREFILL_TOKENS = 4096
-"""Most tokens, padding included, of one prefill: bounds how long running rows wait for it."""
+"""Maximum tokens of a prefill, including padding; it bounds the wait of running rows."""
 
 WORTH_WAITING = 48
-"""A request waits one prefill when a neighbour is about to compute this many tokens for it."""
+"""Minimum tokens that a request must save to wait for another request's prefill."""
 
 SMALLEST_PARKED = 16
-"""Shorter sequences are cheaper to compute again than to keep."""
+"""Minimum length of parked sequences; shorter ones are cheaper to recompute than to keep."""
 
 Matrix = npt.NDArray[np.int64]
 """Shape (rows, tokens)."""
 
 _ROW = np.dtype(
     [
-        ("kv", np.int32),  # positions computed
-        ("last", np.int32),  # sampled, and not computed yet
-        ("count", np.int32),  # tokens sampled
+        ("kv", np.int32),  # computed positions
+        ("last", np.int32),  # sampled token, not computed yet
+        ("count", np.int32),  # number of sampled tokens
         ("temperature", np.float32),
         ("top_p", np.float32),
         ("top_k", np.int32),
@@ -51,7 +51,7 @@ _ROW = np.dtype(
 
 
 class Sequence:
-    """State of one request; written by the engine's thread, read by any."""
+    """State of a request; written by the engine's thread, read by any thread."""
 
     def __init__(self, request: GenerateRequest, *, limit: int, stops: frozenset[int]) -> None:
         self.request = request
@@ -70,11 +70,11 @@ class Sequence:
 
     @property
     def context(self) -> Ids:
-        """The prompt and what was sampled so far; a view."""
+        """The prompt and the tokens sampled so far, as a view."""
         return self.ids[: self.prompt_len + self.count]
 
     def push(self, token: int, logprob: float, version: int) -> None:
-        """Record one sampled token and whether it is the last."""
+        """Append a sampled token; set the finish reason if it is the last."""
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((self.count, version))
         self.ids[self.prompt_len + self.count] = token
@@ -94,7 +94,7 @@ class Batch:
     ) -> None:
         self.version = 0
         self.admission_paused = False
-        """No waiting request is admitted."""
+        """True while no waiting request is admitted."""
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._model = model
@@ -103,7 +103,7 @@ class Batch:
         self._running_prefixes = PrefixTable(max_running, max_model_len)
         self._parked_prefixes = PrefixTable(max_parked, max_model_len)
         self._parked: OrderedDict[int, torch.Tensor] = OrderedDict()
-        """By slot in `_parked_prefixes`, least recently used first."""
+        """KV by slot in `_parked_prefixes`, least recently used first."""
         self._pool = _pool_for(model)
         self._updates: dict[Sequence, None] = {}
         self._stats = EngineStats()
@@ -116,22 +116,22 @@ class Batch:
 
     @torch.inference_mode()
     def cancel(self, sequences: Iterable[Sequence]) -> None:
-        """End these now, with finish ``abort``; those that have ended are left alone."""
-        aborted = {id(one) for one in sequences if one.finish is None}
-        for one in [*self.running, *self.waiting]:
-            if id(one) in aborted:
-                one.finish = Finish.ABORT
-                self._updates[one] = None
-        for one in [one for one in self.waiting if one.finish]:
+        """End sequences that have not ended, with finish ``abort``."""
+        aborted = {id(sequence) for sequence in sequences if sequence.finish is None}
+        for sequence in [*self.running, *self.waiting]:
+            if id(sequence) in aborted:
+                sequence.finish = Finish.ABORT
+                self._updates[sequence] = None
+        for sequence in [sequence for sequence in self.waiting if sequence.finish]:
             self._stats.finished[Finish.ABORT] += 1
-            self.waiting.remove(one)
+            self.waiting.remove(sequence)
         self._retire()
 
     def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Replace the weights and forget all KV. Raises `UsageError`, unchanged.
+        """Replace the weights and drop all KV. Raises `UsageError`, with nothing changed.
 
-        Running rows go back to the head of the queue: their context is computed again under the
-        new weights before they go on.
+        Running rows return to the head of the queue; their context is recomputed under the new
+        weights before they continue.
         """
         _check_weights(self._model, weights)
         with torch.no_grad():
@@ -144,13 +144,13 @@ class Batch:
         self._parked.clear()
 
     def take_updates(self) -> list[Sequence]:
-        """Return and clear the sequences with new tokens or an end."""
+        """Return and clear the sequences with new tokens or a finish reason."""
         updates = list(self._updates)
         self._updates.clear()
         return updates
 
     def stats(self) -> EngineStats:
-        """A snapshot of the counters."""
+        """Return a snapshot of the counters."""
         return msgspec.structs.replace(
             self._stats,
             running=len(self.running),
@@ -162,7 +162,7 @@ class Batch:
     # ----------------------------------------------------------------- one step
     @torch.inference_mode()
     def step(self) -> None:
-        """Admit what fits, then one token for every row that was running before."""
+        """Admit waiting requests, then decode one token for every row that was running before."""
         decoding = len(self.running)
         if not self.admission_paused:
             self._admit()
@@ -174,26 +174,26 @@ class Batch:
         budget = PREFILL_TOKENS
         while self.waiting and len(self.running) < self._max_running and budget > 0:
             chosen = self._choose(budget)
-            for one, _, _ in chosen:
-                self.waiting.remove(one)
+            for sequence, _, _ in chosen:
+                self.waiting.remove(sequence)
             budget -= self._prefill(chosen)
 
     def _choose(self, budget: int) -> list[tuple[Sequence, int, int]]:
-        """Waiting requests to prefill together, each with where its prefix is and how long."""
+        """Return requests to prefill together, each with its prefix as returned by `_find`."""
         chosen: list[tuple[Sequence, int, int]] = []
         widest = useful = 0
         free = self._max_running - len(self.running)
-        for one in list(self.waiting)[: 2 * self._max_running]:
-            source, cached = self._find(one)
-            tail = len(one.context) - cached
+        for sequence in list(self.waiting)[: 2 * self._max_running]:
+            source, cached = self._find(sequence)
+            tail = len(sequence.context) - cached
             width, total = max(widest, tail), useful + tail
             padded = width * (len(chosen) + 1)
             if chosen and (padded > budget or padded > 2 * total + WORTH_WAITING):
                 continue
-            ids, least = one.context[:-1], cached + WORTH_WAITING
+            ids, least = sequence.context[:-1], cached + WORTH_WAITING
             if any(shared_prefix(ids, other.context) > least for other, _, _ in chosen):
                 continue
-            chosen.append((one, source, cached))
+            chosen.append((sequence, source, cached))
             widest, useful = width, total
             if len(chosen) == free:
                 break
@@ -202,7 +202,7 @@ class Batch:
     def _find(self, sequence: Sequence) -> tuple[int, int]:
         """Find the longest cached prefix: its row (``-1 - slot`` if parked) and length.
 
-        The last token of a context is always computed, since its logits are wanted.
+        The last token of a context is always computed, because its logits are needed.
         """
         ids = sequence.context[:-1]
         row, running = self._running_prefixes.longest(ids)
@@ -210,26 +210,26 @@ class Batch:
         return (row, running) if running >= parked else (-1 - slot, parked)
 
     def _prefill(self, chosen: list[tuple[Sequence, int, int]]) -> int:
-        """Start these rows; returns how many tokens were computed, padding included."""
+        """Start `chosen` as rows; return the number of computed tokens, including padding."""
         first = len(self.running)
-        self._pool.ensure(first + len(chosen), max(len(one.context) for one, _, _ in chosen) + 1)
-        for row, (one, source, cached) in enumerate(chosen, first):
+        self._pool.ensure(first + len(chosen), max(len(s.context) for s, _, _ in chosen) + 1)
+        for row, (sequence, source, cached) in enumerate(chosen, first):
             if source >= 0:
                 self._pool.move(source, row, cached)
             else:
                 self._pool.paste(self._parked[-1 - source], row, cached)
-            self._start(one, row)
-            if not one.count:
-                self._stats.prompt_tokens += one.prompt_len
+            self._start(sequence, row)
+            if not sequence.count:
+                self._stats.prompt_tokens += sequence.prompt_len
                 self._stats.reused_tokens += cached
         self._supersede(chosen)
-        width = max(len(one.context) - cached for one, _, cached in chosen)
+        width = max(len(sequence.context) - cached for sequence, _, cached in chosen)
         ids = np.zeros((len(chosen), width), np.int64)
         positions = np.full((len(chosen), width), -1, np.int64)
-        for index, (one, _, cached) in enumerate(chosen):
-            tail = len(one.context) - cached
-            ids[index, width - tail :] = one.context[cached:]
-            positions[index, width - tail :] = np.arange(cached, len(one.context))
+        for index, (sequence, _, cached) in enumerate(chosen):
+            tail = len(sequence.context) - cached
+            ids[index, width - tail :] = sequence.context[cached:]
+            positions[index, width - tail :] = np.arange(cached, len(sequence.context))
         self._forward(first, ids, positions)
         return ids.size
 
@@ -243,7 +243,7 @@ class Batch:
         self.running.append(sequence)
 
     def _supersede(self, chosen: list[tuple[Sequence, int, int]]) -> None:
-        """Drop parked KV that a running row now holds in full; refresh what else was used."""
+        """Drop parked KV that a running row now has in full; mark other used KV as recent."""
         for slot, cached in {(-1 - source, cached) for _, source, cached in chosen if source < 0}:
             if slot not in self._parked:
                 continue
@@ -273,9 +273,9 @@ class Batch:
         rows["last"] = tokens
         rows["count"] += 1
         sequences = self.running[first : first + len(ids)]
-        for one, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-            one.push(token, logprob, self.version)
-            self._updates[one] = None
+        for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+            s.push(token, logprob, self.version)
+            self._updates[s] = None
         self._stats.sampled_tokens += len(sequences)
         self._stats.steps += 1
         self._stats.busy_s += time.perf_counter() - began
@@ -302,12 +302,12 @@ class Batch:
 
     # ----------------------------------------------------------------- the end of a sequence
     def _retire(self) -> None:
-        """Park rows that have ended and close the holes they leave."""
+        """Park rows that have ended, and fill their places with the last rows."""
         for row in reversed(range(len(self.running))):
-            one = self.running[row]
-            if one.finish is None:
+            finish = self.running[row].finish
+            if finish is None:
                 continue
-            self._stats.finished[one.finish] += 1
+            self._stats.finished[finish] += 1
             self._park(row)
             last = len(self.running) - 1
             if row != last:
@@ -331,7 +331,7 @@ class Batch:
 
 
 def _pool_for(model: PreTrainedModel) -> KVPool:
-    """A pool of the shape that the model's own cache has. Raises `UsageError` where none fits."""
+    """Return a pool with the shape of the model's own cache. Raises `UsageError` if unsupported."""
     with torch.inference_mode():
         probe = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
     layers = getattr(probe.cache, "layers", [])
@@ -343,7 +343,7 @@ def _pool_for(model: PreTrainedModel) -> KVPool:
         raise UsageError(
             f"model type {model.config.model_type!r} caches {', '.join(sorted(kinds)) or 'nothing'}"
             f" of {len(shapes)} shapes; the embedded engine serves models whose layers all have"
-            " full attention of one shape (Qwen2, Qwen3, Llama...): serve this one with vLLM"
+            " full attention of one shape (Qwen2, Qwen3, Llama...): serve this model with vLLM"
         )
     try:
         model.set_attn_implementation("sdpa")
@@ -359,7 +359,7 @@ def _check_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) 
     tied = {name for name in own if name in (model.all_tied_weights_keys or {})}
     for name in weights.keys() ^ own.keys():
         if name in weights or name not in tied:
-            kind = "has no place in" if name in weights else "is missing for"
+            kind = "does not belong to" if name in weights else "is missing for"
             msg = f"weights: {name!r} {kind} a model of type {model.config.model_type!r}"
             raise UsageError(msg)
     for name, value in weights.items():

@@ -1,10 +1,10 @@
-"""The embedded engine: one thread owns a Hugging Face model, an event loop talks to it.
+"""The embedded engine: a thread that owns a Hugging Face model, used from an event loop.
 
-Requests, aborts and weight swaps reach the thread through one queue and take effect between two
-steps. What a step sampled goes back in one call per step, however many requests it served.
+Requests, aborts and weight swaps are sent to the thread through one queue and take effect between
+two steps. Sampled tokens are returned in one call per step, for any number of requests.
 
-Invariants: I1 (see `tugline.inference.batch`), I3 in the small: when the thread dies, every
-request fails with its reason; no wait is unbounded.
+Invariants: I1 (see `tugline.inference.batch`), I3 (if the thread fails, every request fails with
+its error; no wait is unbounded).
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from tugline.types import Ids, Logprobs, VersionSpan
 
 T = TypeVar("T")
 CLOSE_S = 30.0
-"""Longest time to wait for the thread's current step when closing."""
+"""Maximum seconds to wait for the thread's current step when closing."""
 
 
 class Engine:
     """Batched generation with KV reuse; see `tugline.inference.base.GenerationEngine`.
 
-    Use as ``async with Engine(model, ...) as engine``. The model belongs to the engine from then
-    on: it stays on its device, is put in evaluation mode and only changed by `swap`.
+    Use as ``async with Engine(model, ...) as engine``. The engine takes ownership of the model: it
+    stays on its device, is put in evaluation mode and is only changed by `swap`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Engine:
         max_parked: int = 64,
         threads: int | None = None,
     ) -> None:
-        """`threads` is for torch on a CPU; None leaves it as it is (1 is best for tiny models)."""
+        """`threads` is the number of torch's CPU threads; None: unchanged (1 suits tiny models)."""
         self.max_model_len = max_model_len
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.eos_ids = frozenset(eos_ids)
@@ -61,13 +61,13 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wakeups: dict[Sampled, asyncio.Event] = {}
         self._when_drained: list[Callable[[], None]] = []
-        """Run once no row is running; used by the thread only."""
+        """Actions to run once no row is running; used by the thread only."""
         self._pending: set[Future[Any]] = set()
         self._failure: Exception | None = None
 
     # ----------------------------------------------------------------- start and stop
     async def __aenter__(self) -> Self:
-        """Start the thread; requests are answered on the loop that called this."""
+        """Start the thread; requests are answered on the current event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._work, name="tugline-engine", daemon=True)
         self._thread.start()
@@ -95,7 +95,7 @@ class Engine:
         return self._failure is not None or self._thread is None
 
     def stats(self) -> EngineStats:
-        """A snapshot of the counters."""
+        """Return a snapshot of the counters."""
         return self._batch.stats()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[SampledChunk, None]:
@@ -106,52 +106,52 @@ class Engine:
         check(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         stops = frozenset(request.stop_ids) | (frozenset() if request.ignore_eos else self.eos_ids)
         window_left = self.max_model_len - len(request.prompt_ids)
-        one = Sampled(request, limit=min(request.max_tokens, window_left), stops=stops)
-        wakeup = self._wakeups[one] = asyncio.Event()
+        sampled = Sampled(request, limit=min(request.max_tokens, window_left), stops=stops)
+        wakeup = self._wakeups[sampled] = asyncio.Event()
         sent = 0
         try:
-            self._submit(lambda: self._batch.waiting.append(one))
+            self._submit(lambda: self._batch.waiting.append(sampled))
             while True:
                 await wakeup.wait()
                 wakeup.clear()
                 self._raise_if_down()
-                chunk = _chunk_since(one, sent)
+                chunk = _chunk_since(sampled, sent)
                 sent += len(chunk.ids)
                 yield chunk
                 if chunk.finish:
                     return
         finally:
-            del self._wakeups[one]
-            if one.finish is None:
-                self._commands.put(lambda: self._batch.cancel([one]))
+            del self._wakeups[sampled]
+            if sampled.finish is None:
+                self._commands.put(lambda: self._batch.cancel([sampled]))
 
     async def score(self, ids: Ids, temperature: float) -> Logprobs:
-        """Log probability of each id but the first, given those before it; shape ``(n - 1,)``.
+        """Return the log probability of each id but the first, shape ``(n - 1,)``.
 
-        Computed between two steps, during which no other request progresses.
+        It is computed between two steps; no other request makes progress during that time.
         """
         return await self._run_in_thread(lambda: score(self._model, ids, temperature))
 
     async def swap(
         self, weights: Mapping[str, torch.Tensor], version: int, mode: PauseMode = PauseMode.WAIT
     ) -> None:
-        """Replace the weights between two steps; returns when they are in use.
+        """Replace the weights between two steps, and return when they are in use.
 
-        New requests are held meanwhile. Running ones finish first (``wait``), end with the tokens
-        they have (``abort``) or go on (``keep``): their context is computed again under the new
-        weights, and their answer gets a new version span. All cached KV is forgotten. Raises
-        `UsageError`, with the old weights in place, when names or shapes do not fit.
+        New requests are held meanwhile. Running requests finish first (``wait``), end with the
+        tokens sampled so far (``abort``) or continue (``keep``): their context is recomputed under
+        the new weights, and their answer gets a new version span. All cached KV is dropped. Raises
+        `UsageError`, with the old weights in place, if names or shapes do not match.
         """
         await self._run_in_thread(lambda: self._batch.swap(weights, version), mode)
 
     async def abort(self, ids: Sequence[str]) -> int:
-        """End requests by id, all when `ids` is empty; returns how many there were."""
+        """Abort requests by id, or all if `ids` is empty, and return their number."""
 
         def abort() -> int:
-            known = (*self._batch.running, *self._batch.waiting)
-            doomed = [one for one in known if not ids or one.request.id in ids]
-            self._batch.cancel(doomed)
-            return len(doomed)
+            pending = (*self._batch.running, *self._batch.waiting)
+            matching = [each for each in pending if not ids or each.request.id in ids]
+            self._batch.cancel(matching)
+            return len(matching)
 
         return await self._run_in_thread(abort)
 
@@ -168,7 +168,7 @@ class Engine:
         self._commands.put(command)
 
     async def _run_in_thread(self, action: Callable[[], T], mode: PauseMode = PauseMode.KEEP) -> T:
-        """Run `action` in the thread and wait for it: now, once drained, or after an abort."""
+        """Run `action` in the thread and wait for it; `mode` is for running requests."""
         done = Future[T]()
         self._pending.add(done)
         done.add_done_callback(self._pending.discard)
@@ -200,7 +200,7 @@ class Engine:
             while self._take_commands():
                 self._batch.step()
                 self._publish()
-        except Exception as error:  # noqa: BLE001 - every waiting request must fail with the reason
+        except Exception as error:  # noqa: BLE001 - every waiting request must fail with this error
             self._call_on_loop(self._fail, error)
 
     def _take_commands(self) -> bool:
@@ -221,7 +221,7 @@ class Engine:
             command()
 
     def _publish(self) -> None:
-        updated = [one for one in self._batch.take_updates() if one.request.stream or one.finish]
+        updated = [s for s in self._batch.take_updates() if s.request.stream or s.finish]
         if updated:
             self._call_on_loop(self._wake, updated)
 
@@ -231,8 +231,8 @@ class Engine:
 
     # ----------------------------------------------------------------- back on the loop
     def _wake(self, updated: list[Sampled]) -> None:
-        for one in updated:
-            if wakeup := self._wakeups.get(one):
+        for sequence in updated:
+            if wakeup := self._wakeups.get(sequence):
                 wakeup.set()
 
     def _fail(self, error: Exception) -> None:
@@ -244,8 +244,8 @@ class Engine:
 
 
 def _chunk_since(sequence: Sampled, start: int) -> SampledChunk:
-    """Return the tokens from `start` on, as views of arrays that are not written there again."""
-    finish = sequence.finish  # before the count: once there is a finish, the count is final
+    """Return the tokens from `start` on, as views of array elements that do not change again."""
+    finish = sequence.finish  # read before the count, which is final once there is a finish
     end = sequence.count
     bounds = [*sequence.versions, (end, 0)]
     spans = tuple(

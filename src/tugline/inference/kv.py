@@ -1,12 +1,12 @@
 """KV cache of running rows and of finished sequences, and the search for shared prefixes.
 
-The pool is one tensor ``(layer, key|value, row, head, position, dim)``. Running rows are the first
-ones, without a hole, so a decode step is one batch over a view and nothing is gathered. A finished
-sequence is cut out at its exact length and parked; a new request copies the longest prefix that
-any running or parked row has in common with it.
+The pool is one tensor ``(layer, key|value, row, head, position, dim)``. Running rows are contiguous
+from row 0, so a decode step is one batch over a view, without gathering. A finished sequence is
+copied at its exact length and parked; a new request copies the longest prefix that it shares with
+any running or parked row.
 
-Invariant I1: only KV of the weights in use is ever matched. `PrefixTable` entries are forgotten
-when the weights change, since a stale prefix is off by nats, silently.
+Invariant I1: only KV of the current weights is matched. `PrefixTable` entries are removed when the
+weights change, because a stale prefix silently gives log probabilities that are wrong by nats.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ class KVPool(Cache):
         return self._data.shape[4] - 1
 
     def ensure(self, rows: int, length: int) -> None:
-        """Make room for `rows` rows of `length` positions, at least doubling what must grow."""
+        """Make room for `rows` rows of `length` positions; a growing dimension at least doubles."""
         layers, _, had_rows, heads, had_length, dim = self._data.shape
         if rows <= had_rows and length < had_length:
             return
@@ -47,7 +47,7 @@ class KVPool(Cache):
         self._data[:, :, :had_rows, :, :had_length] = old
 
     def aim(self, first: int, positions: torch.Tensor, length: int) -> None:
-        """Point at rows from `first`: write at `positions` (rows, tokens), read up to `length`."""
+        """Select rows from `first`: write at `positions` (rows, tokens), read up to `length`."""
         self._first, self._count, self._length = first, positions.shape[0], length
         self._rows = torch.arange(self._count, device=positions.device)[:, None]
         self._positions = positions
@@ -60,7 +60,7 @@ class KVPool(Cache):
         *_args: Any,
         **_kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store states ``(rows, head, tokens, dim)``; returns views of all that may be read."""
+        """Store states ``(rows, head, tokens, dim)``; return views of the readable positions."""
         rows = self._data[layer_idx, :, self._first : self._first + self._count]
         keys, values = rows[0], rows[1]
         keys[self._rows, :, self._positions] = key_states.transpose(1, 2)
@@ -68,7 +68,7 @@ class KVPool(Cache):
         return keys[:, :, : self._length], values[:, :, : self._length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions that may be read; some models ask, though positions are always explicit."""
+        """Return the number of readable positions, which some models request."""
         return self._length
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -76,16 +76,16 @@ class KVPool(Cache):
         self._data[:, :, target, :, :length] = self._data[:, :, source, :, :length]
 
     def cut(self, row: int, length: int) -> torch.Tensor:
-        """A copy of a row at its exact length."""
+        """Return a copy of the first `length` positions of a row."""
         return self._data[:, :, row, :, :length].clone()
 
     def paste(self, copy: torch.Tensor, row: int, length: int) -> None:
-        """Write the first `length` positions of what `cut` returned into a row."""
+        """Write the first `length` positions of a copy by `cut` into a row."""
         self._data[:, :, row, :, :length] = copy[:, :, :, :length]
 
 
 class PrefixTable:
-    """Token ids of some rows, compared with a prompt all at once."""
+    """Token ids of rows, all compared with a prompt in one vector operation."""
 
     def __init__(self, rows: int, length: int) -> None:
         self._ids = np.zeros((rows, length), np.int32)
@@ -93,7 +93,7 @@ class PrefixTable:
         """Number of leading ids of a row with usable KV; 0 excludes it from matches."""
 
     def put(self, row: int, ids: Ids) -> None:
-        """Let `row` stand for `ids`."""
+        """Set the ids of `row`."""
         self._ids[row, : len(ids)] = ids
         self._lengths[row] = len(ids)
 
@@ -103,15 +103,15 @@ class PrefixTable:
         self._lengths[rows] += 1
 
     def move(self, source: int, target: int) -> None:
-        """Let `target` stand for what `source` does."""
+        """Copy the ids of `source` to `target`."""
         self.put(target, self._ids[source, : self._lengths[source]])
 
     def forget(self, row: int | slice) -> None:
-        """Keep `row` out of every match."""
+        """Exclude `row` from matches."""
         self._lengths[row] = 0
 
     def longest(self, ids: Ids) -> tuple[int, int]:
-        """The row that shares most leading tokens with `ids`, and how many."""
+        """Return the row with the longest common prefix with `ids`, and the prefix length."""
         width = min(len(ids), int(self._lengths.max(initial=0)))
         if not width:
             return 0, 0
@@ -122,5 +122,5 @@ class PrefixTable:
         return row, int(shared[row])
 
     def length(self, row: int) -> int:
-        """Number of tokens in `row`."""
+        """Return the number of tokens in `row`."""
         return int(self._lengths[row])

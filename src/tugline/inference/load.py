@@ -1,6 +1,6 @@
-"""A model folder (``config.json``, safetensors, ``tokenizer.json``) to a model and a tokenizer.
+"""Load a model and a tokenizer from a folder (``config.json``, safetensors, ``tokenizer.json``).
 
-The one place that says what is missing: torch, the folder, a file in it, a usable architecture.
+Errors name the missing part: torch, the folder, a file in it, or a supported architecture.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 def load(
     folder: Path, *, dtype: torch.dtype | None = None
 ) -> tuple[PreTrainedModel, Tokenizer, frozenset[int]]:
-    """Model in evaluation mode, tokenizer and end-of-answer ids. Raises `UsageError`, one line.
+    """Return the model in evaluation mode, its tokenizer and its end-of-answer ids.
 
-    `dtype` None takes the one that the checkpoint was saved in. Remote code is never run.
+    With `dtype` None, the model has the type of its checkpoint. Remote code is never run. Raises
+    `UsageError` with a message of one line.
     """
     if not folder.is_dir():
         msg = f"no model folder at {folder}: give a folder with config.json and *.safetensors"

@@ -1,11 +1,11 @@
 """Sample one token per row from a batch of logits, reproducibly; score given tokens.
 
-Each token is an inverse-CDF look-up with a uniform number that is a pure function of the request's
-seed and the position in its answer. There is no generator state, so a seeded request samples the
-same tokens whatever else is in its batch (up to float noise in the logits).
+A token is sampled by inverting the cumulative distribution at a uniform number that depends only on
+the request's seed and the position in its answer. There is no generator state, so a seeded request
+samples the same tokens in any batch (up to float noise in the logits).
 
-Invariant I1: the returned log probability is that of the sampled token in the distribution it was
-sampled from: after temperature, top-k and top-p. Rows with temperature 0 take the likeliest token
+Invariant I1: the returned log probability is that of the token in the distribution that it was
+sampled from, after temperature, top-k and top-p. Rows with temperature 0 take the most likely token
 and report its log probability at temperature 1.
 """
 
@@ -29,7 +29,7 @@ _MIX = (
 def uniforms(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) per row: splitmix64 (Steele et al., 2014) of seed and position."""
+    """Return a number in [0, 1) per row: splitmix64 (Steele et al., 2014) of seed and position."""
     bits = _hash(_hash(seeds) + positions.astype(np.uint64) * _GOLDEN)
     return bits.astype(np.float64) * 2.0**-48
 
@@ -38,14 +38,14 @@ def _hash(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     state = state + _GOLDEN
     for shift, factor in _MIX:
         state = (state ^ (state >> shift)) * factor
-    # 48 bits: times a float64 sum near 1 the product stays below that sum.
+    # With 48 bits, the product with a float64 sum near 1 stays below that sum.
     return (state ^ (state >> np.uint64(31))) >> np.uint64(16)
 
 
 def sample(
     logits: torch.Tensor, rows: npt.NDArray[np.void], uniform: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Tokens and their log probabilities, shape ``(rows,)``, from logits ``(rows, vocab)``.
+    """Return tokens and their log probabilities, ``(rows,)``, from logits ``(rows, vocab)``.
 
     `rows` has the fields ``temperature``, ``top_p`` and ``top_k``.
     """
@@ -65,7 +65,7 @@ def sample(
 
 
 def _truncate(logprobs: torch.Tensor, rows: npt.NDArray[np.void]) -> torch.Tensor:
-    """Minus infinity outside the top-k, then outside the smallest set with mass top-p."""
+    """Set values outside the top-k, then outside the smallest set with mass top-p, to -inf."""
     device, vocab = logprobs.device, logprobs.shape[-1]
     top_p, top_k, greedy = rows["top_p"], rows["top_k"], rows["temperature"] == 0
     keep = torch.from_numpy(np.where((top_k == 0) | greedy, vocab, top_k)).to(device)
@@ -75,7 +75,7 @@ def _truncate(logprobs: torch.Tensor, rows: npt.NDArray[np.void]) -> torch.Tenso
     ordered = ordered.masked_fill(rank >= keep[:, None], -torch.inf)
     probabilities = torch.softmax(ordered, dim=-1)
     before = probabilities.cumsum(-1) - probabilities
-    # A mass of 1 keeps everything, whatever rounding makes of the sum.
+    # A mass of 1 keeps every token, also if the sum exceeds 1 by rounding.
     outside = (before >= mass[:, None]) & (mass < 1)[:, None]
     ordered = ordered.masked_fill(outside, -torch.inf)
     return torch.empty_like(ordered).scatter_(1, order, ordered)
@@ -83,10 +83,10 @@ def _truncate(logprobs: torch.Tensor, rows: npt.NDArray[np.void]) -> torch.Tenso
 
 @torch.inference_mode()
 def score(model: PreTrainedModel, ids: Ids, temperature: float) -> Logprobs:
-    """Log probability of each id but the first, given those before it; shape ``(n - 1,)``.
+    """Return the log probability of each id but the first, given earlier ids; shape ``(n - 1,)``.
 
-    At `temperature`, or at 1 if that is 0. A plain forward pass that neither uses nor fills the
-    engine's own cache, so it is independent of what was sampled.
+    It is that at `temperature`, or at 1 if `temperature` is 0. The forward pass neither reads nor
+    writes the engine's KV cache, so the result does not depend on earlier requests.
     """
     whole = torch.from_numpy(ids.astype(np.int64)).to(model.device)
     cache = DynamicCache()

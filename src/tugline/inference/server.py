@@ -1,12 +1,12 @@
-"""The embedded engine over HTTP, in vLLM's shapes: token ids in, token ids out.
+"""HTTP server of the embedded engine, with vLLM's API for token ids.
 
 ``/inference/v1/generate`` takes prompt ids and returns sampled ids with log probabilities and
-policy versions; the gateway renders prompts and parses answers. A field that this engine would
-have to ignore is refused with a 400 that names it: a sampling parameter that silently does nothing
-makes wrong training data (I1).
+policy versions; the gateway renders prompts and parses answers. A field that the engine cannot
+apply is rejected with a 400 that names the field: a sampling parameter that is silently ignored
+would give wrong training data (I1).
 
-Invariants: I1 (ids are never rendered again or re-tokenised on the way), I4 (an error before the
-first byte is a plain 4xx or 5xx; a client that disconnects aborts its request). No torch here.
+Invariants: I1 (ids are never rendered or tokenised again), I4 (an error before the first byte is a
+plain 4xx or 5xx; a client that disconnects aborts its request). This module does not import torch.
 """
 
 import uuid
@@ -48,9 +48,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logprobs: int = 0
     """Accepted and ignored: the sampled tokens' log probabilities are always sent, no others."""
     prompt_logprobs: Literal[0] | None = None
-    """0 asks for the prompt's own log probabilities, for which the prompt is scored separately."""
+    """0 requests the log probabilities of the prompt, which is scored separately."""
     min_p: Annotated[float, Meta(ge=0, le=0)] = 0.0
-    """Sent by the gateway to every engine, like the next one; other values are refused."""
+    """Sent by the gateway to every engine, as is `repetition_penalty`; only 0 is accepted."""
     repetition_penalty: Annotated[float, Meta(ge=1, le=1)] = 1.0
 
 
@@ -79,7 +79,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of ``/abort_requests``; no ids means all of them."""
+    """Body of ``/abort_requests``; without ids, all requests are aborted."""
 
     request_ids: list[str] = []
 
@@ -133,7 +133,7 @@ class _Routes:
 
     # ----------------------------------------------------------------- answers
     async def generate(self, http: Http) -> None:
-        """Sample an answer to prompt ids; a client that hangs up aborts it."""
+        """Sample an answer to prompt ids; a client that disconnects aborts it."""
         raw = await http.body(_MAX_BODY, _BODY_S)
         body = decode(raw, _generate, "the request body")
         if body.model is not None and body.model != self._model:
@@ -159,7 +159,7 @@ class _Routes:
 
     # ----------------------------------------------------------------- about the engine
     async def models(self, http: Http) -> None:
-        """Describe the one model: its window, and what its log probabilities mean."""
+        """Describe the model: context window, mode of log probabilities, weight version."""
         model = {
             "id": self._model,
             "object": "model",
@@ -171,16 +171,16 @@ class _Routes:
         await http.reply(200, msgspec.json.encode({"object": "list", "data": [model]}))
 
     async def health(self, http: Http) -> None:
-        """200 while the engine answers, 503 once it is down."""
+        """Reply with 200 while the engine is up, with 503 once it is down."""
         await http.reply(503 if self._engine.down else 200, b"")
 
     async def metrics(self, http: Http) -> None:
-        """Prometheus text."""
+        """Reply with the counters as Prometheus text."""
         text = metrics_text(self._engine.stats(), self._model)
         await http.reply(200, text.encode(), {"content-type": "text/plain; charset=utf-8"})
 
     async def abort(self, http: Http) -> None:
-        """End requests by their `request_id`."""
+        """Abort requests by their `request_id`."""
         raw = await http.body(_MAX_BODY, _BODY_S)
         body = decode(raw or b"{}", _abort, "the request body")
         answer = {"status": "aborted", "aborted": await self._engine.abort(body.request_ids)}
@@ -206,7 +206,7 @@ def _choice(chunk: base.SampledChunk) -> dict[str, Any]:
         "finish_reason": chunk.finish,
         "stop_reason": chunk.stop_id,
         "token_ids": ids,
-        "logprobs": {"content": [{"token_id": one, "logprob": logprob} for one, logprob in pairs]},
+        "logprobs": {"content": [{"token_id": i, "logprob": logprob} for i, logprob in pairs]},
         "weight_versions": [
             {"version": str(span.version), "start": span.start, "end": span.end}
             for span in chunk.versions
@@ -224,7 +224,7 @@ _METRICS = {
     "busy_s": "forward_seconds_total counter",
     "steps": "forward_passes_total counter",
 }
-"""vLLM's name, where it has one, and type of each of the counters."""
+"""Name (vLLM's where one exists) and type of each counter."""
 
 
 def metrics_text(stats: base.EngineStats, model: str) -> str:
@@ -241,7 +241,7 @@ def metrics_text(stats: base.EngineStats, model: str) -> str:
 
 
 def prompt_logprobs(ids: list[int], logprobs: Logprobs) -> list[dict[str, dict[str, float]] | None]:
-    """Log probabilities of a prompt in vLLM's shape; the first id has none."""
+    """Return the log probabilities of a prompt in vLLM's format; None for the first id."""
     pairs = zip(ids[1:], logprobs.tolist(), strict=True)
     return [None, *({str(token): {"logprob": value}} for token, value in pairs)]
 
@@ -250,7 +250,7 @@ _TYPES = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailable
 
 
 def error_body(error: TuglineError, status: int) -> bytes:
-    """``{"error": {message, type, param, code}}``."""
+    """Return the JSON body of an error: ``{"error": {message, type, param, code}}``."""
     param = error.param if isinstance(error, RequestError) else None
     kind = _TYPES.get(status, "InternalServerError")
     fields = {"message": str(error), "type": kind, "param": param, "code": status}

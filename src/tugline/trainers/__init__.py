@@ -1,1 +1,1 @@
-"""Trainers turn trajectories into new weights. One folder each; torch is allowed here."""
+"""Trainers, which turn trajectories into new weights. This package may import torch."""

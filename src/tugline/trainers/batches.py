@@ -1,7 +1,7 @@
 """Selection of the tasks that each step trains on, and of the held-out tasks.
 
-They follow from the configuration and the step, and with `choose: pass_rate` from the results of
-steps before, which are in the checkpoint: so a resumed run submits the very same tasks.
+The selection depends only on the configuration and the step, and with `choose: pass_rate` on the
+results of earlier steps, which are in the checkpoint. So a resumed run submits the same tasks.
 """
 
 import math
@@ -23,52 +23,50 @@ from tugline.trainers.config import TaskSource, TrainConfig
 from tugline.types import Task, Trajectory
 
 ATTEMPTS = 20
-"""Least attempts of a sample; each restart because of stale weights spends one."""
+"""Minimum attempts of a sample; each restart because of stale weights uses one attempt."""
 _FIRST = 10
-"""Priority of evaluations: publishing waits for them."""
+"""Priority of evaluations, because publishing waits for them."""
 _MAX_ID = 128
 _LEAST, _UNKNOWN, _KEPT = 0.05, 0.5, 0.5
-"""Least weight of a task; pass rate before its first result; share that is kept at each result."""
+"""Minimum weight of a task; pass rate without results; factor of the moving average of results."""
 
 
 class TaskBatches:
     """The batches of a run. Raises `ConfigError` for tasks that cannot be read."""
 
     def __init__(self, config: TrainConfig, folder: Path) -> None:
-        """`folder` is that of the configuration file."""
+        """`folder` is the folder of the configuration file."""
         self._schedule = config.schedule
         self.run = ""
-        """Begins the ids of all tasks, where a server has those of other runs as well."""
+        """Prefix of all task ids, for a server that has tasks of other runs as well."""
         self.trained = _read(config.tasks, config, folder, "tasks")
         self._kinds = _read_tags(self.trained, config.schedule.balance)
         held_out = config.heldout
         self.samples = held_out.samples if held_out else 0
-        """Sessions of a held-out task."""
+        """Sessions per held-out task."""
         self.held_out = _read(held_out, config, folder, "heldout") if held_out else []
         both = set(map(instance_of, self.trained)) & set(map(instance_of, self.held_out))
         if both:
-            msg = f"heldout: {len(both)} instances are trained on as well, such as {min(both)!r}"
+            msg = f"heldout: {len(both)} instances are also trained on, such as {min(both)!r}"
             raise ConfigError(msg, "heldout")
 
     def check(self) -> None:
-        """Raises `Invalid` for the first task that could not be run."""
+        """Check the first batch and a held-out task. Raises `Invalid` if one cannot be run."""
         for task in [*self.batch(1, self.choose(1, {})), *self.held_out[:1]]:
             check_runnable(task)
 
     def choose(self, step: int, rates: Mapping[int, float]) -> tuple[int, ...]:
-        """Return the tasks of a step, counted from 1, by their number in `trained`.
+        """Return the tasks of a step, counted from 1, as their numbers in `trained`.
 
-        `rates` are the pass rates that are known by then. A task that is drawn has the kind of the
-        one whose place it takes.
+        `rates` are the pass rates known so far. A drawn task has the same kind as the task that
+        it replaces in the order.
         """
         plan, count = self._schedule, len(self.trained)
-        places = range((step - 1) * plan.tasks_per_step, step * plan.tasks_per_step)
-        order = [
-            _order(self._kinds, f"{plan.seed}/{place // count}")[place % count] for place in places
-        ]
-        if plan.choose == "order" or places.stop <= count:
+        numbers = range((step - 1) * plan.tasks_per_step, step * plan.tasks_per_step)
+        order = [_order(self._kinds, f"{plan.seed}/{n // count}")[n % count] for n in numbers]
+        if plan.choose == "order" or numbers.stop <= count:
             return tuple(order)
-        first = order[: max(0, count - places.start)]
+        first = order[: max(0, count - numbers.start)]
         drawn = self._draw(f"{plan.seed}/{step}", rates, first)
         return (*first, *(next(drawn[self._kinds[number]]) for number in order[len(first) :]))
 
@@ -79,7 +77,7 @@ class TaskBatches:
         source, waits = random.Random(seed), []
         for number in range(len(self.trained)):
             rate = rates.get(number, _UNKNOWN)
-            wait = source.expovariate(max(_LEAST, rate * (1 - rate)))  # the smallest is drawn first
+            wait = source.expovariate(max(_LEAST, rate * (1 - rate)))  # least is first
             waits.append((number in last, wait, number))
         kinds: dict[str, list[int]] = {}
         for *_, number in sorted(waits):
@@ -89,13 +87,13 @@ class TaskBatches:
     def update_rates(
         self, rates: Mapping[int, float], groups: Mapping[str, int], results: Sequence[Trajectory]
     ) -> dict[int, float]:
-        """Return the pass rates after `results` of `groups` (id to number in `trained`)."""
+        """Update pass rates with `results`; `groups` maps task ids to numbers in `trained`."""
         if self._schedule.choose == "order":
             return {}
         earned: dict[int, list[float]] = {}
-        for one in results:
-            if one.reward is not None and math.isfinite(one.reward.value):
-                earned.setdefault(groups[one.task], []).append(min(1.0, max(0.0, one.reward.value)))
+        for result in results:
+            if (reward := result.reward) is not None and math.isfinite(reward.value):
+                earned.setdefault(groups[result.task], []).append(min(1.0, max(0.0, reward.value)))
         known = dict(rates)
         for number, rewards in earned.items():
             newest = sum(rewards) / len(rewards)
@@ -103,7 +101,7 @@ class TaskBatches:
         return known
 
     def batch(self, step: int, chosen: Sequence[int]) -> list[Task]:
-        """Return the tasks that were chosen for a step, each of which is a group."""
+        """Return the chosen tasks of a step, each of which is a group."""
         numbered = enumerate(chosen, (step - 1) * self._schedule.tasks_per_step)
         return [
             self.make(f"g{at:07d}", self.trained[n], str(at), samples=self._schedule.samples)
@@ -111,16 +109,16 @@ class TaskBatches:
         ]
 
     def evaluation(self, version: int) -> list[Task]:
-        """Return the held-out tasks for a version; their random draws are those of any version."""
+        """Return the held-out tasks for a version; sampling seeds are equal for every version."""
         prefix, own = f"eval{version:06d}", {"samples": self.samples, "priority": _FIRST}
         return [
             self.make(prefix, task, f"heldout/{instance_of(task)}", **own) for task in self.held_out
         ]
 
     def make(self, prefix: str, task: Task, draw: str, **own: int) -> Task:
-        """Return `task` under an id that begins with `prefix`, with its `own` fields replaced.
+        """Return `task` with an id that begins with `prefix`, and with the fields `own` replaced.
 
-        Equal `draw`s sample alike.
+        Tasks with equal `draw` have equal sampling seeds.
         """
         seed = zlib.crc32(f"{self._schedule.seed}/{draw}".encode())
         return replace(
@@ -134,7 +132,7 @@ class TaskBatches:
 
 @lru_cache(maxsize=2)
 def _order(kinds: Sequence[str], seed: str) -> Sequence[int]:
-    """Return a random order of tasks in which those of each kind are evenly spread."""
+    """Return a random order of tasks in which the tasks of each kind are evenly spread."""
     order = list(range(len(kinds)))
     random.Random(seed).shuffle(order)
     sizes, seen, places = Counter(kinds), Counter[str](), {}
@@ -160,7 +158,7 @@ def _read(source: TaskSource, config: TrainConfig, folder: Path, where: str) -> 
 
 
 def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:
-    """Return what a run would do, for people."""
+    """Return a readable description of a run."""
     plan, size = config.schedule, len(batches.trained)
     groups = plan.steps * plan.tasks_per_step
     engine = ", ".join(config.engine.urls) or "in this process"
@@ -180,7 +178,7 @@ def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:
         else "",
         f"sessions    {groups * plan.samples}, {plan.samples} in a group",
         f"checkpoints every {plan.checkpoint_every} steps, the last {plan.keep} are kept",
-        f"figures     console, metrics.jsonl {' '.join(one.name for one in config.metrics)}",
+        f"figures     console, metrics.jsonl {' '.join(sink.name for sink in config.metrics)}",
         f"folder      {folder}{' (resumed)' if folder.exists() else ''}",
     ]
     return "\n".join(filter(None, lines))

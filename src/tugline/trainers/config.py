@@ -1,6 +1,6 @@
 """Configuration of ``tugline train``: tasks, engine, trainer and schedule in one strict file.
 
-A run keeps it in its folder, and goes on with no other.
+A run stores its configuration in its folder and cannot be resumed with a different one.
 """
 
 import secrets
@@ -30,20 +30,19 @@ MODEL = "model"
 
 
 class TaskSource(Config, frozen=True):
-    """A task set and which of its tasks to take."""
+    """A task set and a selection of its tasks."""
 
     taskset: PluginSpec
     """The task set (`name`, `options`), as in a [task-set file](tasksets.md)."""
     select: TaskSelection | None = None
-    """Selection of its tasks, as in a task-set file; None: all."""
+    """Selection of tasks, as in a task-set file; None: all tasks."""
 
 
 class HeldOut(TaskSource, frozen=True):
     """Tasks that are never trained on."""
 
     every: PositiveInt = 10
-    """Training steps between two evaluations; the first and the last weights are always measured.
-    """
+    """Training steps between evaluations; the first and last weights are always evaluated."""
     samples: PositiveInt = 1
     """Sessions per task; pass@k is estimated for every power of two up to this."""
 
@@ -52,51 +51,52 @@ class Schedule(Config, frozen=True):
     """Amounts of sampling and training, and intervals of publishing and saving."""
 
     steps: PositiveInt = 100
-    """Training steps in all."""
+    """Total number of training steps."""
     tasks_per_step: PositiveInt = 8
-    """Groups that one step trains on."""
+    """Groups per training step."""
     samples: Annotated[int, Meta(ge=2)] = 8
-    """Sessions of one group."""
+    """Sessions per group."""
     balance: str | None = None
-    """Tag, such as `family`, whose values every step has in the same proportion as all tasks; None:
-    each step has any tasks."""
+    """Tag, such as `family`, whose values are as frequent in each step as in all tasks; None: tasks
+    are not balanced."""
     choose: Literal["order", "pass_rate"] = "order"
-    """Tasks of a step, once each was seen: all again in another order (`order`), or more often
-    those that some sessions solve and others do not (`pass_rate`)."""
+    """Choice of tasks after one pass over all of them: further passes in new orders (`order`), or
+    more often the tasks that only some sessions solve (`pass_rate`)."""
     staleness: NonNegativeInt = 0
-    """Most versions that a session may be behind when it is trained on; 0: synchronous."""
+    """Maximum policy versions between sampling a session and training on it; 0: synchronous."""
     pause: PauseMode = PauseMode.WAIT
     """Handling of running model calls when new weights are loaded."""
     publish_s: PositiveFloat = 300.0
-    """Seconds that one replica may take for new weights, and the gateways for a pause."""
+    """Timeout in seconds for a replica to load new weights, and for the gateways to pause."""
     checkpoint_every: PositiveInt = 1
-    """Steps between two checkpoints; steps after the last one are repeated by a resumed run."""
+    """Steps between checkpoints; a resumed run repeats the steps after the last checkpoint."""
     keep: PositiveInt = 3
-    """Checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     seed: NonNegativeInt = 0
     """Seed of the order of tasks, of the sampling and of the updates."""
     minutes: PositiveFloat | None = None
-    """Stop training early, so that the last evaluation ends within this time; None: never."""
+    """Time limit of a run in minutes, which includes the last evaluation; None: no limit."""
 
 
 class Lora(Config, frozen=True):
-    """A low-rank adapter (LoRA, arXiv 2106.09685): only it is trained."""
+    """A low-rank adapter (LoRA, arXiv 2106.09685), trained instead of the model's weights."""
 
     rank: PositiveInt = 16
     """Rank of the update of each matrix."""
     alpha: PositiveInt = 32
-    """The update is scaled by this, divided by `rank`."""
+    """Scale of the update, which is multiplied by `alpha / rank`."""
     targets: tuple[str, ...] = ()
-    """Names of the linear layers that get one, such as `q_proj`; none: all but the output layer."""
+    """Names of the linear layers to adapt, such as `q_proj`; empty: all but the output layer."""
     publish: Literal["merged", "adapter"] = "merged"
-    """Weights sent to engines: merged with the adapter, or the adapter alone (vLLM)."""
+    """Weights sent to engines: those of the model with the adapter merged, or the adapter alone
+    (vLLM only)."""
 
 
 class TrainConfig(Config, frozen=True, kw_only=True):
     """A training run. Relative paths, except `out`, are relative to the file."""
 
     model: Path | None = None
-    """Hugging Face folder of the first weights; None: the tiny one of the demo."""
+    """Hugging Face folder of the initial model; None: the demo's tiny model."""
     tasks: TaskSource
     """Tasks to train on."""
     heldout: HeldOut | None = None
@@ -104,37 +104,37 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     template: dict[str, Any]
     """Fields shared by all tasks (harness, runtime, limits ...), as in a task-set file."""
     engine: EngineSettings = EngineSettings()
-    """The engine; `engine.model` is left out, and `engine.tokenizer` is the model's by default."""
+    """The engine; `engine.model` must be left out, `engine.tokenizer` defaults to the model's."""
     server: str | None = None
     """URL of a running server whose nodes run the sessions (its token is `TUGLINE_TOKEN`); None: a
-    server with one node in this process. `node` and `gateway` are those of that node."""
+    server with one node in this process, configured by `node` and `gateway`."""
     device: str | None = None
     """Device of the trainer and of an engine in this process; None: a GPU if there is one."""
     fsdp: bool = False
     """Under torchrun, shard the model over all processes (FSDP2) instead of copying it to each."""
     lora: Lora | None = None
-    """Train an adapter with PEFT; None: all weights."""
+    """Adapter to train with PEFT; None: all weights are trained."""
     window: PositiveInt | None = None
     """Context window of an engine in this process, in tokens; None: the model's."""
     node: NodeSettings = NodeSettings()
     """The node that runs the sessions."""
     gateway: GatewaySettings = GatewaySettings()
-    """Its gateway."""
+    """The node's gateway."""
     grpo: GrpoConfig = GrpoConfig()
-    """The update."""
+    """Settings of the updates."""
     schedule: Schedule = Schedule()
-    """Steps, staleness, checkpoints."""
+    """Number of steps, staleness and checkpoints."""
     metrics: tuple[PluginSpec, ...] = ()
     """Sinks for metrics besides the console and `metrics.jsonl`: `plots`, `tensorboard`, `wandb`,
     `trackio`."""
     out: Path | None = None
-    """Folder of the run, relative to where the command is started; None: `--out` names it."""
+    """Folder of the run, relative to the current directory; None: given by `--out`."""
 
     def __post_init__(self) -> None:
-        """Check what two sections say about each other. Raises `ConfigError`."""
+        """Check constraints between sections. Raises `ConfigError`."""
         super().__post_init__()
         if self.engine.model is not None:
-            msg = f"engine.model is {str(self.engine.model)!r}: leave it out, `model` names it"
+            msg = f"engine.model is {str(self.engine.model)!r}: leave it out and set `model`"
             raise ConfigError(msg, "engine.model")
         if self.server is not None and not self.engine.urls:
             msg = "engine.urls is empty: the nodes of `server` need an engine that they can reach"
@@ -147,20 +147,20 @@ class TrainConfig(Config, frozen=True, kw_only=True):
         ):
             msg = (
                 "lora.publish is 'adapter': it needs engine.urls, no server, and schedule.pause"
-                " 'wait' or 'abort', since a kept answer would end under the adapter it began with"
+                " 'wait' or 'abort', because a kept answer would continue with the old adapter"
             )
             raise ConfigError(msg, "lora.publish")
         stale = self.grpo.max_staleness
         if stale is not None and stale < self.schedule.staleness:
             msg = (
                 f"grpo.max_staleness is {stale}, must be at least schedule.staleness, which is"
-                f" {self.schedule.staleness}: tokens would be sampled to be thrown away"
+                f" {self.schedule.staleness}: older tokens would be sampled and then discarded"
             )
             raise ConfigError(msg, "grpo.max_staleness")
 
     @property
     def publishes_adapter(self) -> bool:
-        """Whether engines get the adapter by itself."""
+        """Whether engines receive the adapter alone."""
         return self.lora is not None and self.lora.publish == "adapter"
 
 
@@ -169,7 +169,7 @@ def read_config(
 ) -> TrainConfig:
     """Read the file at `path` with its paths made absolute. Raises `ConfigError`.
 
-    `server` and `engines` replace the addresses of the file.
+    `server` and `engines` override the addresses in the file.
     """
     config, folder = load(path, TrainConfig), path.absolute().parent
     model = default_model if config.model is None else folder / config.model.expanduser()
@@ -178,7 +178,7 @@ def read_config(
     if urls:
         tokenizer = model if tokenizer is None else folder / tokenizer.expanduser()
     elif tokenizer is not None:
-        msg = f"{path}: engine.tokenizer is for an engine at engine.urls; a model brings its own"
+        msg = f"{path}: engine.tokenizer needs engine.urls; else the model's tokenizer is used"
         raise ConfigError(msg, "engine.tokenizer")
     engine = replace(config.engine, urls=urls, tokenizer=tokenizer)
     return replace(config, server=server or config.server, model=model, engine=engine)
@@ -188,7 +188,7 @@ def read_config(
 def store_config(folder: Path, config: Config) -> None:
     """Store the configuration. Raises `UsageError` if the folder belongs to another run.
 
-    Only where figures go, how long to train, the devices, and addresses may change.
+    Only the sinks, the length of the training, the devices and the addresses may change.
     """
     path = folder / CONFIG
     if path.exists():
@@ -206,12 +206,12 @@ def store_config(folder: Path, config: Config) -> None:
 
 
 def name_run(folder: Path) -> str:
-    """Return a name that no other run has; made once, so that a resumed run keeps it."""
+    """Return the unique name of a run, stored in `folder` so that a resumed run keeps it."""
     return read_or_make(folder / "name", lambda: f"{secrets.token_hex(4)}.")
 
 
 def _comparable(name: str, section: object) -> object:
-    """Return a section without what may differ in a resumed run."""
+    """Return a section without the fields that may change in a resumed run."""
     if isinstance(section, EngineSettings):
         return replace(section, urls=("http://elsewhere",) if section.urls else ())
     if name == "server":

@@ -1,8 +1,8 @@
 """Measure a policy on tasks: pass@1, pass@k, intervals, failures, and paired comparisons.
 
-An attempt counts once it has a reward; a session that failed for a reason that says nothing about
-the policy is listed by its cause and is in no denominator (I5). Tasks are the unit of every
-interval, because attempts at one task resemble each other. No torch here.
+Only attempts with a reward count. A session that failed for a reason unrelated to the policy is
+listed by its cause and is in no denominator (I5). Intervals are over tasks, not attempts, because
+attempts at the same task are correlated. This module does not import torch.
 """
 
 import math
@@ -19,13 +19,13 @@ from tugline.protocol import ResultView
 from tugline.types import Failure, is_pass
 
 _Z = 1.96
-"""Of 95 % intervals."""
+"""Normal quantile of 95 % intervals."""
 Rates = npt.NDArray[np.float64]
-"""Estimates by task, shape ``(tasks,)``."""
+"""Estimate for each task, shape ``(tasks,)``."""
 
 
 class Attempt(NamedTuple):
-    """A session of a task; `reward` is None if the session does not count for the policy."""
+    """A session of a task; `reward` is None if the session is not counted."""
 
     task: str
     reward: float | None
@@ -45,21 +45,21 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Results on a set of tasks."""
 
     pass_at: dict[int, Estimate]
-    """By k: the chance that one of k attempts solves a task, averaged over tasks that have k."""
+    """Probability that one of k attempts solves a task, by k; mean over tasks with at least k."""
     reward: float | None
     """Mean over attempts; None without any."""
     attempts: int
-    """With a reward."""
+    """Attempts with a reward."""
     unrewarded: int
-    """Sessions without one; they are in no estimate."""
+    """Sessions without a reward; they are in no estimate."""
     by_tag: dict[str, Estimate] = {}
-    """pass@1 of the tasks with a tag, by ``name=value``."""
+    """pass@1 of the tasks with each tag, by ``name=value``."""
     failures: dict[str, int] = {}
-    """Sessions by the cause of their failure, those that count for the policy included."""
+    """Number of failed sessions by cause, including those with a reward."""
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """pass@1 now minus pass@1 earlier, over the tasks that both have."""
+    """Difference in pass@1, now minus earlier, over the tasks of both runs."""
 
     difference: Estimate
     better: int
@@ -74,14 +74,14 @@ class VersionScore(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     evaluation: Evaluation
     mixed: int
-    """Sessions with tokens of another version; none, unless a replica was restarted."""
+    """Sessions with tokens of another version; 0 unless a replica was restarted."""
     sampled: int
-    """Tokens."""
+    """Number of sampled tokens."""
     seconds: float
 
 
 def pass_at_k(attempts: int, passed: int, k: int) -> float:
-    """Estimate the chance that one of `k` attempts passes, from at least `k` of them.
+    """Estimate the probability that one of `k` attempts passes, from at least `k` attempts.
 
     ``1 - C(n - c, k) / C(n, k)`` is unbiased (Chen et al. 2021, arXiv 2107.03374, eq. 1).
     """
@@ -97,31 +97,31 @@ def evaluate(
     k: int = 1,
     tags: Mapping[str, Mapping[str, str]] = {},
 ) -> Evaluation:
-    """Sum up attempts, with pass@1 and pass@j for the powers of two `j` up to `k`, and for `k`.
+    """Summarize attempts, with pass@j for every power of two `j` up to `k`, and for `k` itself.
 
-    A task with fewer than `j` rewarded attempts is not in pass@j. `tags` are those of each task.
+    A task with fewer than `j` rewarded attempts is not in pass@j. `tags` has the tags of each task.
     """
-    known = list(attempts)
-    rewards = [one.reward for one in known if one.reward is not None]
-    counts = _count(known)
+    sessions = list(attempts)
+    rewards = [session.reward for session in sessions if session.reward is not None]
+    counts = _count(sessions)
     groups: dict[str, list[_Count]] = {}
     for task, count in counts.items():
         for name, value in tags.get(task, {}).items():
             groups.setdefault(f"{name}={value}", []).append(count)
     rates = {size: _rates(counts.values(), size) for size in _sizes(k)}
-    lost = [one.failure for one in known if one.failure]
+    failures = [session.failure for session in sessions if session.failure]
     return Evaluation(
         pass_at={size: estimate(each) for size, each in rates.items() if len(each)},
         reward=sum(rewards) / len(rewards) if rewards else None,
         attempts=len(rewards),
-        unrewarded=len(known) - len(rewards),
+        unrewarded=len(sessions) - len(rewards),
         by_tag={tag: estimate(_rates(groups[tag], 1)) for tag in sorted(groups)},
-        failures=dict(Counter(str(one.cause or one.boundary) for one in lost)),
+        failures=dict(Counter(str(failure.cause or failure.boundary) for failure in failures)),
     )
 
 
 def _sizes(k: int) -> list[int]:
-    """Powers of two up to `k`, and `k`."""
+    """Return the powers of two up to `k`, and `k`."""
     return sorted({k, *(1 << i for i in range(k.bit_length()))})
 
 
@@ -131,14 +131,14 @@ def compare(
     """Compare two runs task by task. Raises `UsageError` if they have no task in common.
 
     The interval is that of Bonett and Price (2012, J. Educ. Behav. Stat. 37, 479) for paired
-    proportions, which adds one pair for and one against, applied to each task's difference of
-    rates; so it is never of width 0, also where all tasks ended as before.
+    proportions, which adds one pair in each direction, applied to the tasks' differences of rates.
+    Its width is never 0, even if no task's rate changed.
     """
     counts, before = _count(now), _count(earlier)
     shared = [task for task in counts if task in before]
     if not shared:
         raise UsageError("the two runs have no rewarded task in common: run the same task set")
-    first, second = (_rates([found[task] for task in shared], 1) for found in (counts, before))
+    first, second = (_rates([run[task] for task in shared], 1) for run in (counts, before))
     gaps = first - second
     size = len(gaps) + 2
     centre = float(gaps.sum()) / size
@@ -151,9 +151,9 @@ def compare(
 def estimate(rates: Rates) -> Estimate:
     """Average the rates of at least one task.
 
-    The interval is Wilson's if each rate is 0 or 1. Else it is that of Agresti and Coull (1998,
-    Am. Stat. 52, 119), which adds two solved and two unsolved tasks, with the variance of the rates
-    in place of a coin's; unlike a bootstrap's it has a width also for few tasks.
+    The interval is Wilson's if each rate is 0 or 1. Otherwise it is that of Agresti and Coull
+    (1998, Am. Stat. 52, 119), which adds two solved and two unsolved tasks, with the variance of
+    the rates in place of the binomial one. Its width is not 0 for few tasks, unlike a bootstrap's.
     """
     size, total = len(rates), float(rates.sum())
     if np.isin(rates, (0.0, 1.0)).all():
@@ -166,7 +166,7 @@ def estimate(rates: Rates) -> Estimate:
 
 
 def wilson(passed: int, n: int) -> tuple[float, float]:
-    """Wilson's 95 % score interval for a pass rate; (0, 1) without attempts.
+    """Return Wilson's 95 % score interval for a pass rate; (0, 1) without attempts.
 
     Unlike the normal approximation it stays within 0 and 1 and holds for few attempts
     (E. B. Wilson 1927, J. Am. Stat. Assoc. 22, 209).
@@ -181,12 +181,12 @@ def wilson(passed: int, n: int) -> tuple[float, float]:
 
 
 _Count = tuple[int, int]
-"""Numbers of attempts at a task with a reward, and of those that passed."""
+"""Number of rewarded attempts at a task, and number of passed attempts."""
 
 
 def _count(attempts: Iterable[Attempt | ResultView]) -> dict[str, _Count]:
-    """Rewarded attempts of each task that has any, in the order of the tasks."""
-    rewarded = [(one.task, one.reward) for one in attempts if one.reward is not None]
+    """Return the counts of each task with a rewarded attempt, in order of first appearance."""
+    rewarded = [(a.task, a.reward) for a in attempts if a.reward is not None]
     passed = Counter(task for task, reward in rewarded if is_pass(reward))
     number = Counter(task for task, _ in rewarded)
     return {task: (count, passed[task]) for task, count in number.items()}
@@ -203,12 +203,12 @@ def format_estimate(mean: Estimate) -> str:
 
 
 def summarize(evaluation: Evaluation) -> Sequence[tuple[str, str]]:
-    """Return the rows of a report: what was measured, and its value."""
-    rows = [(f"pass@{k}", format_estimate(one)) for k, one in evaluation.pass_at.items()]
+    """Return the rows of a report: names and values."""
+    rows = [(f"pass@{k}", format_estimate(mean)) for k, mean in evaluation.pass_at.items()]
     if evaluation.reward is not None:
         rows.append(("mean reward", f"{evaluation.reward:.3f} over {evaluation.attempts} attempts"))
     if evaluation.unrewarded:
         rows.append(("without a reward", f"{evaluation.unrewarded} sessions, not counted"))
-    rows += [(tag, format_estimate(one)) for tag, one in evaluation.by_tag.items()]
+    rows += [(tag, format_estimate(mean)) for tag, mean in evaluation.by_tag.items()]
     rows += [(f"failed: {cause}", f"{n} sessions") for cause, n in evaluation.failures.items()]
     return rows

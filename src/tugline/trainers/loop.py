@@ -1,18 +1,17 @@
-"""The training loop: sample groups, update the policy, publish it, evaluate, survive any death.
+"""The training loop: sample groups, update the policy, publish it, evaluate; resume after a kill.
 
-Step n trains on batch n. Batch n + s is submitted once the weights of step n - 1 are published,
-with s the bound on staleness, and its tasks are chosen from what was trained by then: at most s + 1
-batches are started and not yet trained, no token is older than s versions, and no finished group is
-thrown away. Batches are trained in the order in which they started, so long tasks are not left
-behind. With s = 0, sampling and training take turns.
+Step n trains on batch n. With staleness bound s, batch n + s is submitted once the weights of step
+n - 1 are published; its tasks are chosen from the results of the steps until then. So at most s + 1
+batches are submitted and not yet trained, no token is older than s versions, and no finished group
+is discarded. Batches are trained in the order of submission, so long tasks are not postponed. With
+s = 0, sampling and training alternate.
 
-Order of writes (I3). A session counts once its result is in the store, a step once its checkpoint
-has been renamed into place, and the checkpoint comes before the weights are published. A resumed
-run loads the newest checkpoint, which names the tasks of the next batches, finds their finished
-sessions in the store and runs the rest: no prompt is skipped and none is trained twice. A step that
-is repeated has the same results, and so leads to the same choices.
-Versions are never used again: if weights had been published after the checkpoint, those of the
-checkpoint get a new number.
+Order of writes (I3). A session is done once its result is in the store, a step once its checkpoint
+has been renamed into place; the checkpoint is written before the weights are published. A resumed
+run loads the newest checkpoint, which names the tasks of the next batches, reads the results of
+their finished sessions from the store and runs the others: no prompt is skipped or trained on
+twice. A repeated step has the same results, and so the same next tasks. Version numbers are never
+reused: if weights were published after the checkpoint, its weights get a new number.
 """
 
 import asyncio
@@ -69,15 +68,15 @@ from tugline.trainers.sinks import Sinks
 from tugline.types import Call, Task, Trajectory
 
 WEIGHTS = "weights"
-"""Weights on their way to engines elsewhere."""
+"""Subfolder of the weights that engines at ``engine.urls`` load."""
 _WATCH_S = 5.0
-"""Between two looks at the versions of replicas elsewhere, and two attempts to publish."""
+"""Seconds between checks of the replicas' versions, and between attempts to publish."""
 _PROBE_IDS = 1024
 Report = Callable[[str], None]
 
 
 class _Learned(NamedTuple):
-    """Effect of a step on the weights."""
+    """Results of a training step."""
 
     report: StepReport
     rollout: RolloutFigures
@@ -88,9 +87,9 @@ class _Learned(NamedTuple):
 async def train(
     config: TrainConfig, batches: TaskBatches, folder: Path, sinks: Sinks, report: Report
 ) -> TrainSummary:
-    """Run to the end in `folder`, from its newest checkpoint; `report` takes lines for people.
+    """Train to the end in `folder`, from its newest checkpoint; `report` gets progress messages.
 
-    May be cancelled or killed at any point and called again. Raises `TuglineError`.
+    It may be cancelled or killed at any point and called again. Raises `TuglineError`.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder_lock(folder, instead="choose another --out"))
@@ -116,7 +115,7 @@ async def train(
 
 @dataclass(eq=False)
 class TrainingLoop:
-    """The steps of a run, once everything is up."""
+    """The steps of a run, with its models, replicas and server open."""
 
     config: TrainConfig
     batches: TaskBatches
@@ -134,7 +133,7 @@ class TrainingLoop:
         self._began, self._earlier_s = time.monotonic(), self.state.elapsed_s
         self._submitted = self.state.step
         self.state = self._choose(self.state)
-        # malloc keeps a step's memory for each thread that ran one, so all have the same
+        # malloc keeps freed memory per thread, so all steps run in the same thread
         self._learner = ThreadPoolExecutor(1, "learner")
         self._evaluation: asyncio.Task[None] | None = None
         self._published: tuple[Path, int] | None = None
@@ -143,7 +142,7 @@ class TrainingLoop:
         self._step_s = 0.0
 
     async def run(self) -> TrainSummary:
-        """Run what is missing: first weights, steps, evaluations."""
+        """Publish the first weights, and run the remaining steps and evaluations."""
         restoring = asyncio.create_task(self._restore_replicas(), name="restore-replicas")
         try:
             await self._publish_first()
@@ -165,7 +164,7 @@ class TrainingLoop:
         return TrainSummary(state=self.state, change=await self._compare_scores())
 
     async def _publish_first(self) -> None:
-        """Bring every replica to the weights of the checkpoint, whatever it has now."""
+        """Load the weights of the checkpoint into every replica."""
         known = (await self.server.weights()).version
         if known > self.state.version:
             self.state = replace(self.state, version=known + 1)
@@ -174,7 +173,7 @@ class TrainingLoop:
 
     # ----------------------------------------------------------------------- a step
     async def _step(self) -> None:
-        """Train on the next batch; see the module."""
+        """Train on the next batch, as described in the module."""
         began, number, version = time.monotonic(), self.state.step + 1, self.state.version
         await self._submit(min(number + self._schedule.staleness, self._schedule.steps))
         results, calls = await self._collect(number)
@@ -183,9 +182,9 @@ class TrainingLoop:
         event_loop = asyncio.get_running_loop()
         learned = await event_loop.run_in_executor(self._learner, self._learn, results, calls)
         figures = flatten(learned.rollout, "rollout") | flatten(learned.report, "update")
-        # A name for each version would be new figures at each step, without end.
+        # Figures by version are left out: every step would add new names.
         lasting = {name: value for name, value in figures.items() if "/by_version/" not in name}
-        await self._finish_evaluation()  # it is pinned to the weights that are served until now
+        await self._finish_evaluation()  # it needs the weights that are still served
         self.sinks.log(number, {"version": float(version)} | lasting)
         self._count(learned, results)
         if number % self._schedule.checkpoint_every == 0:
@@ -200,19 +199,19 @@ class TrainingLoop:
             self.sinks.alarm(number, name, text)
 
     async def _submit(self, last: int) -> None:
-        """Submit the batches up to `last`; earlier ones are left as they are."""
+        """Submit the batches up to `last` that have not been submitted."""
         for number in range(self._submitted + 1, last + 1):
             await self.server.submit(self._batch(number))
         self._submitted = max(self._submitted, last)
 
     async def _collect(self, number: int) -> tuple[list[Trajectory], list[Call]]:
-        """Wait for the sessions of a batch. Raises `EngineError` if not one got through."""
+        """Wait for the sessions of a batch. Raises `EngineError` if none earned a reward."""
         tasks = self._batch(number)
         results = await self._run(tasks, f"step {number}")
-        if not any(one.reward for one in results):
-            failed = next((one.failure for one in results if one.failure), None)
-            reason = f"{failed.boundary}: {failed.message}" if failed else "all were cancelled"
-            msg = f"no session of step {number} earned a reward; the first failed in the {reason}"
+        if not any(result.reward for result in results):
+            failed = next((result.failure for result in results if result.failure), None)
+            first = f"the first failed in the {failed.boundary}: {failed.message}" if failed else ""
+            msg = f"no session of step {number} earned a reward; {first or 'all were cancelled'}"
             raise EngineError(msg)
         if isinstance(self.server, RemoteServer):  # recordings stay on the nodes
             return results, []
@@ -222,7 +221,7 @@ class TrainingLoop:
         )
 
     async def _run(self, tasks: Sequence[Task], name: str) -> list[Trajectory]:
-        """Run what is missing of these tasks; return all of their results."""
+        """Run the unfinished sessions of `tasks`; return the results of all sessions."""
         return await self.server.run(
             tasks, lambda done, total: self.report(f"{name}: session {done} of {total}")
         )
@@ -230,7 +229,7 @@ class TrainingLoop:
     def _learn(self, results: Sequence[Trajectory], calls: Sequence[Call]) -> _Learned:
         began, version = time.monotonic(), self.state.version
         rollout = measure_rollout(results, calls, version=version)
-        traces = [trace for one in results for trace in one.traces if trace.mask.any()]
+        traces = [trace for result in results for trace in result.traces if trace.mask.any()]
         longest = max(traces, key=lambda trace: int(trace.mask.sum()), default=None)
         ids = None if longest is None else longest.ids[:_PROBE_IDS]
         before = None if ids is None else self._trainer.score(ids)
@@ -244,7 +243,7 @@ class TrainingLoop:
         return self.batches.batch(number, self.state.chosen[number])
 
     def _choose(self, state: TrainState) -> TrainState:
-        """Choose tasks for the batches that are submitted next, unless they have been chosen."""
+        """Choose the tasks of the batches to submit next, unless already chosen."""
         ahead = range(state.step + 1, state.step + self._schedule.staleness + 2)
         chosen = {
             number: state.chosen.get(number) or self.batches.choose(number, state.pass_rates)
@@ -253,7 +252,7 @@ class TrainingLoop:
         return replace(state, chosen=chosen)
 
     def _count(self, learned: _Learned, results: Sequence[Trajectory]) -> None:
-        """Count a step as trained, and choose a further batch."""
+        """Add a trained step to the totals, and choose the tasks of another batch."""
         done, report, rollout = self.state, learned.report, learned.rollout
         known = () if rollout.entropy is None else (rollout.entropy,)
         number = done.step + 1
@@ -275,11 +274,11 @@ class TrainingLoop:
         self.state = self._choose(counted)
 
     def _save(self) -> None:
-        """Save a checkpoint of the step, or the state into the one that is there."""
+        """Save a checkpoint of the step, or update the state in its existing checkpoint."""
         folder, state = self.folder / CHECKPOINTS, replace(self.state, elapsed_s=self._elapsed_s())
         path = checkpoint.path_of(folder, state.step)
         extra = msgspec.to_builtins(state, str_keys=True)
-        if path.exists():  # what came after it, such as an evaluation
+        if path.exists():  # for later results, such as an evaluation
             checkpoint.update(path, version=state.version, extra=extra)
         else:
             self._trainer.save(folder, state.step, state.version, extra, self._schedule.keep)
@@ -290,7 +289,7 @@ class TrainingLoop:
         write_model_folder(weights, self.models.served, source, self.folder / MODEL)
 
     async def _publish(self, probe: Probe | None) -> Publication:
-        """Bring the trainer's weights to every replica."""
+        """Publish the trainer's weights to every replica."""
         folder = (self.folder / WEIGHTS / f"v{self.state.version}").absolute()
         if self.config.engine.urls:
             await asyncio.to_thread(write_model, self.config, self.models, folder)
@@ -302,14 +301,14 @@ class TrainingLoop:
         return publication
 
     async def _publish_folder(self, folder: Path, version: int, probe: Probe | None) -> Publication:
-        """Publish; again, if a replica or a node is lost meanwhile, for `publish_s`."""
+        """Publish, and retry for `publish_s` seconds if a replica or a node is lost meanwhile."""
         deadline = time.monotonic() + self._schedule.publish_s
         while True:
             try:
                 return await self._publisher.publish(folder, version, probe)
             except EngineError as error:
-                elsewhere = self.config.engine.urls and error.status is None
-                if not elsewhere or time.monotonic() > deadline:
+                retryable = self.config.engine.urls and error.status is None
+                if not retryable or time.monotonic() > deadline:
                     raise
                 self.report(f"publishing version {version} again: {error}")
                 await asyncio.sleep(_WATCH_S)
@@ -319,14 +318,14 @@ class TrainingLoop:
         while True:
             await asyncio.sleep(_WATCH_S)
             async with self._publishing:
-                with contextlib.suppress(EngineError):  # it is away: the next look finds it
+                with contextlib.suppress(EngineError):  # unavailable: checked again later
                     if self._published and await self._publisher.find_outdated(self._published[1]):
                         self.report("a replica was restarted; loading its weights again")
                         await self._publisher.publish(*self._published)
 
     # ----------------------------------------------------------------------- evaluation
     def _start_evaluation(self, *, last: bool = False) -> None:
-        """Start to evaluate the published weights, if they are due and not evaluated yet."""
+        """Start evaluating the published weights if an evaluation is due and not done."""
         plan, step = self.config.heldout, self.state.step
         known = any(score.step == step for score in self.state.scores)
         due = plan is not None and (last or step % plan.every == 0)
@@ -342,14 +341,14 @@ class TrainingLoop:
         began, step, version = time.monotonic(), self.state.step, self.state.version
         results = await self._run(self.batches.evaluation(version), f"held out, step {step}")
         sampled_by = [
-            {span.version for trace in one.traces for span in trace.spans} for one in results
+            {span.version for trace in result.traces for span in trace.spans} for result in results
         ]
         score = VersionScore(
             step=step,
             version=version,
             evaluation=evaluate(_attempts(results), k=self.batches.samples),
             mixed=sum(not versions <= {version} for versions in sampled_by),
-            sampled=sum(one.ledger.sampled for one in results),
+            sampled=sum(result.ledger.sampled for result in results),
             seconds=time.monotonic() - began,
         )
         self.state = replace(self.state, scores=(*self.state.scores, score))
@@ -382,8 +381,8 @@ class TrainingLoop:
 
 
 def _attempts(results: Sequence[Trajectory]) -> list[Attempt]:
-    """Return attempts at held-out tasks, whose names are the same for every version."""
+    """Return attempts at held-out tasks, under names that do not contain the version."""
     return [
-        Attempt(one.task.partition("-")[2], one.reward.value if one.reward else None, one.failure)
-        for one in results
+        Attempt(r.task.partition("-")[2], r.reward.value if r.reward else None, r.failure)
+        for r in results
     ]

@@ -1,4 +1,4 @@
-"""Figures of a run and of a step's sessions, and the alarms that these and the update ring."""
+"""Figures of a run and of a step's sessions, and the alarms raised from figures."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,15 +17,15 @@ class TrainState(msgspec.Struct, frozen=True, kw_only=True):
     """Position of a run and its totals; part of every checkpoint."""
 
     step: int = 0
-    """Steps trained: batches up to this one are done."""
+    """Number of trained steps; batches up to this number are done."""
     version: int = 0
-    """Of the weights."""
+    """Version of the weights."""
     chosen: dict[int, tuple[int, ...]] = {}
-    """Tasks of the next batches, started or not, by step: their numbers in the set."""
+    """Numbers in the task set of the next batches' tasks, by step; submitted or not."""
     pass_rates: dict[int, float] = {}
-    """With `choose: pass_rate`, moving averages over the groups of a task, by its number."""
+    """Moving average of each task's pass rate, by its number; with `choose: pass_rate` only."""
     ledger: Ledger = Ledger()
-    """Of the training sessions."""
+    """Ledger of the training sessions."""
     sessions: int = 0
     failed: int = 0
     """Sessions without a reward."""
@@ -33,63 +33,63 @@ class TrainState(msgspec.Struct, frozen=True, kw_only=True):
     tokens_forwarded: int = 0
     training_s: float = 0.0
     elapsed_s: float = 0.0
-    """Wall clock up to the checkpoint, over all processes of the run."""
+    """Wall-clock time up to the checkpoint, summed over all starts of the run."""
     entropies: tuple[float, ...] = ()
-    """Of each step that had any."""
+    """Entropy of each step for which it is known."""
     scores: tuple[VersionScore, ...] = ()
     """Evaluations, in order."""
 
 
 class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a run."""
+    """Result of a run."""
 
     state: TrainState
     change: Comparison | None
-    """pass@1 on the held-out tasks, last minus first weights."""
+    """Difference in held-out pass@1, last minus first weights; None without two evaluations."""
 
 
 class RolloutFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of a step's sessions. Shares are of model calls; None without any."""
+    """Statistics of a step's sessions. Shares of model calls are None without any call."""
 
     sessions: int
     failed: int
     """Sessions without a reward."""
     groups: int
     signal: int
-    """Groups whose sessions did not all earn the same."""
+    """Groups whose sessions did not all earn the same reward."""
     reward: float | None
     """Mean over rewarded sessions."""
     passed: float | None
     """Share of rewarded sessions that solved their task."""
     sampled: int
-    """Tokens."""
+    """Number of sampled tokens."""
     turns: float
-    """Model calls in the traces of a session."""
+    """Mean number of model calls in the traces of a session."""
     tool_calls: float | None
     """Share of calls that offered tools in which the model called one."""
     malformed: float | None
-    """Share of calls with a tool call that names no offered tool, has arguments that are no JSON
-    object, or was not recognised in the text."""
+    """Share of calls with a malformed tool call: it names no offered tool, its arguments are not a
+    JSON object, or it was left unparsed in the text."""
     truncated: float | None
     """Share of calls that ended at their token limit."""
     entropy: float | None
-    """Mean of minus the captured logprob over trained tokens: an unbiased estimate of the entropy
-    of the sampling distribution, nats."""
+    """Mean negative captured logprob of the trained tokens in nats: an unbiased estimate of the
+    entropy of the sampling distribution."""
     staleness: float | None
-    """Versions between sampling and training, mean over trained tokens."""
+    """Mean number of versions between sampling and training, over trained tokens."""
     staleness_max: int | None
 
 
 def measure_rollout(
     trajectories: Sequence[Trajectory], calls: Sequence[Call], *, version: int
 ) -> RolloutFigures:
-    """Measure the sessions of a step that weights `version` are about to be trained on."""
+    """Measure the sessions of a step, before the weights of `version` are trained on them."""
     offered = [call for call in calls if call.tools]
-    rewards = [one.reward.value for one in trajectories if one.reward is not None]
+    rewards = [each.reward.value for each in trajectories if each.reward is not None]
     groups: dict[str, set[float]] = {}
-    for one in trajectories:
-        groups.setdefault(one.task, set()).update([one.reward.value] if one.reward else [])
-    traces = [trace for one in trajectories for trace in one.traces]
+    for each in trajectories:
+        groups.setdefault(each.task, set()).update([each.reward.value] if each.reward else [])
+    traces = [trace for each in trajectories for trace in each.traces]
     logprobs = [trace.logprobs[trace.mask] for trace in traces]
     spans = [span for trace in traces for span in trace.spans if span.masked is None]
     lengths = np.array([span.end - span.start for span in spans], np.int64)
@@ -101,8 +101,8 @@ def measure_rollout(
         signal=sum(len(values) > 1 for values in groups.values()),
         reward=_mean(rewards),
         passed=_mean([float(is_pass(reward)) for reward in rewards]),
-        sampled=sum(one.ledger.sampled for one in trajectories),
-        turns=sum(len({s.call for t in one.traces for s in t.spans}) for one in trajectories)
+        sampled=sum(each.ledger.sampled for each in trajectories),
+        turns=sum(len({s.call for t in each.traces for s in t.spans}) for each in trajectories)
         / max(1, len(trajectories)),
         tool_calls=_mean([float(bool(c.answer and c.answer.tool_calls)) for c in offered]),
         malformed=_mean([float(_is_malformed(call)) for call in offered]),
@@ -114,7 +114,7 @@ def measure_rollout(
 
 
 _MARKUP = ("<tool_call", "<function=", "<|tool_call", "<minimax:tool_call", "[TOOL_CALLS]", "DSML")
-"""Beginnings of tool calls in the templates of open models."""
+"""Start markers of tool calls in the templates of open models."""
 
 
 def _is_malformed(call: Call) -> bool:
@@ -122,8 +122,8 @@ def _is_malformed(call: Call) -> bool:
         return False
     names = {tool.name for tool in call.tools}
     return any(mark in call.answer.content for mark in _MARKUP) or any(
-        one.name not in names or not isinstance(decode_arguments(one.arguments), dict)
-        for one in call.answer.tool_calls
+        tool.name not in names or not isinstance(decode_arguments(tool.arguments), dict)
+        for tool in call.answer.tool_calls
     )
 
 
@@ -132,7 +132,7 @@ def _mean(values: Sequence[float] | np.ndarray[Any, Any]) -> float | None:
 
 
 def flatten(value: msgspec.Struct, prefix: str = "") -> dict[str, float]:
-    """Return every number in a struct, with names such as ``update/ledger/trained``."""
+    """Return every finite number in a struct by name, such as ``update/ledger/trained``."""
     return dict(_numbers(prefix, msgspec.to_builtins(value, str_keys=True)))
 
 
@@ -146,7 +146,7 @@ def _numbers(name: str, value: Any) -> Iterable[tuple[str, float]]:
 
 # --------------------------------------------------------------------------- alarms
 _COLLAPSE = 0.1
-"""Share of the first steps' entropy below which it has collapsed."""
+"""Share of the first steps' mean entropy below which the entropy has collapsed."""
 _FIRST = 5
 _MALFORMED, _MISMATCH, _TOOL_CALLS = 0.2, 0.1, 0.01
 
@@ -154,9 +154,9 @@ _MALFORMED, _MISMATCH, _TOOL_CALLS = 0.2, 0.1, 0.01
 def find_alarms(
     rollout: RolloutFigures, ledger: Ledger, publish: Publication, entropies: Sequence[float]
 ) -> dict[str, str]:
-    """Return the alarms of a step by name: what is wrong, with its likely cause.
+    """Return the alarms of a step by name, each with its likely cause.
 
-    `entropies` are those of all steps so far, this one included.
+    `entropies` are those of all steps so far, including this one.
     """
     alarms: dict[str, str] = {}
     if ledger.trained == 0:
@@ -167,7 +167,7 @@ def find_alarms(
     if rollout.signal == 0:
         earned = rollout.reward or 0.0
         alarms["no_signal"] = (
-            f"no group has a signal, the sessions of each earned the same (mean {earned:.2f}):"
+            f"no group has a signal: rewards are equal within each (mean {earned:.2f});"
             " the tasks are too hard or too easy, or the evaluator fails"
         )
     if rollout.tool_calls is not None and rollout.tool_calls < _TOOL_CALLS:

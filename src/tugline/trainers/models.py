@@ -1,9 +1,9 @@
-"""Parts of a run: the models on the ranks of torchrun, the engine, and the server.
+"""Components of a run: the models on the ranks of torchrun, the engine, and the server.
 
-Rank 0 runs the whole loop. The other ranks only train: what rank 0 calls on its `TrainerGroup`,
-they call, too. The engine is in the process of rank 0 with a copy of the model, or running vLLM or
-SGLang; it gets whole weights, with an adapter added to what it adapts, or the adapter by itself. A
-server of this process has one node; one elsewhere has any number, and outlives the trainer.
+Rank 0 runs the training loop. The other ranks only train: they repeat each call that rank 0 makes
+on its `TrainerGroup`. The engine is in the process of rank 0 with a copy of the model, or a running
+vLLM or SGLang. It receives full weights, with any adapter merged, or the adapter alone. A server in
+this process has one node; a remote server has any number of nodes and outlives the trainer.
 """
 
 import asyncio
@@ -50,15 +50,15 @@ from tugline.trainers.publish import ADAPTER, Publisher, Update, VllmWeightUpdat
 from tugline.types import Ids, Logprobs, Task, Trajectory
 
 _BETWEEN_CALLS = timedelta(days=365)
-"""Rank 0 samples for as long as it takes; if it dies, torchrun ends the others."""
+"""Timeout of other ranks' waits: sampling may take any time; torchrun ends them if rank 0 dies."""
 _LEASE_S = 120.0
-"""Longer than a server's default: this process trains between two renewals of its node."""
+"""Lease time, longer than a server's default, because training delays renewals in this process."""
 _SERVER_S = 600.0
 """Seconds for which a remote server may be unavailable."""
 
 
 class TrainerGroup:
-    """The trainer on all ranks: each method is announced by rank 0, and all ranks run it."""
+    """The trainer on all ranks: rank 0 announces each method call, and all ranks run it."""
 
     def __init__(self, trainer: Grpo) -> None:
         self._trainer = trainer
@@ -67,7 +67,7 @@ class TrainerGroup:
         self._calls = None if world == 1 else dist.new_group(backend="gloo", timeout=_BETWEEN_CALLS)
 
     def step(self, trajectories: Sequence[Trajectory], version: int) -> StepReport:
-        """See `Grpo.step`, which gathers what the ranks bring: the others bring nothing."""
+        """Run `Grpo.step` with the trajectories of rank 0."""
         with self._on_all_ranks("step", (), version):
             return self._trainer.step(trajectories, version=version)
 
@@ -77,7 +77,7 @@ class TrainerGroup:
             return self._trainer.score(ids)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the weights to serve, whole, by the names of the model without an adapter."""
+        """Return the full weights to serve, by their names in the model without an adapter."""
         with self._on_all_ranks("weights"):
             return merge_adapter(self._trainer.model)
 
@@ -103,14 +103,14 @@ class TrainerGroup:
 
     @contextlib.contextmanager
     def _on_all_ranks(self, *call: object) -> Iterator[None]:
-        """Announce a call; another one, or the end, waits until it is over."""
+        """Announce a call; other calls, and `close`, wait until it has finished."""
         with self._busy:
             if self._calls is not None and self._rank == 0:
                 dist.broadcast_object_list([call], src=0, group=self._calls)
             yield
 
     def follow(self) -> None:
-        """Run what rank 0 announces until it closes the group; for the other ranks."""
+        """Run the calls that rank 0 announces until it closes the group; for the other ranks."""
         while True:
             announced: list[Any] = [None]
             dist.broadcast_object_list(announced, src=0, group=self._calls)
@@ -120,14 +120,14 @@ class TrainerGroup:
             getattr(self, name)(*arguments)
 
     def close(self) -> None:
-        """Let the other ranks end, as far as they are still there."""
+        """End the other ranks that are still running."""
         with contextlib.suppress(RuntimeError), self._on_all_ranks():
             pass
 
 
 @torch.no_grad()
 def merge_adapter(model: Any) -> dict[str, torch.Tensor]:
-    """Return whole weights with those of an adapter added; `model` stays as it is."""
+    """Return the full weights with an adapter merged; `model` is not changed."""
     if not hasattr(model, "peft_config"):
         return dict(gather_tensors(model.state_dict()))
     base = model.get_base_model()
@@ -144,11 +144,11 @@ def merge_adapter(model: Any) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Objects that a run holds in memory."""
+    """The trainer, served model and tokenizer of a run."""
 
     trainer: TrainerGroup
     served: PreTrainedModel
-    """The model as it was loaded: a copy for an engine in this process, or the trained one."""
+    """The loaded model: a copy for an engine in this process, else the trained model itself."""
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
 
@@ -174,7 +174,7 @@ def open_models(config: TrainConfig) -> Iterator[Models]:
 def prepare(
     model: torch.nn.Module, lora: Lora | None = None, seed: int = 0, *, fsdp: bool
 ) -> torch.nn.Module:
-    """Give a model a fresh adapter, the same on every rank, and shard it, if configured."""
+    """Add a new adapter, equal on every rank, and shard the model, each if configured."""
     model = model if lora is None else _adapt(model, lora, seed)
     if fsdp and dist.is_initialized():
         shard(model)
@@ -189,7 +189,7 @@ def _adapt(model: Any, lora: Lora, seed: int) -> torch.nn.Module:
         r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM"
     )
     torch.manual_seed(seed)
-    # PEFT 0.21 reads an old name of transformers
+    # PEFT 0.21 uses a deprecated name of transformers
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
         return get_peft_model(model, settings)
 
@@ -197,7 +197,7 @@ def _adapt(model: Any, lora: Lora, seed: int) -> torch.nn.Module:
 # --------------------------------------------------------------------------- the engine
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """The engine, and how each of its replicas gets new weights, by URL."""
+    """The engine's connection, and the update function of each replica by URL."""
 
     connection: EngineConnection
     updaters: Mapping[str, Update]
@@ -209,7 +209,7 @@ async def open_replicas(
 ) -> AsyncIterator[Replicas]:
     """Connect to the engines at ``engine.urls``, or serve a copy of the model in this process.
 
-    An adapter is loaded from `folder` first, because calls use it by its name.
+    An adapter to publish alone is loaded from `folder` first, because calls use its name.
     """
     if config.engine.urls:
         slots, key = config.node.slots, read_api_key(config.engine)
@@ -219,8 +219,8 @@ async def open_replicas(
             for each in remotes:
                 await stack.enter_async_context(each)
             if config.publishes_adapter:
-                if other := [one.url for one in remotes if not isinstance(one, VllmWeightUpdater)]:
-                    msg = f"lora.publish is 'adapter', but {other[0]} is no vLLM: set 'merged'"
+                if other := [r.url for r in remotes if not isinstance(r, VllmWeightUpdater)]:
+                    msg = f"lora.publish is 'adapter', but {other[0]} is not vLLM: set 'merged'"
                     raise UsageError(msg)
                 await asyncio.to_thread(write_model, config, models, folder)
                 for each in remotes:
@@ -248,7 +248,7 @@ async def open_replicas(
 
 
 def write_model(config: TrainConfig, models: Models, folder: Path) -> None:
-    """Write the weights to serve and their configuration, as Hugging Face and the engines do."""
+    """Write the weights to serve and their configuration in the Hugging Face format."""
     folder.mkdir(parents=True, exist_ok=True)
     if config.publishes_adapter:
         models.trainer.write_adapter(folder)
@@ -257,7 +257,7 @@ def write_model(config: TrainConfig, models: Models, folder: Path) -> None:
 
 
 def write_weights(folder: Path, weights: dict[str, torch.Tensor], model: PreTrainedModel) -> None:
-    """Write whole weights, tied ones once, and the configuration of their model."""
+    """Write full weights, tied weights once, and the configuration of their model."""
     first = {tensor.data_ptr(): name for name, tensor in reversed(weights.items())}
     unique = {name: weights[name] for name in first.values()}
     checkpoint.write_weights(folder / checkpoint.WEIGHTS, unique)
@@ -267,7 +267,7 @@ def write_weights(folder: Path, weights: dict[str, torch.Tensor], model: PreTrai
 def write_model_folder(
     weights: dict[str, torch.Tensor], model: PreTrainedModel, source: Path, folder: Path
 ) -> None:
-    """Make a whole model folder of weights and the tokenizer and other files of `source`."""
+    """Write a complete model folder: `weights`, and the tokenizer and other files of `source`."""
     draft = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(draft, ignore_errors=True)
     ignored = shutil.ignore_patterns("*.safetensors", "*.bin", "*.index.json", "optimizer.pt")
@@ -279,10 +279,10 @@ def write_model_folder(
 
 # --------------------------------------------------------------------------- the server
 class RemoteServer(Client):
-    """A server elsewhere, with what `LocalServer` has for training."""
+    """Client of a remote server, with the methods of `LocalServer` for training."""
 
     async def run(self, tasks: Sequence[Task], on_done: OnDone) -> list[Trajectory]:
-        """Results of all samples of `tasks`; those that have one already are not run again."""
+        """Return the results of all samples of `tasks`; finished samples are not run again."""
         await self.submit(tasks)
         names, done = [task.id for task in tasks], 0
         async with aclosing(self.released(names)) as released:
@@ -292,13 +292,13 @@ class RemoteServer(Client):
         return await self.load_results(names)
 
     async def load_results(self, tasks: Sequence[str]) -> list[Trajectory]:
-        """Trajectories of these tasks, which have ended, in their order."""
-        found = []
+        """Return the trajectories of finished tasks, in the order of `tasks`."""
+        trajectories = []
         for task in tasks:
             async for view in self.sessions(task=task):
                 with contextlib.suppress(Missing):  # it was cancelled before it ran
-                    found.append(await self.trajectory(view.id))
-        return found
+                    trajectories.append(await self.trajectory(view.id))
+        return trajectories
 
 
 @contextlib.asynccontextmanager
@@ -312,7 +312,7 @@ async def open_server(
         return
     settings = Settings(
         server=ServerSettings(lease_s=_LEASE_S),
-        # One name wherever the folder is, so that a resumed run takes the node's place.
+        # The name is the same in every folder, so that a resumed run replaces its old node.
         node=replace(config.node, name="train"),
         gateway=config.gateway,
     )
@@ -323,7 +323,7 @@ async def open_server(
 def make_publisher(
     config: TrainConfig, server: LocalServer | RemoteServer, replicas: Replicas
 ) -> Publisher:
-    """Return what brings weights to the replicas and tells the server."""
+    """Return the publisher of weights to the replicas and the server."""
     model = ADAPTER if config.publishes_adapter else None
     return Publisher(
         server if isinstance(server, RemoteServer) else server.control,

@@ -1,12 +1,13 @@
-"""Load new weights into running engines: pause, load, resume, prove that they arrived, announce.
+"""Load new weights into running engines: pause, load, resume, verify, announce.
 
-Running answers are kept, aborted with the tokens they have, or waited for. On vLLM and SGLang a
-kept answer continues under the new weights over a recomputed context, and its tokens carry both
-versions, so a later forward pass finds the same numbers (I1). No engine drops cached context by
-itself, so it is always requested: an answer over another policy's cache is off by nats.
+Running answers are kept, aborted with the tokens sampled so far, or waited for. On vLLM and SGLang
+a kept answer continues under the new weights over a recomputed context, and its tokens carry both
+versions, so a later forward pass gives the same log probabilities (I1). Engines do not drop cached
+context by themselves, so it is always requested: log probabilities over another policy's cache are
+wrong by nats.
 
 `Publisher` does this for all replicas behind the gateways of a server. Each step has a deadline,
-and an error names the replica (I3). No torch here.
+and errors name the replica (I3). This module does not import torch.
 """
 
 import asyncio
@@ -33,29 +34,29 @@ from tugline.web.engine_http import EngineHttp
 
 _TIMEOUT_S = 600.0
 ADAPTER = "tugline-adapter"
-"""Name by which calls use an adapter that is published as such."""
+"""Model name of an adapter that is published alone."""
 
 Update = Callable[[Path, int, PauseMode], Awaitable[None]]
-"""Makes one engine serve the model, or on vLLM the adapter, in a folder that it can read."""
+"""Function that loads a model, or on vLLM an adapter, from a folder that the engine can read."""
 
 
 class RemoteWeightUpdater(EngineHttp, ABC):
-    """Control routes of an engine behind HTTP; use it in an ``async with``."""
+    """Client of an engine's HTTP control routes; use it with ``async with``."""
 
     @abstractmethod
     async def pause(self, running: PauseMode = PauseMode.KEEP) -> None:
-        """Hold new requests; returns once nothing is sampled any more."""
+        """Hold new requests, and return once no request is being sampled."""
 
     @abstractmethod
     async def load(self, folder: Path, version: int) -> None:
-        """Serve what is in `folder` as `version`."""
+        """Serve the weights in `folder` as `version`."""
 
     @abstractmethod
     async def resume(self) -> None:
         """Admit requests again."""
 
     async def update(self, folder: Path, version: int, running: PauseMode) -> None:
-        """Load new weights in a pause."""
+        """Pause, load new weights, and resume."""
         await self.pause(running)
         try:
             await self.load(folder, version)
@@ -78,11 +79,11 @@ class VllmWeightUpdater(RemoteWeightUpdater):
     """A vLLM server, started with ``VLLM_SERVER_DEV_MODE=1``."""
 
     async def pause(self, running: PauseMode = PauseMode.KEEP) -> None:
-        """Hold new requests; running ones freeze, end or finish."""
+        """Hold new requests; running requests are frozen, aborted or finished."""
         await self._post(f"/pause?mode={running}")
 
     async def load(self, folder: Path, version: int) -> None:
-        """Reload, recompute running contexts, and set the version."""
+        """Reload the weights, recompute running contexts, and set the version."""
         if (folder / "adapter_config.json").exists():
             await self._load_adapter(folder)
         else:
@@ -92,8 +93,8 @@ class VllmWeightUpdater(RemoteWeightUpdater):
         await self._post("/update_weight_version", {"new_version": str(version)})
 
     async def _load_adapter(self, folder: Path) -> None:
-        """Replace the adapter; what runs would go on under the one with which it began."""
-        with contextlib.suppress(EngineError):  # there is none, as after a start
+        """Replace the adapter; running requests would continue with the old one."""
+        with contextlib.suppress(EngineError):  # none is loaded, such as after a start
             await self._post("/v1/unload_lora_adapter", {"lora_name": ADAPTER})
         try:
             body = {"lora_name": ADAPTER, "lora_path": str(folder)}
@@ -114,9 +115,9 @@ class SglangWeightUpdater(RemoteWeightUpdater):
     _waits = False
 
     async def pause(self, running: PauseMode = PauseMode.KEEP) -> None:
-        """Hold new requests; running ones go back to the queue, or end.
+        """Hold new requests; running requests are queued again, or aborted.
 
-        With ``wait``, `load` itself waits until nothing runs.
+        With ``wait``, `load` itself waits until no request is running.
         """
         self._waits = running == PauseMode.WAIT
         if not self._waits:
@@ -124,7 +125,7 @@ class SglangWeightUpdater(RemoteWeightUpdater):
             await self._post("/pause_generation", {"mode": mode})
 
     async def load(self, folder: Path, version: int) -> None:
-        """Reload, drop every cached context, and set the version."""
+        """Reload the weights, drop all cached context, and set the version."""
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
         await self._post("/update_weights_from_disk", body)
 
@@ -138,7 +139,7 @@ _REMOTE = {"vllm": VllmWeightUpdater, "sglang": SglangWeightUpdater}
 
 
 async def make_updater(url: str, key: str = "") -> RemoteWeightUpdater:
-    """Make the updater for the engine at `url`. Raises `EngineError` for another kind of engine."""
+    """Return the updater of the engine at `url`. Raises `EngineError` unless vLLM or SGLang."""
     async with EngineHttp(url, key) as engine:
         owner = (await engine.card(None)).owned_by
     if owner not in _REMOTE:
@@ -149,14 +150,14 @@ async def make_updater(url: str, key: str = "") -> RemoteWeightUpdater:
 
 # --------------------------------------------------------------------------- all replicas
 class Probe(NamedTuple):
-    """Ids whose log probabilities show which weights an engine has."""
+    """Token ids whose log probabilities show which weights an engine serves."""
 
     ids: Ids
     """Shape ``(n,)``."""
     before: Logprobs
-    """Those of ``ids[1:]`` under the weights published last, by the trainer; shape ``(n - 1,)``."""
+    """Trainer's values for ``ids[1:]`` under the weights published last, shape ``(n - 1,)``."""
     after: Logprobs
-    """The same under the weights to publish."""
+    """Trainer's values under the weights to publish."""
 
 
 class Publication(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,33 +165,33 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     seconds: float
-    """From the pause to the resumption of model calls."""
+    """Seconds from the pause to the resumption of model calls."""
     max_abs_dlogprob: float | None = None
     """Largest difference of the probe's log probabilities between trainer and any replica, nats."""
     moved: float | None = None
-    """Largest change of the probe's log probabilities by the update, as the trainer has it."""
+    """Largest change of the probe's log probabilities by the update, computed by the trainer."""
     arrived: float | None = None
-    """Least share of that change that a replica shows: 1 for new weights, 0 for the old ones; None
-    where the change is smaller than the difference between engine and trainer."""
+    """Smallest share of that change in any replica: 1 for the new weights, 0 for the old; None if
+    the change is smaller than the difference between engine and trainer."""
 
 
 @dataclass(eq=False)
 class Publisher:
-    """Brings versions to every replica; `weights` is the server's barrier for all gateways."""
+    """Publishes versions to every replica; `weights` is the server's barrier for all gateways."""
 
     weights: ControlPlane | Client
     updaters: Mapping[str, Update]
-    """By URL."""
+    """Update function of each replica, by URL."""
     mode: PauseMode
     within_s: float
-    """Bounds the pause, and each replica's load and proof."""
+    """Timeout in seconds of the pause, and of each replica's load and verification."""
     connect: Callable[[str], AbstractAsyncContextManager[Scorer]] = connect_scorer
-    """Connects to the replica at a URL, which scores with what is published."""
+    """Connects to the replica at a URL, to score with the published weights."""
 
     async def publish(self, folder: Path, version: int, probe: Probe | None = None) -> Publication:
         """Load `folder` into every replica as `version`; model calls are held meanwhile.
 
-        Raises `EngineError` that names the replica, or the nodes that do not pause in time.
+        Raises an `EngineError` that names the replica, or the nodes that did not pause in time.
         """
         began = time.monotonic()
         try:
@@ -199,7 +200,7 @@ class Publisher:
             await asyncio.gather(*(self._load(url, folder, version) for url in self.updaters))
             proving = [self._prove(url, version, probe) for url in self.updaters]
             proofs = await asyncio.gather(*proving)
-            _raise_if_incomplete(await self.weights.announce(version), "told the version", 60)
+            _raise_if_incomplete(await self.weights.announce(version), "informed", 60)
         finally:
             await self.weights.resume()
         shares = [share for _, share in proofs if share is not None]
@@ -212,16 +213,16 @@ class Publisher:
         )
 
     async def find_outdated(self, version: int) -> list[str]:
-        """Return the replicas that report another version, as one does that was restarted.
+        """Return the URLs of replicas with another version, such as after a restart.
 
-        Raises `EngineError` if one does not answer.
+        Raises `EngineError` if a replica does not answer.
         """
         versions: dict[str, int | None] = {}
         for url in self.updaters:
             try:
                 async with self.connect(url) as scorer:
                     versions[url] = scorer.version
-            except UsageError:  # it has no adapter, and so no version of it
+            except UsageError:  # no adapter is loaded, so there is no version
                 versions[url] = -1
         return [url for url, other in versions.items() if other not in {None, version}]
 
@@ -236,7 +237,7 @@ class Publisher:
     async def _prove(
         self, url: str, version: int, probe: Probe | None
     ) -> tuple[float, float | None]:
-        """Return the largest difference, and the share of the update that the replica shows."""
+        """Return the largest logprob difference, and the share of the update in the replica."""
         try:
             async with asyncio.timeout(self.within_s), self.connect(url) as scorer:
                 if scorer.version not in {None, version}:
@@ -259,16 +260,16 @@ class Publisher:
 
 
 _ARRIVED = 0.5
-"""Least share of an update that counts as the new weights."""
+"""Smallest share of an update that is accepted as the new weights."""
 _NOISE = 0.1
-"""Largest standard error of that share at which it says anything."""
+"""Standard error of that share from which the share is ignored."""
 
 
 def measure_arrival(before: Logprobs, after: Logprobs, scored: Logprobs) -> float | None:
-    """Return the share of the way from `before` to `after` at which `scored` lies.
+    """Return the share of the change from `before` to `after` that `scored` shows.
 
-    The slope of a regression through the origin; None where its standard error exceeds 0.1, so
-    where engine and trainer differ more than the update changed. Arrays of shape ``(n,)``, n > 1.
+    It is the slope of a regression through the origin, or None if its standard error is 0.1 or
+    more: engine and trainer then differ by more than the update. Arrays of shape ``(n,)``, n > 1.
     """
     change = (after - before).astype(np.float64)
     shown = (scored - before).astype(np.float64)

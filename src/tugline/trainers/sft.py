@@ -1,9 +1,10 @@
-"""Supervised fine-tuning on conversations of a stronger model: the same updates, another loss.
+"""Supervised fine-tuning on conversations, such as those of a stronger model.
 
-Only what the assistant said carries loss: the negative log likelihood of its tokens, averaged over
-the tokens of an update. Sets hold exact token ids and their mask, or messages, which are rendered
-with the model's chat template. The order of sessions follows from the seed alone, so the position
-in the data is the number of updates; a run that was killed continues from its newest checkpoint.
+The updates are those of GRPO, with another loss: the negative log likelihood of the assistant's
+tokens, averaged over the tokens of an update. Data sets have exact token ids and their mask, or
+messages, which are rendered with the model's chat template. The order of sessions depends only on
+the seed, so the position in the data is the number of updates; a killed run continues from its
+newest checkpoint.
 """
 
 import contextlib
@@ -50,7 +51,7 @@ from tugline.types import Ids, Mask, PluginSpec, Sample
 
 TRACES = "traces.parquet"
 CONVERSATIONS = "conversations.jsonl"
-"""Files of a folder of `tugline generate`."""
+"""Files in a folder written by `tugline generate`."""
 _MASKS = ("loss_mask", "completion_mask")
 Share = Annotated[float, Meta(ge=0, le=1)]
 
@@ -59,47 +60,49 @@ class SftConfig(UpdateConfig, frozen=True):
     """Settings of updates from conversations."""
 
     lr: PositiveFloat = 1e-5
-    """Highest learning rate of AdamW, which it has after the warm-up."""
+    """Peak learning rate of AdamW, reached after the warm-up."""
     final_lr: Share = 0.1
-    """Share of `lr` that is left at the end of the decay, which is the end of the run."""
+    """Learning rate at the end of the decay, which is the end of the run, as a share of `lr`."""
     epochs: PositiveInt = 2
-    """Passes over the set."""
+    """Passes over the data."""
 
 
 class SftRunConfig(Config, frozen=True, kw_only=True):
     """A run of ``tugline sft``. Relative paths, except `out`, are relative to the file."""
 
     model: Path
-    """Hugging Face folder of the first weights."""
+    """Hugging Face folder of the initial model."""
     data: tuple[Path, ...]
-    """Sets: folders of `tugline generate`, or files of `tugline export sft` or `parquet`."""
+    """Data sets: folders of `tugline generate`, or files of `tugline export sft` or `parquet`."""
     heldout_share: Share = 0.05
-    """Share of tasks in `data` that are measured and never trained on."""
+    """Share of the tasks in `data` that are held out: evaluated, never trained on."""
     renderer: str | None = None
-    """Chat template for sets of messages, such as `qwen3`; None: the one of the model."""
+    """Chat template for data sets of messages, such as `qwen3`; None: the model's."""
     window: PositiveInt | None = None
-    """Longest sequence, in tokens; longer ones are left out. None: the model's."""
+    """Maximum sequence length in tokens; longer sequences are left out. None: the model's window.
+    """
     device: str | None = None
     """Device of the trainer; None: a GPU if there is one."""
     fsdp: bool = False
     """Under torchrun, shard the model over all processes (FSDP2) instead of copying it to each."""
     lora: Lora | None = None
-    """Train an adapter with PEFT, which the trained model has added; None: all weights."""
+    """Adapter to train with PEFT and merge into the trained model; None: all weights are trained.
+    """
     sft: SftConfig = SftConfig()
     """The updates."""
     every: PositiveInt = 20
-    """Updates between two checkpoints, and two measurements of the held-out loss; the first and
-    the last weights are always measured."""
+    """Updates between checkpoints, and between evaluations of the held-out loss; the first and
+    last weights are always evaluated."""
     metrics: tuple[PluginSpec, ...] = ()
     """Sinks for metrics besides the console and `metrics.jsonl`, as for `tugline train`."""
     out: Path | None = None
-    """Folder of the run, relative to where the command is started; None: `--out` names it."""
+    """Folder of the run, relative to the current directory; None: given by `--out`."""
 
 
 def read_config(path: Path) -> SftRunConfig:
     """Read the file at `path` with its paths made absolute. Raises `ConfigError`."""
     config, folder = load(path, SftRunConfig), path.absolute().parent
-    data = tuple(folder / one.expanduser() for one in config.data)
+    data = tuple(folder / part.expanduser() for part in config.data)
     return replace(config, model=folder / config.model.expanduser(), data=data)
 
 
@@ -107,10 +110,10 @@ def read_config(path: Path) -> SftRunConfig:
 def read_set(
     paths: Sequence[Path], tokenizer: Tokenizer, make: Callable[[], Rendering], window: int
 ) -> tuple[list[Sample], Counter[str]]:
-    """Return the samples of sets, and how many rows are left out, by reason.
+    """Return the samples of data sets, and the number of rows left out by reason.
 
-    `make` makes the chat template, where a set has messages only. Raises `UsageError` for a file
-    that is no set, or whose ids are of another tokenizer.
+    `make` returns the chat template; it is called for rows of messages only. Raises `UsageError`
+    for a file that is not a data set, or has ids of another tokenizer.
     """
     digest = hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
     samples: list[Sample] = []
@@ -127,14 +130,14 @@ def read_set(
                 continue
             about = row.get("metadata") or row
             session = about.get("session")
-            # not `where`: what is held out must not depend on the folder
+            # not `where`: the held-out part must not depend on the folder
             task = about.get("task") or session or hashlib.sha256(ids.tobytes()).hexdigest()
             samples.append(plain_sample(ids, mask, session=str(session or where), task=str(task)))
     return samples, left_out
 
 
 def _choose_file(path: Path, digest: str) -> Path:
-    """Return the file to read of a folder: its traces, if they are of the model's tokenizer."""
+    """Return the file of a folder to read: its traces, if they are of the model's tokenizer."""
     if not path.is_dir():
         return path
     exact = path / TRACES
@@ -145,28 +148,28 @@ def _choose_file(path: Path, digest: str) -> Path:
 
 
 def _read_set_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the rows of a set, each with its place for messages. Raises `UsageError`."""
+    """Yield the location (for messages) and content of each row. Raises `UsageError`."""
     try:
         yield from read_rows(file)
     except ConfigError as error:
-        raise UsageError(f"{file} is no set of conversations or traces: {error}") from error
+        raise UsageError(f"{file} cannot be read as conversations or traces: {error}") from error
 
 
 def _read_ids(row: Mapping[str, Any], digest: str, where: str) -> tuple[Ids, Mask]:
     """Return the ids of a row of ``export parquet`` or ``export trl``, and their mask."""
     ids, mask = (row.get(a, row.get(b)) for a, b in (("ids", "input_ids"), _MASKS))
     if not isinstance(ids, list) or not isinstance(mask, list) or len(ids) != len(mask):
-        msg = f"{where} needs messages, or ids and loss_mask of one length; it has {sorted(row)}"
+        msg = f"{where} needs messages, or ids and loss_mask of equal length; it has {sorted(row)}"
         raise UsageError(msg)
     if row.get("tokenizer") not in {None, "", digest}:
-        msg = f"{where}: its ids are of another tokenizer than the model's; give conversations,"
-        msg += " as `tugline export sft` writes them"
+        msg = f"{where}: ids are of another tokenizer than the model's; use conversations,"
+        msg += " as written by `tugline export sft`"
         raise UsageError(msg)
     return np.array(ids, np.int32), np.array(mask, np.bool_)
 
 
 def _render(rendering: Rendering, row: Mapping[str, Any], where: str) -> tuple[Ids, Mask]:
-    """Render a conversation in the form of the OpenAI API, or of Hugging Face templates."""
+    """Render a conversation in the format of the OpenAI API, or of Hugging Face templates."""
     messages = row.get("messages") or [*(row.get("prompt") or ()), *(row.get("completion") or ())]
     try:
         messages = msgspec.convert(messages, list[dict[str, Any]])
@@ -180,13 +183,13 @@ def _render(rendering: Rendering, row: Mapping[str, Any], where: str) -> tuple[I
         parsed = OpenAIChat().parse(request, ParseCache())
         return rendering.render_answers(parsed.messages, parsed.tools)
     except (RequestError, msgspec.ValidationError, AttributeError) as error:
-        msg = f"{where} is no conversation in the form of the OpenAI API: {error}"
+        msg = f"{where} is not a conversation in the format of the OpenAI API: {error}"
         raise UsageError(msg) from error
 
 
 # --------------------------------------------------------------------------- updates
 class Sft(Updater):
-    """Trains `model` in place to say the trained tokens of samples."""
+    """Trains `model` in place on the negative log likelihood of tokens."""
 
     def update(self, samples: Sequence[Sample]) -> Update:
         """Make one update; its loss is the mean over the trained tokens, in nats."""
@@ -195,7 +198,7 @@ class Sft(Updater):
 
     @torch.no_grad()
     def measure(self, samples: Sequence[Sample]) -> float:
-        """Return the loss of samples under the weights as they are."""
+        """Return the loss of samples under the current weights, in nats per token."""
         passes = [self.policy.logprobs(micro) for micro in self.pack([*map(Row, samples)])]
         own = torch.cat(passes).double()
         total, count = add_up([float(own.sum()), len(own)], self.policy.device)
@@ -211,24 +214,24 @@ class SftState(msgspec.Struct, frozen=True, kw_only=True):
     """Position of a run and its totals; part of every checkpoint."""
 
     step: int = 0
-    """Updates made or skipped, and so the position in the data."""
+    """Updates made or skipped, which is the position in the data."""
     tokens: int = 0
-    """Trained tokens, each as often as it was trained."""
+    """Trained tokens, counted again in each epoch."""
     loss: float = 0.0
-    """Of the last update, in nats per token."""
+    """Loss of the last update, in nats per token."""
     heldout: dict[int, float] = {}
-    """Held-out loss after so many updates."""
+    """Held-out loss by number of updates."""
     elapsed_s: float = 0.0
-    """Over all processes of the run."""
+    """Wall-clock time, summed over all starts of the run."""
 
 
 def train(
     config: SftRunConfig, folder: Path | None, sinks: Sinks, report: Callable[[str], None]
 ) -> SftState:
-    """Run to the end in `folder`, from its newest checkpoint; `report` takes lines for people.
+    """Train to the end in `folder`, from its newest checkpoint; `report` gets progress messages.
 
-    The other ranks of torchrun bring no folder: they take that of rank 0, and only train. May be
-    killed at any point and called again. Raises `TuglineError`.
+    `folder` is None on the other ranks of torchrun, which use that of rank 0 and only train. The
+    run may be killed at any point and started again. Raises `TuglineError`.
     """
     with contextlib.ExitStack() as stack:
         if folder:
@@ -256,7 +259,7 @@ def train(
 def _read_data(
     config: SftRunConfig, model: Any, tokenizer: Tokenizer, report: Callable[[str], None]
 ) -> tuple[list[Sample], list[Sample]]:
-    """Return what is trained on and what is held out. Raises `UsageError` if nothing is left."""
+    """Return the training and the held-out samples. Raises `UsageError` if none is to train."""
     text = model.config.get_text_config()
     window = config.window or int(text.max_position_embeddings)
 
@@ -265,9 +268,9 @@ def _read_data(
     data, left_out = read_set(config.data, tokenizer, make, window)
     trained: list[Sample] = []
     heldout: list[Sample] = []
-    for one in data:
-        place = random.Random(f"{config.sft.seed}/{one.group}").random()
-        (heldout if place < config.heldout_share else trained).append(one)
+    for sample in data:
+        draw = random.Random(f"{config.sft.seed}/{sample.group}").random()
+        (heldout if draw < config.heldout_share else trained).append(sample)
     counts = f"{len(trained)} conversations to train, {len(heldout)} held out;"
     counts += f" left out: {dict(left_out) or '-'}"
     if not trained:
@@ -278,7 +281,7 @@ def _read_data(
 
 @dataclass(eq=False)
 class _SftRun:
-    """The updates of a run; position n of the data follows from the configuration alone."""
+    """The updates of a run; the order of the data depends only on the configuration."""
 
     config: SftRunConfig
     folder: Path
@@ -301,7 +304,7 @@ class _SftRun:
         )
 
     def train(self, sinks: Sinks) -> None:
-        """Make the updates that are missing."""
+        """Make the remaining updates."""
         began, earlier_s = time.monotonic(), self.state.elapsed_s
         self._measure(sinks)
         while self.state.step < self.total:
@@ -327,15 +330,15 @@ class _SftRun:
                 )
 
     def _choose(self, step: int) -> list[Sample]:
-        """Return the samples of an update, counted from 1."""
-        epoch, place = divmod(step - 1, self._per_epoch)
+        """Return the samples of update number `step`, counted from 1."""
+        epoch, position = divmod(step - 1, self._per_epoch)
         order = list(range(len(self._sessions)))
         random.Random(f"{self.config.sft.seed}/{epoch}").shuffle(order)
-        chosen = np.array_split(order, self._per_epoch)[place]
+        chosen = np.array_split(order, self._per_epoch)[position]
         return [sample for index in chosen for sample in self._sessions[index]]
 
     def _measure(self, sinks: Sinks) -> None:
-        """Measure the held-out loss, if it is due and not known."""
+        """Measure the held-out loss if that is due and not done."""
         step = self.state.step
         due = step % self.config.every == 0 or step == self.total
         if due and self.heldout and step not in self.state.heldout:

@@ -1,6 +1,6 @@
-"""Places that the figures of a training run go to; plug-ins of the kind ``metrics``.
+"""Sinks for the figures of a training run; plug-ins of the kind ``metrics``.
 
-Figures have names such as ``rollout/reward``. A resumed run continues them after its checkpoint.
+Figures have names such as ``rollout/reward``. A resumed run continues after its checkpoint.
 """
 
 import math
@@ -26,59 +26,59 @@ from tugline.types import PluginSpec
 METRICS = "metrics.jsonl"
 PLOT = "training.png"
 _QUIET_S = 10.0
-"""Between two lines about sessions."""
+"""Minimum seconds between a line about sessions and the line before it."""
 _SEND_S = 20.0
-"""Deadline for the figures of a step on their way to the server."""
+"""Deadline in seconds for sending the figures of a step to the server."""
 _SHOWN = read_values(Path(__file__).with_name("sinks.toml"))
 _log = log.get("trainers.sinks")
 Figures = Mapping[str, float]
 
 
 class Sink:
-    """A place that figures go to; a subclass overrides what it needs."""
+    """Base class of sinks; a subclass overrides the methods that it needs."""
 
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
-        """Begin, or continue a run in `folder` after `step` steps; later figures are replaced."""
+        """Start or resume a run in `folder` after `step` steps; later figures are replaced."""
 
     def log(self, step: int, figures: Figures) -> None:
-        """Take figures of a step."""
+        """Record figures of a step."""
 
     def note(self, step: int, name: str, text: str) -> None:
-        """Take a line of text, such as the result of an evaluation."""
+        """Record a line of text, such as the result of an evaluation."""
 
     def alarm(self, step: int, name: str, text: str) -> None:
-        """Take an alarm with its likely cause; by default a figure of 1 and a note."""
+        """Record an alarm with its likely cause; by default as a figure of 1 and a note."""
         self.log(step, {f"alarm/{name}": 1.0})
         self.note(step, f"alarm {name}", text)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write pending data and close."""
 
 
 class Sinks(Sink):
-    """Several sinks as one."""
+    """A sink that forwards every call to several sinks."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks
 
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
-        """Start each of them."""
+        """Start every sink."""
         self._call("start", folder, config, step)
 
     def log(self, step: int, figures: Figures) -> None:
-        """Log to each of them."""
+        """Record figures in every sink."""
         self._call("log", step, figures)
 
     def note(self, step: int, name: str, text: str) -> None:
-        """Send a line to each of them."""
+        """Record a line in every sink."""
         self._call("note", step, name, text)
 
     def alarm(self, step: int, name: str, text: str) -> None:
-        """Ring it in each of them."""
+        """Record an alarm in every sink."""
         self._call("alarm", step, name, text)
 
     def close(self) -> None:
-        """Close each of them."""
+        """Close every sink."""
         self._call("close")
 
     def _call(self, method: str, *arguments: Any) -> None:
@@ -87,9 +87,9 @@ class Sinks(Sink):
 
 
 def make_sinks(parts: Sequence[PluginSpec], console: Console, server: str | None = None) -> Sinks:
-    """Make the console's, the folder's, the server's if there is one, and those of `parts`.
+    """Make the sinks of the console, the folder, the server (if given) and `parts`.
 
-    Raises `ConfigError`, and `UsageError` for a package that is not installed.
+    Raises `ConfigError`, or `UsageError` for a package that is not installed.
     """
     named = [make("metrics", part, Sink) for part in parts]
     reporting = [] if server is None else [ServerSink(server)]
@@ -97,14 +97,14 @@ def make_sinks(parts: Sequence[PluginSpec], console: Console, server: str | None
 
 
 class ConsoleSink(Sink):
-    """A line per step, once its weights are published, and one per note."""
+    """Prints a line per step, once its weights are published, and a line per note."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._row: dict[str, float] = {}
 
     def log(self, step: int, figures: Figures) -> None:
-        """Print the most important figures once the last of them is there."""
+        """Print the most important figures once the step's time is known."""
         self._row.update(figures)
         if "time/step_s" in figures:
             row, self._row = self._row, {}
@@ -119,7 +119,7 @@ class ConsoleSink(Sink):
 
 
 def make_report(console: Console) -> Callable[[str], None]:
-    """Return a function that prints lines, but those about sessions only now and then."""
+    """Return a function that prints lines, but lines about sessions only every few seconds."""
     printed = -_QUIET_S
 
     def report(text: str) -> None:
@@ -132,13 +132,13 @@ def make_report(console: Console) -> Callable[[str], None]:
 
 
 class JsonLinesSink(Sink):
-    """``metrics.jsonl``: objects with the figures and the notes of each step."""
+    """Writes ``metrics.jsonl``: objects with the figures and the notes of each step."""
 
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
-        """Keep the lines of the steps that are done; a torn or later line goes."""
+        """Keep the lines of finished steps, and remove torn and later lines."""
         path = folder / METRICS
-        kept = [row for row in read_lines(path) if row["step"] <= step]
-        write_file(path, b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
+        rows = [row for row in read_lines(path) if row["step"] <= step]
+        write_file(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
         self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, figures: Figures) -> None:
@@ -146,7 +146,7 @@ class JsonLinesSink(Sink):
         self._write({"step": step, **figures})
 
     def note(self, step: int, name: str, text: str) -> None:
-        """Append it with its name."""
+        """Append a note with its name."""
         self._write({"step": step, "note": name, "text": text})
 
     def _write(self, row: Mapping[str, Any]) -> None:
@@ -158,23 +158,23 @@ class JsonLinesSink(Sink):
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the whole lines of a ``metrics.jsonl``; none if it is not there."""
+    """Read the complete lines of a ``metrics.jsonl``; none if the file does not exist."""
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line end is torn
+    lines = path.read_bytes().split(b"\n")[:-1]  # text after the last newline is torn
     return [msgspec.json.decode(line, type=dict[str, Any]) for line in lines]
 
 
 class ServerSink(Sink):
-    """The page of training of a server's console; figures that cannot be sent are left out."""
+    """Sends figures to a server, whose console shows them; unsent figures are dropped."""
 
     def __init__(self, server: str) -> None:
-        """`server` is its URL."""
+        """`server` is the server's URL."""
         self._server = server
         self._sender = ThreadPoolExecutor(1, "report-steps")
 
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
-        """Name the run after its folder; figures that a kill kept on their way are sent again."""
+        """Name the run after its folder; resend the rows of `step`, in case of an earlier kill."""
         name = re.sub(r"[^A-Za-z0-9._-]", "_", folder.absolute().name)[:100]
         self._run = f"{name}-{name_run(folder).rstrip('.')}"
         self._client = SyncClient(self._server, deadline_s=_SEND_S)
@@ -187,16 +187,16 @@ class ServerSink(Sink):
                 self.log(step, {name: row[name] for name in row if row[name] is not None})
 
     def log(self, step: int, figures: Figures) -> None:
-        """Send them soon."""
+        """Queue figures for sending."""
         finite = {name: value for name, value in figures.items() if math.isfinite(value)}
         self._send(step, figures=finite)
 
     def note(self, step: int, name: str, text: str) -> None:
-        """Send it soon."""
+        """Queue a note for sending."""
         self._send(step, notes={name: text})
 
     def close(self) -> None:
-        """Wait for what is on its way, at most twice the deadline of one report."""
+        """Wait for pending reports, at most twice the deadline of a report."""
         wait([self._last], _SEND_S)
         self._sender.shutdown(cancel_futures=True)
         self._client.__exit__()
@@ -212,7 +212,7 @@ class ServerSink(Sink):
 
 
 class TensorBoardSink(Sink):
-    """Event files in ``tensorboard/``; needs ``tugline[tensorboard]``."""
+    """Writes event files to ``tensorboard/``; needs ``tugline[tensorboard]``."""
 
     def __init__(self) -> None:
         self._module = import_extra(
@@ -230,7 +230,7 @@ class TensorBoardSink(Sink):
             self._writer.add_scalar(name, value, step)
 
     def note(self, step: int, name: str, text: str) -> None:
-        """Add a text, which the page shows under its name."""
+        """Add a text under its name."""
         self._writer.add_text(name, text, step)
 
     def close(self) -> None:
@@ -239,28 +239,28 @@ class TensorBoardSink(Sink):
 
 
 class PlotSink(Sink):
-    """``training.png`` at the end of the run; needs ``tugline[plots]``."""
+    """Draws ``training.png`` at the end of the run; needs ``tugline[plots]``."""
 
     def __init__(self) -> None:
         self._module = import_extra("matplotlib.figure", "plots", "metrics 'plots'")
 
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
-        """Draw what will be in `folder`."""
+        """Set the folder of the plot."""
         self._folder = folder
 
     def close(self) -> None:
-        """Draw every panel from ``metrics.jsonl``; evaluations with their intervals."""
-        rows = read_lines(self._folder / METRICS)
+        """Draw every panel from ``metrics.jsonl``, evaluations with their intervals."""
+        lines = read_lines(self._folder / METRICS)
         figure = self._module.Figure(figsize=(10, 6), dpi=150, layout="constrained")
         for axes, (title, key) in zip(
             figure.subplots(2, 2).flat, _SHOWN["plot"].items(), strict=True
         ):
-            found = [row for row in rows if key in row]
-            steps = [row["step"] for row in found]
-            axes.plot(steps, [row[key] for row in found], marker="o", markersize=3)
+            rows = [row for row in lines if key in row]
+            steps = [row["step"] for row in rows]
+            axes.plot(steps, [row[key] for row in rows], marker="o", markersize=3)
             if key.startswith("heldout/"):
                 low, high = (
-                    [row[f"heldout/pass_at/1/{end}"] for row in found] for end in ("low", "high")
+                    [row[f"heldout/pass_at/1/{end}"] for row in rows] for end in ("low", "high")
                 )
                 axes.fill_between(steps, low, high, alpha=0.2)
             axes.set_title(title, loc="left")
@@ -283,15 +283,15 @@ class TrackingSink(Sink):
         self._module.init(config=dict(config), **self._run_options(folder))
 
     def _run_options(self, folder: Path) -> dict[str, Any]:
-        """Options of ``init`` that name the run of this folder."""
+        """Return the options of ``init``, which include the name of the run."""
         return {"name": folder.name, "resume": "allow"} | self._options
 
     def log(self, step: int, figures: Figures) -> None:
-        """Log them at this step."""
+        """Log figures at `step`."""
         self._module.log(dict(figures), step=step)
 
     def alarm(self, step: int, name: str, text: str) -> None:
-        """Raise an alert of the run as well."""
+        """Send an alert as well."""
         super().alarm(step, name, text)
         self._module.alert(title=name, text=f"step {step}: {text}")
 
@@ -310,6 +310,6 @@ class WandbSink(TrackingSink):
 
 
 class TrackioSink(TrackingSink):
-    """Trackio, which keeps figures on this machine; needs ``tugline[trackio]``."""
+    """Trackio, which stores figures on this machine; needs ``tugline[trackio]``."""
 
     package = "trackio"

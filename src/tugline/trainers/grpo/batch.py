@@ -1,11 +1,10 @@
-"""From samples to the tensors of one forward pass.
+"""Conversion of samples to the tensors of forward passes.
 
-`pack` has two layouts. ``tree`` lays out a prefix tree over the token ids of several traces as one
-sequence, so what traces have in common is computed once. Sharing is decided by ids alone: a causal
-model computes the same state wherever the ids before are the same, so each trace keeps loss terms
-of its own. ``plain`` puts traces of similar length side by side,
-padded on the right; with causal attention no token can attend to the padding, so a padded
-sequence gives exactly what it gives alone and needs no attention mask.
+`pack` has two layouts. ``tree`` stores a prefix tree over the token ids of several traces as one
+sequence, so a shared prefix is computed once. Sharing depends on ids alone, because a causal model
+computes equal states after equal ids; each trace keeps its own loss terms. ``plain`` batches traces
+of similar length, padded on the right. With causal attention no token attends to the padding, so
+the result for a trace is exactly that of the trace alone, without an attention mask.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,44 +25,45 @@ Index = npt.NDArray[np.int64]
 
 # --------------------------------------------------------------------------- the tree
 class TokenTree(NamedTuple):
-    """The tokens of some rows, each prefix once; ``n`` tokens in all."""
+    """The tokens of several rows, with each shared prefix once; ``n`` tokens in total."""
 
     ids: Ids
     """Shape ``(n,)``."""
     positions: Index
     """Distance of each token from the root, shape ``(n,)``."""
     places: list[Index]
-    """For each row, where each of its tokens is in `ids`."""
+    """Indices in `ids` of the tokens of each row."""
     runs: list[tuple[int, Index]]
-    """Length of each run, in order, and its path: where the tokens from the root to its end are."""
+    """Length of each run, in order, and its path: indices of the tokens from the root to its end.
+    """
 
 
 @dataclass(frozen=True)
 class TreePaths:
-    """Paths of all runs, one after the other, as the attention takes them."""
+    """Concatenated paths of all runs, as inputs of the attention."""
 
     gather: torch.Tensor
     """Positions of the keys of all paths, ``(k,)``."""
     queries: list[int]
-    """Tokens of each run."""
+    """Number of tokens of each run."""
     keys: list[int]
-    """Tokens of each path."""
+    """Number of tokens of each path."""
 
     @classmethod
     def of(cls, tree: TokenTree, device: torch.device) -> Self:
-        """The paths of `tree` on `device`."""
+        """Return the paths of `tree` on `device`."""
         queries, paths = zip(*tree.runs, strict=True)
         gather = torch.from_numpy(np.concatenate(paths)).to(device)
         return cls(gather, list(queries), [len(path) for path in paths])
 
 
 def prefix_order(ids: Ids) -> bytes:
-    """Sort key that puts rows with a common prefix side by side, the shorter first."""
+    """Return a sort key that puts rows with a common prefix side by side, the shorter first."""
     return ids.astype(">i4").tobytes()
 
 
 def build_tree(rows: Sequence[Ids]) -> TokenTree:
-    """Share what each row has in common with the row before it; sort rows by `prefix_order`."""
+    """Build the prefix tree of rows, which must be sorted by `prefix_order`."""
     places: list[Index] = []
     runs: list[tuple[int, Index]] = []
     pieces: list[Ids] = []
@@ -101,7 +101,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A forward pass. `ids` is ``(B, L)``; the rest is one entry per trained token, ``(N,)``.
+    """Inputs of a forward pass: `ids` of shape ``(B, L)``, and values per trained token, ``(N,)``.
 
     Trained tokens are in the order of `rows`.
     """
@@ -109,13 +109,13 @@ class MicroBatch:
     rows: tuple[Row, ...]
     ids: torch.Tensor
     positions: torch.Tensor | None
-    """Positions ``(1, L)`` of a tree's tokens; None where they are those of the layout."""
+    """Positions ``(1, L)`` of a tree's tokens; None for the plain layout."""
     paths: TreePaths | None
-    """Keys that each token of a tree attends to; None: all before it in its row."""
+    """Keys that each token of a tree attends to; None for the plain layout."""
     padding: int
     """Positions of `ids` that belong to no trace."""
     source: torch.Tensor
-    """Index in the flattened `ids` of the token before each trained one."""
+    """Index in the flattened `ids` of the token before each trained token."""
     target: torch.Tensor
     """Id of each trained token."""
     temperature: torch.Tensor
@@ -131,7 +131,7 @@ class MicroBatch:
 
 
 def plain_sample(ids: Ids, mask: Mask, *, session: str = "", task: str = "") -> Sample:
-    """Return a sample of text that no policy sampled; both arrays have shape ``(n,)``."""
+    """Return a sample of text that was not sampled; both arrays have shape ``(n,)``."""
     zeros = np.zeros(len(ids), np.float32)
     return Sample(
         input_ids=ids,
@@ -152,8 +152,8 @@ EMPTY = plain_sample(np.zeros(1, np.int32), np.zeros(1, np.bool_))
 def pack(rows: Sequence[Row], config: UpdateConfig, device: torch.device) -> Iterator[MicroBatch]:
     """Yield forward passes of at most `micro_tokens` positions; a longer trace gets its own.
 
-    Each rank gets a part of the rows, and as many passes as any other. Raises `CaptureError` for a
-    trace whose first token is trained, since it has no context.
+    Each rank gets a part of the rows and the same number of passes. Raises `CaptureError` for a
+    trace whose first token is trained, because it has no context.
     """
     for row in rows:
         if row.sample.loss_mask[0]:
@@ -169,7 +169,7 @@ def pack(rows: Sequence[Row], config: UpdateConfig, device: torch.device) -> Ite
 
 
 def _divide(rows: Sequence[Row], world: int) -> list[list[Row]]:
-    """Divide rows among ranks by tokens, in `prefix_order`: a common prefix stays together."""
+    """Divide rows among ranks by tokens, in `prefix_order`, to keep common prefixes together."""
     parts: list[list[Row]] = [[] for _ in range(world)]
     total = sum(row.length for row in rows)
     before = 0
@@ -180,9 +180,9 @@ def _divide(rows: Sequence[Row], world: int) -> list[list[Row]]:
 
 
 def _split(rows: Sequence[Row], micro_tokens: int, *, tree: bool) -> Iterator[list[Row]]:
-    """Split rows where a forward pass would exceed `micro_tokens` positions.
+    """Split rows before a forward pass would exceed `micro_tokens` positions.
 
-    Rows of a tree stay in `prefix_order`; others are sorted, the shortest first.
+    Rows of a tree stay in `prefix_order`; other rows are sorted, the shortest first.
     """
     chunk: list[Row] = []
     size = 0
@@ -201,7 +201,7 @@ def _split(rows: Sequence[Row], micro_tokens: int, *, tree: bool) -> Iterator[li
 
 
 def collate(rows: Sequence[Row], *, tree: bool, device: torch.device) -> MicroBatch:
-    """Lay rows out as tensors of one forward pass; sorted by `prefix_order` for a tree."""
+    """Return rows as tensors of a forward pass; for a tree, sort them by `prefix_order` before."""
     sequences = [row.sample.input_ids for row in rows]
     trained = [np.flatnonzero(row.sample.loss_mask) for row in rows]
 
@@ -245,7 +245,7 @@ def collate(rows: Sequence[Row], *, tree: bool, device: torch.device) -> MicroBa
 
 
 def _pad(sequences: Sequence[Ids]) -> tuple[Ids, list[Index]]:
-    """Sequences as rows of a matrix, and where in it, flattened, each token is."""
+    """Return sequences as rows of a matrix, and the indices of their tokens in it, flattened."""
     width = max(len(ids) for ids in sequences)
     matrix = np.zeros((len(sequences), width), np.int32)
     for line, ids in zip(matrix, sequences, strict=True):

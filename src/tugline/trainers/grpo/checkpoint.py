@@ -1,15 +1,15 @@
-"""Atomic checkpoints; training continues from one bit for bit.
+"""Atomic checkpoints, from which training continues bit for bit.
 
-A checkpoint is the directory ``step-000012``: the model as Hugging Face reads it
-(``model.safetensors``, ``config.json``), or an adapter as PEFT does
+A checkpoint is a directory such as ``step-000012``. It has the model in the Hugging Face format
+(``model.safetensors``, ``config.json``), or an adapter in the PEFT format
 (``adapter_model.safetensors``, ``adapter_config.json``); the optimizer and the state of the
-trainer's random numbers (``optimizer.pt``); and ``state.json``, which names the step and the digest
-of every other file. It is written under a hidden name, flushed to disk and then renamed, so a crash
-at any moment leaves the checkpoints before it as they were (I3).
+trainer's random generator (``optimizer.pt``); and ``state.json`` with the step and the digest of
+every other file. It is written under a hidden name, flushed to disk and then renamed, so a crash
+at any time leaves earlier checkpoints unchanged (I3).
 
-Under torchrun every rank saves and loads. Rank 0 writes whole tensors, so that a run may go on with
-another number of ranks, and other tools need not know how many there were; one rank must have
-memory for the model and its optimizer.
+Under torchrun every rank must call `save` and `load`. Rank 0 writes unsharded tensors, so a run can
+be resumed with another number of ranks, and other tools can read the files. Each rank needs memory
+for the whole model and its optimizer.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """Policy version of these weights."""
     updates: int
     files: dict[str, str]
-    """File name to SHA-256."""
+    """SHA-256 by file name."""
     extra: dict[str, Any] = {}
     """Data of the caller, such as its position in the data set."""
 
@@ -62,10 +62,10 @@ def save(
     extra: dict[str, Any] | None = None,
     keep: int = 3,
 ) -> Path:
-    """Write ``step-NNNNNN`` into `directory` and remove all but the last `keep`.
+    """Write ``step-NNNNNN`` to `directory`, and remove all but the newest `keep` checkpoints.
 
-    Raises `CheckpointError` when that step is there already or the disk refuses; then nothing
-    of the new checkpoint stays behind.
+    Raises `CheckpointError` if the step exists already or cannot be written; no part of the new
+    checkpoint is left then.
     """
     path = path_of(directory, step)
     weights = gather_tensors(unique_weights(trainer.model))
@@ -103,7 +103,7 @@ def save(
 
 
 def unique_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights by name, tied ones once; of a model that PEFT wraps, the adapter's."""
+    """Return the weights by name, tied weights once; for a PEFT model, those of the adapter."""
     if hasattr(model, "peft_config"):
         from peft import get_peft_model_state_dict  # noqa: PLC0415 - an extra
 
@@ -114,14 +114,14 @@ def unique_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def write_model(folder: Path, model: Any, weights: dict[str, torch.Tensor]) -> None:
-    """Write weights and their configuration as Hugging Face, or PEFT, reads them."""
+    """Write weights and their configuration in the Hugging Face or PEFT format."""
     adapters = getattr(model, "peft_config", None)
     write_weights(folder / (ADAPTER if adapters else WEIGHTS), weights)
     (adapters["default"] if adapters else model.config).save_pretrained(folder)
 
 
 def write_weights(file: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Write whole weights as safetensors."""
+    """Write unsharded weights as safetensors."""
     whole = {name: tensor.contiguous() for name, tensor in weights.items()}
     safetensors.torch.save_file(whole, file, metadata={"format": "pt"})
 
@@ -150,8 +150,8 @@ def load(path: Path, trainer: Updater) -> CheckpointState:
     for name, digest in state.files.items():
         file = path / name
         if not file.is_file() or _digest(file) != digest:
-            what = "damaged" if file.is_file() else "missing"
-            raise CheckpointError(f"checkpoint {path}: {name} is {what}; use an earlier one")
+            problem = "damaged" if file.is_file() else "missing"
+            raise CheckpointError(f"checkpoint {path}: {name} is {problem}; use an earlier one")
     try:
         rest = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
         _load_weights(path, trainer.model)
@@ -176,7 +176,7 @@ def _load_weights(path: Path, model: torch.nn.Module) -> None:
 
 
 def _load_optimizer(stored: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, moments in stored["state"].items():
         for name, tensor in moments.items():
             moments[name] = shard_like(tensor, parameters[number])
@@ -198,7 +198,7 @@ def latest(directory: Path) -> Path | None:
 
 
 def load_newest(directory: Path, load_from: Callable[[Path], CheckpointState], first: S) -> S:
-    """Load the newest checkpoint; return the state in its extra data, or `first` without one.
+    """Load the newest checkpoint, and return the state in its extra data; `first` without any.
 
     Raises `CheckpointError`.
     """
@@ -209,7 +209,7 @@ def load_newest(directory: Path, load_from: Callable[[Path], CheckpointState], f
 
 
 def _steps(directory: Path) -> list[Path]:
-    """Complete checkpoints, oldest first; half-written ones have a hidden name or no state."""
+    """Return the complete checkpoints, oldest first; others have a hidden name or no state."""
     return sorted(path for path in directory.glob("step-*") if (path / STATE).is_file())
 
 

@@ -1,10 +1,10 @@
-"""Several processes that train one model: DDP, FSDP2, or plain copies of it under torchrun.
+"""Training of one model by several processes of torchrun: DDP, FSDP2, or plain copies.
 
-Each rank may bring any part of a step's sessions, also none. They are gathered first, so every
-rank prepares the same samples, makes the same updates of them and knows the same ledger; only the
-forward and backward passes of an update are divided. Gradients are summed, not averaged, since the
-weight of every token is already a share of the whole update (I2). The result is that of one
-process, up to rounding.
+Each rank may have any part of a step's sessions, or none. They are gathered first, so every rank
+prepares the same samples, makes the same updates and has the same ledger; only the forward and
+backward passes of an update are divided. Gradients are summed, not averaged, because the weight of
+each token is already a share of the whole update (I2). The result equals that of a single process,
+up to rounding.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ T = TypeVar("T")
 def join_ranks(name: str | None) -> Iterator[torch.device]:
     """Join the process group of torchrun, if it started this process, and leave it at the end.
 
-    Yields the device of this `name`, by default a GPU if there is one. On GPUs each rank takes the
-    one of its local number.
+    Yields the device called `name`, by default a GPU if there is one. Each rank uses the GPU with
+    its local rank.
     """
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if not dist.is_torchelastic_launched():
@@ -41,7 +41,7 @@ def join_ranks(name: str | None) -> Iterator[torch.device]:
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Number of this process and how many there are; ``(0, 1)`` without a process group."""
+    """Return the rank and the number of ranks; ``(0, 1)`` without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
@@ -67,14 +67,14 @@ def add_up(values: Sequence[float], device: torch.device) -> list[float]:
 
 
 def clip_gradient(model: torch.nn.Module, max_norm: float) -> float:
-    """Make each gradient the sum over all ranks, scale them down, and return their norm."""
+    """Sum gradients over all ranks, clip them, and return their norm before clipping."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _, world = rank_and_world()
     for parameter in trained:
         if isinstance(parameter.grad, DTensor):
             parameter.grad.mul_(world)  # FSDP2 has averaged it
         elif world > 1:
-            if parameter.grad is None:  # such as an expert that no token of this rank chose
+            if parameter.grad is None:  # such as an expert without tokens on this rank
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
     norm = torch.nn.utils.clip_grad_norm_(trained, max_norm)
@@ -83,7 +83,7 @@ def clip_gradient(model: torch.nn.Module, max_norm: float) -> float:
 
 # --------------------------------------------------------------------------- sharded models
 def shard(model: torch.nn.Module) -> None:
-    """Shard a Hugging Face model, or one that PEFT wraps, over all ranks: layers, then the rest."""
+    """Shard a Hugging Face or PEFT model over all ranks: each layer, then the rest."""
     wrapped: Any = model
     base = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
     kinds = getattr(base, "_no_split_modules", None) or ()
@@ -93,17 +93,17 @@ def shard(model: torch.nn.Module) -> None:
 
 
 def gather_tensors(value: Any) -> Any:
-    """Return tensors, or dicts of them, with sharded ones whole and in memory of the CPU.
+    """Return tensors, or dicts of tensors, with sharded tensors gathered into CPU memory.
 
-    Every rank calls it and gets all of them.
+    Every rank must call this function, and gets all tensors.
     """
     if isinstance(value, dict):
-        return {key: gather_tensors(one) for key, one in value.items()}
+        return {key: gather_tensors(item) for key, item in value.items()}
     return value.full_tensor().cpu() if isinstance(value, DTensor) else value
 
 
 def shard_like(whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the part of a whole tensor that `other` has of its own; every rank calls it."""
+    """Return this rank's shard of a whole tensor, sharded as `other`; every rank must call this."""
     if not isinstance(other, DTensor) or whole.shape != other.shape:
         return whole
     return distribute_tensor(whole, other.device_mesh, other.placements)

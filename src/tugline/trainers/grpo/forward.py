@@ -1,14 +1,14 @@
 """Log probabilities of trained tokens under a Hugging Face causal language model.
 
 The output layer is applied only where the next token is trained, and to a few tokens at a time:
-a vocabulary of logits for every token would cost more than all layers below it. The model may be
+logits over the vocabulary for every token would cost more than all layers below. The model may be
 wrapped (PEFT, DDP) or sharded in place (FSDP2).
 
-In a tree of traces, a run is a stretch of tokens that follow each other; its queries attend to the
-keys on the path from the root to the run's end, gathered from all over the sequence (I1: the path
-is exactly the context that was sampled in). That attention is registered with transformers under
-`TREE_ATTENTION` and chosen by the model's config. Without paths it is transformers' own sdpa, so
-the model serves any other use as before.
+In a tree of traces, a run is a span of consecutive tokens. Its queries attend to the keys on the
+path from the root to the run's end, gathered from the whole sequence (I1: the path is exactly the
+context at sampling). This attention is registered with transformers as `TREE_ATTENTION` and
+selected in the model's config. Without paths it is transformers' own sdpa, so other uses of the
+model are not affected.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
@@ -34,20 +34,20 @@ from tugline.types import Ids, Sample
 TREE_ATTENTION = "tugline_tree"
 """Name of the attention in a model's config."""
 FORWARD = "tugline_logprobs"
-"""Name of the method of an FSDP2 module that gathers its parameters as ``forward`` does."""
+"""Name of the method added to an FSDP2 module, which gathers parameters as ``forward`` does."""
 
 _PROBE = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 6, 7, 8))
-"""Rows that share a beginning; every model has these ids."""
+"""Rows with a common prefix, of ids that every model has."""
 
 _RANDOM = ("dropout", "layerdrop", "jitter")
-"""Parts of the names of numbers that make a model in training random."""
+"""Parts of the names of numeric attributes that make a model random in training mode."""
 
 
 class PolicyModel:
     """A causal language model as a distribution over next tokens.
 
-    The model is put in training mode, so that activation checkpointing works, with every dropout
-    at 0: with dropout the trained policy would differ from the one that sampled.
+    The model is put in training mode, which activation checkpointing needs, with every dropout
+    set to 0: otherwise the trained policy would differ from the sampling policy.
     """
 
     def __init__(self, model: torch.nn.Module, config: UpdateConfig) -> None:
@@ -78,7 +78,7 @@ class PolicyModel:
         return next(self.model.parameters()).device
 
     def logprobs(self, micro: MicroBatch) -> torch.Tensor:
-        """Natural-log probabilities of the trained tokens, float32, shape ``(N,)``.
+        """Return the natural log probabilities of the trained tokens, float32, shape ``(N,)``.
 
         The logits that predict a token are divided by its temperature.
         """
@@ -91,7 +91,7 @@ class PolicyModel:
             states = self._states(micro).flatten(0, 1)
             tokens = (states[micro.source], micro.target, micro.temperature)
             parts = [
-                # the logits of a chunk are computed again in the backward pass, not kept for it
+                # the logits of a chunk are recomputed in the backward pass, not stored
                 checkpoint(self._score, *chunk, use_reentrant=False)
                 for chunk in zip(*(torch.split(each, self._chunk) for each in tokens), strict=True)
             ]
@@ -101,10 +101,10 @@ class PolicyModel:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)
 
     def _states(self, micro: MicroBatch) -> torch.Tensor:
-        """Last hidden states of its ids ``(B, L)``, shape ``(B, L, hidden)``."""
+        """Return the last hidden states of the pass's ids, shape ``(B, L, hidden)``."""
         ids, tree = micro.ids, dict[str, Any]()
         if micro.paths is not None:
-            # a mask of four dimensions is taken as it is, and no other is made; paths replace it
+            # a mask with four dimensions keeps transformers from making one; paths replace it
             unused = torch.zeros(1, 1, 1, 1, device=ids.device)
             tree = {"position_ids": micro.positions, "attention_mask": unused}
             tree["tree_paths"] = micro.paths
@@ -118,20 +118,20 @@ class PolicyModel:
         return logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(dim=1)
 
     def _reshard(self) -> None:
-        """Shard again what FSDP2 leaves gathered after a pass without gradient."""
+        """Reshard parameters, which FSDP2 leaves gathered after a pass without gradient."""
         if self._sharded and not torch.is_grad_enabled():
             self._root.reshard()
 
-    # ----------------------------------------------------------------- what the model must be like
+    # ----------------------------------------------------------------- checks of the model
     @torch.no_grad()
     def _probe(self, *, tree: bool) -> torch.Tensor:
-        """Log probabilities of the ids of two short rows with a common beginning."""
+        """Return the log probabilities of the ids of two short rows with a common prefix."""
         rows = [Row(make_probe(ids)) for ids in _PROBE]
         return self.logprobs(collate(rows, tree=tree, device=self.device))
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Refuse a model that changes its logits after the head. Raises `ConfigError`."""
+        """Raise `ConfigError` if the model changes its logits after the output layer."""
         ids = torch.tensor(_PROBE, device=self.device)
         with self._precision():
             logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
@@ -142,7 +142,7 @@ class PolicyModel:
             raise ConfigError(msg)
 
     def _use_tree(self, inner: Any) -> None:
-        """Give the model the attention over trees. Raises `ConfigError` if it cannot have it."""
+        """Set the model's attention to that over trees. Raises `ConfigError` if unsupported."""
         config = inner.config.get_text_config()
         kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
         if getattr(config, "sliding_window", None) and not hasattr(config, "layer_types"):
@@ -150,15 +150,15 @@ class PolicyModel:
         problem = f"has layers of {', '.join(sorted(kinds))}" if kinds else None
         if problem is None:
             plain = self._probe(tree=False)
-            before = inner.config._attn_implementation  # noqa: SLF001 - it has no public name
+            before = inner.config._attn_implementation  # noqa: SLF001 - no public name
             try:
                 inner.set_attn_implementation(TREE_ATTENTION)
-                # kernels of an H100 differed by 3e-4 nats in float32, for a model of 135M weights
+                # on an H100, kernels differed by 3e-4 nats in float32 for a model of 135M weights
                 within = 5e-3 if self.device.type == "cuda" else 1e-4
                 same = self._agree(plain, self._probe(tree=True), within)
-                problem = None if same else "gives other log probabilities for a tree"
+                problem = None if same else "gives different log probabilities in a tree"
             except (ValueError, TypeError) as error:
-                problem = f"does not take another attention ({error})"
+                problem = f"does not support another attention ({error})"
             if problem:
                 inner.set_attn_implementation(before)
         if problem:
@@ -174,12 +174,12 @@ class PolicyModel:
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout of `model` to 0: those that are modules and those that are numbers."""
+    """Set every dropout of `model` to 0, in modules and in numeric attributes."""
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # noqa: SLF001 - their base
             module.p = 0.0
         for name, value in vars(module).items():
-            if isinstance(value, float) and any(one in name for one in _RANDOM):
+            if isinstance(value, float) and any(part in name for part in _RANDOM):
                 setattr(module, name, 0.0)
 
 
@@ -192,7 +192,7 @@ def _checkpoint_layers(inner: Any) -> None:
 
 
 def make_probe(ids: Sequence[int] | Ids) -> Sample:
-    """A sample of which every id but the first is trained."""
+    """Return a sample in which every id but the first is trained."""
     return plain_sample(np.array(ids, np.int32), np.arange(len(ids)) > 0)
 
 
@@ -208,16 +208,16 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend from each run to its path; states have shape ``(1, heads, n, dim)``.
+    """Compute the attention of each run to its path; states have shape ``(1, heads, n, dim)``.
 
-    Flash attention over ragged paths where the device and dtype have it, else sdpa run by run.
+    It is flash attention over ragged paths if the device and dtype support that, else sdpa by run.
     """
     if tree_paths is None:
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return result
-    if torch.is_autocast_enabled(query.device.type):  # which knows neither of the two below
+    if torch.is_autocast_enabled(query.device.type):  # covers neither attention below
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     keys, values = (states.index_select(2, tree_paths.gather) for states in (key, value))
@@ -258,7 +258,7 @@ def _attend_ragged(states: _States, paths: TreePaths, scaling: float | None) -> 
         window_size=(-1, 0),  # causal; the last query of a run sees the whole path
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    assert isinstance(out, torch.Tensor)  # noqa: S101 - a pair only if asked for
+    assert isinstance(out, torch.Tensor)  # noqa: S101 - a pair only if requested
     return out[None]
 
 

@@ -1,12 +1,12 @@
-"""From trajectories to training samples with an advantage at each token (numpy only).
+"""Conversion of trajectories to samples with an advantage at each token (numpy only).
 
-`prepare` gives every token its advantage and keeps the ledger, so that over a whole step sampled =
-trained + masked + dropped (I2). Trajectories built again from recordings give the same samples.
+`prepare` computes the advantage of every token and updates the ledger, so that over a whole step
+sampled = trained + masked + dropped (I2). Trajectories rebuilt from recordings give equal samples.
 
-The unit of an advantage is the session. The mean and standard deviation of a group are those of a
-two-stage draw: a session of the group, uniformly, then one of its trained tokens, uniformly; the
-value is the reward of that token. A session therefore counts once, however many traces it was built
-into, and the choice of builder does not change the objective. Averaging traces instead would give a
+The unit of advantages is the session, not the trace. The mean and standard deviation of a group are
+those of the reward of a token drawn in two stages: a session of the group, uniformly, then one of
+its trained tokens, uniformly. A session therefore counts once, whatever its number of traces, and
+the choice of builder does not change the objective. Averaging over traces instead would give a
 session with many traces more weight in its own baseline.
 """
 
@@ -25,7 +25,7 @@ from tugline.trainers.grpo.config import Estimator, GrpoConfig
 from tugline.types import Boundary, Ids, Ledger, Logprobs, Mask, Reason, Sample, Trace, Trajectory
 
 _ROUNDING = 1e-12
-"""Relative difference up to which two rewards are the same."""
+"""Relative difference up to which two rewards are considered equal."""
 Rewards = npt.NDArray[np.float64]
 """Shape ``(k,)``."""
 
@@ -34,13 +34,13 @@ class SessionReward(NamedTuple):
     """Distinct rewards of a session's trained tokens, and the share of tokens of each."""
 
     rewards: Rewards
-    """Ascending."""
+    """Rewards in ascending order."""
     shares: Rewards
-    """They add up to 1."""
+    """Share of the trained tokens for each reward; the sum is 1."""
 
     @classmethod
     def of(cls, rewards: Sequence[float], tokens: Sequence[int], *, otherwise: float) -> Self:
-        """From the reward and the trained tokens of each trace; `otherwise` if none is trained."""
+        """Combine the reward and trained tokens of each trace; `otherwise` if none is trained."""
         earned: Counter[float] = Counter()
         for reward, count in zip(rewards, tokens, strict=True):
             earned[reward] += count
@@ -71,13 +71,13 @@ def baselines(group: Sequence[SessionReward], estimator: Estimator, eps: float) 
     """Return the baseline of each session of one group; scale 0 if all rewards are equal.
 
     With ``R`` the sessions' means, ``m`` the mean of ``R``, and ``s`` the standard deviation of
-    the draw described above (that of ``R`` itself where each session earned one reward):
+    the draw described in the module (that of ``R`` itself if each session has one reward):
 
     - ``grpo``: ``(r - m) / (s + eps)`` (arXiv 2402.03300)
     - ``dr_grpo``: ``r - m``, which does not favour easy and hard groups (arXiv 2503.20783)
     - ``rloo``: ``r - mean of the others' R``, an unbiased baseline (arXiv 2402.14740)
     """
-    means = np.array([one.mean for one in group], np.float64)
+    means = np.array([session.mean for session in group], np.float64)
     if not has_signal(group):
         return [Baseline(float(mean), 0.0) for mean in means]
     centre, count = float(means.mean()), len(means)
@@ -85,22 +85,22 @@ def baselines(group: Sequence[SessionReward], estimator: Estimator, eps: float) 
         return [Baseline((count * centre - float(mean)) / (count - 1), 1.0) for mean in means]
     if estimator == "dr_grpo":
         return [Baseline(centre, 1.0)] * count
-    variance = np.mean([one.shares @ (one.rewards - centre) ** 2 for one in group])
+    variance = np.mean([session.shares @ (session.rewards - centre) ** 2 for session in group])
     return [Baseline(centre, 1 / (float(np.sqrt(variance)) + eps))] * count
 
 
 def group_advantages(rewards: Sequence[float], eps: float = 1e-4) -> list[float]:
-    """Return ``(r - mean) / (std + eps)`` for the rewards of a group's sessions, one each."""
+    """Return ``(r - mean) / (std + eps)`` for a group with one reward per session."""
     group = [SessionReward(np.array([reward]), np.ones(1)) for reward in rewards]
     levels = baselines(group, "grpo", eps)
-    return [level.advantage(one) for level, one in zip(levels, rewards, strict=True)]
+    return [level.advantage(reward) for level, reward in zip(levels, rewards, strict=True)]
 
 
 def has_signal(group: Sequence[SessionReward]) -> bool:
-    """Whether the group has several sessions whose tokens differ in reward, rounding apart."""
+    """Whether the group has several sessions, with rewards that differ by more than rounding."""
     if len(group) < 2:
         return False
-    rewards = np.concatenate([one.rewards for one in group])
+    rewards = np.concatenate([session.rewards for session in group])
     return bool(np.ptp(rewards) > _ROUNDING * np.abs(rewards).max())
 
 
@@ -108,9 +108,9 @@ def turn_shares(calls: Sequence[int], discount: float) -> Mapping[int, float]:
     """Return the weight of each turn's advantage, by the number of its call.
 
     Turn ``t`` of ``T`` (from 0, in the order of their numbers) gets ``discount ** (T - 1 - t)``:
-    the discounted return of a reward that comes at the end (Sutton and Barto 2018, eq. 3.8; for
-    turns of a conversation, Kevin, arXiv 2507.11948), applied to the advantage and not the reward,
-    so that the sign of an early turn's advantage never changes.
+    the discounted return of a final reward (Sutton and Barto 2018, eq. 3.8; for turns of a
+    conversation, Kevin, arXiv 2507.11948). The advantage is discounted, not the reward, so the
+    sign of an early turn's advantage never changes.
     """
     order = sorted(set(calls), reverse=True)
     return {call: discount**distance for distance, call in enumerate(order)}
@@ -120,11 +120,11 @@ def turn_shares(calls: Sequence[int], discount: float) -> Mapping[int, float]:
 def prepare(
     trajectories: Sequence[Trajectory], config: GrpoConfig, *, version: int
 ) -> tuple[list[Sample], Ledger]:
-    """Give each token its advantage within its task; one sample per trace that trains anything.
+    """Return a sample for each trace with trained tokens, and the ledger of all sessions.
 
-    Sessions without a (finite) reward are dropped as SESSION_FAILED and count in no mean; the
-    ledger is that of all sessions.
-    `version` is the policy about to be updated; staleness is measured from it.
+    Advantages are relative to the sessions of the same task. Sessions without a finite reward are
+    dropped as SESSION_FAILED and count in no mean. `version` is the policy version about to be
+    updated, from which staleness is measured.
     """
     masked, dropped = Counter[Reason](), Counter[Reason]()
     samples: list[Sample] = []
@@ -148,9 +148,9 @@ def prepare(
 
 
 def read_group(group: Sequence[Trajectory], config: GrpoConfig) -> Iterator[Sample]:
-    """Yield the samples of one task's sessions with a finite reward, for a trainer of any kind.
+    """Yield the samples of one task's sessions with a finite reward, for any trainer.
 
-    Nothing is left out for its reward or age: a group without signal has advantages of 0.
+    No sample is left out because of its reward or age; without a signal, all advantages are 0.
     """
     graded, _ = _grade(group, config)
     for trajectory in group:
@@ -173,19 +173,19 @@ def _check_ledger(trajectory: Trajectory) -> None:
 def _grade(
     group: Sequence[Trajectory], config: GrpoConfig
 ) -> tuple[Mapping[str, Sequence[float]], bool]:
-    """Return the advantage of each trace, by session with a reward, and whether any differ."""
-    rewarded = {one.session: found for one in group if (found := _rewards(one, config))}
-    rewards = [whole for _, whole in rewarded.values()]
-    levels = baselines(rewards, config.advantage, config.advantage_eps)
+    """Return the advantages of each rewarded session's traces, and whether there is a signal."""
+    rewarded = {t.session: rewards for t in group if (rewards := _rewards(t, config))}
+    sessions = [whole for _, whole in rewarded.values()]
+    levels = baselines(sessions, config.advantage, config.advantage_eps)
     graded = {
         session: [level.advantage(reward) for reward in by_trace]
         for (session, (by_trace, _)), level in zip(rewarded.items(), levels, strict=True)
     }
-    return graded, has_signal(rewards)
+    return graded, has_signal(sessions)
 
 
 def _is_truncated(trajectory: Trajectory) -> bool:
-    """Whether the agent was stopped at one of its limits, or its model calls were cut off."""
+    """Whether the agent was stopped at a limit, or used up a budget of model calls."""
     stopped = trajectory.failure is not None and trajectory.failure.boundary is Boundary.AGENT
     return stopped or trajectory.spent is not None
 
@@ -195,7 +195,7 @@ def _rewards(
 ) -> tuple[Sequence[float], SessionReward] | None:
     """Return the reward of each trace and that of the session, or None without a finite outcome.
 
-    Traces default to the outcome.
+    A trace without a finite reward of its own has that of the outcome.
     """
     reward, traces = trajectory.reward, trajectory.traces
     if reward is None or not math.isfinite(reward.value):
@@ -206,9 +206,9 @@ def _rewards(
             raise CaptureError(
                 f"session {trajectory.session}: reward.per_trace has {len(reward.per_trace)} "
                 f"numbers for {len(traces)} traces; it must have one for each trace of the "
-                "builder that the task names"
+                "task's builder"
             )
-        by_trace = [one if math.isfinite(one) else reward.value for one in reward.per_trace]
+        by_trace = [r if math.isfinite(r) else reward.value for r in reward.per_trace]
     tokens = [int(trace.mask.sum()) for trace in traces]
     return by_trace, SessionReward.of(by_trace, tokens, otherwise=reward.value)
 
@@ -220,9 +220,9 @@ def _samples(
     version: int,
     masked: Counter[Reason],
 ) -> Iterator[Sample]:
-    """Yield a sample for each trace that still trains a token; `advantages` has one per trace.
+    """Yield a sample for each trace with a token to train; `advantages` has one per trace.
 
-    Trained tokens that are left out are counted in `masked`.
+    Trained tokens that are masked here are counted in `masked`.
     """
     shares: Mapping[int, float] = {}
     if config.turn_discount is not None:
@@ -257,7 +257,7 @@ def _samples(
 def _token_advantages(
     trace: Trace, mask: Mask, advantage: float, shares: Mapping[int, float]
 ) -> Logprobs:
-    """Spread a trace's advantage over its tokens; `shares` scales it by call, 1 by default."""
+    """Return the advantage of each token of a trace; `shares` scales it by call, 1 by default."""
     values = np.full(len(trace.ids), advantage, np.float32)
     for span in trace.spans:
         values[span.start : span.end] = advantage * shares.get(span.call, 1.0)

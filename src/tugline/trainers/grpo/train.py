@@ -1,13 +1,13 @@
-"""A GRPO step: from rewarded sessions to updated weights and a report.
+"""A GRPO step: update the weights from rewarded sessions, and report.
 
-`Grpo.step` prepares samples, measures how exactly the weights reproduce the captured log
-probabilities (I1), shuffles sessions into updates, and makes the updates. A session is in one
-update with all of its traces, so it counts once and the number of updates does not depend on the
-builder. The report has the ledger of the whole step (I2).
+`Grpo.step` prepares samples, compares recomputed with captured log probabilities (I1), shuffles
+sessions into updates, and makes the updates. A session is in one update with all of its traces, so
+it counts once and the number of updates does not depend on the builder. The report has the ledger
+of the whole step (I2).
 
-Every token's loss carries a weight that was fixed for the whole update before it was cut into
-forward passes, so the loss of an update is a plain sum and its gradient does not depend on how
-the update was cut.
+The weight of each token's loss is fixed for the whole update before it is split into forward
+passes. The loss of an update is therefore a plain sum, and its gradient does not depend on the
+split.
 """
 
 import math
@@ -43,16 +43,16 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     updates: int
     """Updates that were applied."""
     updates_skipped: int
-    """Updates that were not, because loss or gradient was not finite; in no mean."""
+    """Updates skipped because the loss or gradient was not finite; they are in no mean."""
     skipped_because_of: tuple[str, ...]
-    """Sessions that such a loss or gradient came from."""
+    """Sessions that caused skipped updates."""
     samples: int
     tokens_trained: int
-    """Tokens that carry loss, counted once whatever `epochs` is."""
+    """Tokens with a loss, counted once for all `epochs`."""
     tokens_forwarded: int
     """Positions computed with gradient, without padding."""
     tokens_padding: int
-    """Padding positions computed with them."""
+    """Padding positions of the same passes."""
     loss: float
     """Mean over updates."""
     kl: float | None
@@ -69,11 +69,11 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Captured log probabilities against those of a forward pass before the first update,
     over all trained tokens; None without any."""
     ledger: Ledger
-    """All sessions of the step, after what the trainer masked and dropped."""
+    """Ledger of all sessions of the step, including tokens that the trainer masked or dropped."""
 
 
 class Grpo(Updater):
-    """Trains `model` in place; `reference` is what the KL term is measured against."""
+    """Trains `model` in place; the KL penalty is relative to `reference`."""
 
     config: GrpoConfig
 
@@ -87,20 +87,20 @@ class Grpo(Updater):
         self.reference = PolicyModel(reference, config) if reference is not None else None
 
     def step(self, trajectories: Sequence[Trajectory], *, version: int) -> StepReport:
-        """Learn from `trajectories`, of which those of one task are one group.
+        """Train on `trajectories`; those of the same task are a group.
 
-        `version` is the number of the weights as they are before this step. Under torchrun every
-        rank calls it, with any part of the trajectories, and gets the same report.
+        `version` is the policy version before this step. Under torchrun every rank must call this
+        method, with any part of the trajectories, and gets the same report.
         """
         began = time.perf_counter()
         samples, ledger = prepare(gather(trajectories), self.config, version=version)
         rows = [Row(sample) for sample in samples]
         corrected = self.config.importance is not None
         single = len({sample.session for sample in samples}) <= self.config.sessions_per_update
-        # A single update starts with the pass that gives the old log probabilities.
+        # The first pass of a single update gives the old log probabilities.
         recomputed = self._recompute(rows) if corrected or not single else []
         if corrected:
-            rows = [Row(one.sample, old=one.logprobs) for one in recomputed]
+            rows = [Row(sample, old=logprobs) for sample, logprobs in recomputed]
         updates = [
             self.apply(chosen) for _ in range(self.config.epochs) for chosen in self._shuffle(rows)
         ]
@@ -119,14 +119,14 @@ class Grpo(Updater):
 
     @torch.no_grad()
     def _recompute(self, rows: Sequence[Row]) -> list[Recomputed]:
-        """Return log probabilities under the weights as they are."""
+        """Return the log probabilities of rows under the current weights."""
         recomputed: list[Recomputed] = []
         for micro in self.pack(rows):
             recomputed += split_by_sample(self.policy.logprobs(micro), micro)
         return _collect([row.sample for row in rows], recomputed)
 
     def _shuffle(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
-        """Split sessions at random into updates of even size; weight the tokens of each."""
+        """Split sessions at random into updates of equal size, and weight the tokens of each."""
         if not rows:
             return
         sessions: dict[str, list[Row]] = {}
@@ -157,27 +157,27 @@ class Grpo(Updater):
         mismatch: MismatchReport | None,
         seconds: float,
     ) -> StepReport:
-        finite = [one for one in updates if not one.culprits]
-        applied = [one for one in finite if one.grad_norm > 0]
-        learned = frozenset[str]().union(*(one.sessions for one in finite))
-        lost = sum(int(one.loss_mask.sum()) for one in samples if one.session not in learned)
+        finite = [update for update in updates if not update.culprits]
+        applied = [update for update in finite if update.grad_norm > 0]
+        learned = frozenset[str]().union(*(update.sessions for update in finite))
+        lost = sum(int(s.loss_mask.sum()) for s in samples if s.session not in learned)
         ledger = leave_out(ledger, masked={}, dropped={Reason.NON_FINITE: lost})
-        tokens = max(1, sum(one.sums["tokens"] for one in finite))
+        tokens = max(1, sum(update.sums["tokens"] for update in finite))
         count = max(1, len(finite))
         return StepReport(
             updates=len(applied),
             updates_skipped=len(updates) - len(finite),
-            skipped_because_of=tuple(sorted({name for one in updates for name in one.culprits})),
+            skipped_because_of=tuple(sorted({name for u in updates for name in u.culprits})),
             samples=len(samples),
             tokens_trained=ledger.trained,
-            tokens_forwarded=int(sum(one.sums["forwarded"] for one in updates)),
-            tokens_padding=int(sum(one.sums["padding"] for one in updates)),
-            loss=sum(one.sums["loss"] for one in finite) / count,
-            kl=sum(one.sums["kl"] for one in finite) / tokens if self.reference else None,
-            clip_fraction=sum(one.sums["clipped"] for one in finite) / tokens,
-            importance_bounded=sum(one.sums["bounded"] for one in finite) / tokens,
-            ratio_mean=sum(one.sums["ratio"] for one in finite) / tokens,
-            grad_norm=sum(one.grad_norm for one in finite) / count,
+            tokens_forwarded=int(sum(update.sums["forwarded"] for update in updates)),
+            tokens_padding=int(sum(update.sums["padding"] for update in updates)),
+            loss=sum(update.sums["loss"] for update in finite) / count,
+            kl=sum(update.sums["kl"] for update in finite) / tokens if self.reference else None,
+            clip_fraction=sum(update.sums["clipped"] for update in finite) / tokens,
+            importance_bounded=sum(update.sums["bounded"] for update in finite) / tokens,
+            ratio_mean=sum(update.sums["ratio"] for update in finite) / tokens,
+            grad_norm=sum(update.grad_norm for update in finite) / count,
             learning_rate=self.optimizer.param_groups[0]["lr"],
             seconds=seconds,
             mismatch=mismatch,
@@ -188,37 +188,38 @@ class Grpo(Updater):
 def _collect(samples: Sequence[Sample], recomputed: Sequence[Recomputed]) -> list[Recomputed]:
     """Return the log probabilities that all ranks computed, in the order of `samples`."""
     number = {id(sample): n for n, sample in enumerate(samples)}
-    own = [(number[id(one.sample)], one.logprobs) for one in recomputed if id(one.sample) in number]
-    return [Recomputed(samples[n], found) for n, found in sorted(gather(own), key=lambda it: it[0])]
+    own = [(number[id(s)], logprobs) for s, logprobs in recomputed if id(s) in number]
+    ordered = sorted(gather(own), key=lambda part: part[0])
+    return [Recomputed(samples[n], logprobs) for n, logprobs in ordered]
 
 
 # --------------------------------------------------------------------------- the loss
 class TokenTerms(NamedTuple):
-    """Values by trained token, shape ``(N,)``."""
+    """Values per trained token, shape ``(N,)``."""
 
     loss: torch.Tensor
     ratio: torch.Tensor
-    """Probability under the weights being trained over that under the old ones."""
+    """Probability under the weights being trained, divided by that under the old weights."""
     clipped: torch.Tensor
-    """True where the clip takes the policy's gradient away."""
+    """True where clipping removes the policy's gradient."""
     bounded: torch.Tensor
     """True where the importance weight was out of its bounds."""
     kl: torch.Tensor
-    """Estimated divergence from the reference; zeros without one."""
+    """Estimated divergence from the reference; zeros without a reference."""
 
 
 def token_terms(
     new: torch.Tensor, micro: MicroBatch, reference: torch.Tensor | None, config: GrpoConfig
 ) -> TokenTerms:
-    """Losses from log probabilities: `new` carries gradient, all others are constants.
+    """Return the loss terms of log probabilities; only `new` carries gradient.
 
     ``ratio = exp(new - old)``; ``loss = -min(ratio A, clip(ratio, 1 - low, 1 + high) A)`` (PPO,
     arXiv 1707.06347; two bounds as in DAPO, arXiv 2503.14476). With `ratio_level` ``trace`` the
     ratio is the geometric mean over a trace's trained tokens (GSPO, arXiv 2507.18071). The loss is
     multiplied by `importance_weights`. The KL term is ``exp(d) - d - 1`` with
-    ``d = reference - new`` (Schulman's k3, used by GRPO, arXiv 2402.03300). Its gradient has the
-    right mean only where tokens come from the policy being trained; `kl_correction` weights it by
-    the token's ratio, which mends that for older tokens (DeepSeek-V3.2, arXiv 2512.02556).
+    ``d = reference - new`` (Schulman's k3, used by GRPO, arXiv 2402.03300). Its gradient is
+    unbiased only for tokens sampled from the policy being trained; `kl_correction` multiplies it
+    by the token's ratio, which corrects it for older tokens (DeepSeek-V3.2, arXiv 2512.02556).
     """
     advantage, log_ratio = micro.advantage, new - micro.old
     ratio = torch.exp(_level(log_ratio, micro, config.ratio_level))
@@ -238,10 +239,10 @@ def token_terms(
 def importance_weights(micro: MicroBatch, config: GrpoConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weight of each token's loss, and whether it was out of bounds; shape ``(N,)``.
 
-    ``exp(old - behaviour)`` corrects for an engine that sampled from another distribution than the
-    trainer computes, per token or as the geometric mean over a trace. Unbounded it has unbounded
-    variance. ``truncate`` moves it to the nearest bound (Ionides 2008); ``mask`` takes the loss
-    out instead, since such tokens are often wrong rather than rare (IcePop, arXiv 2510.18855).
+    ``exp(old - behaviour)`` corrects for the difference between the engine's and the trainer's
+    distributions, per token or as the geometric mean over a trace. Without bounds its variance is
+    unbounded. ``truncate`` clamps it to the bounds (Ionides 2008); ``mask`` removes the loss
+    instead, because such tokens are often wrong rather than rare (IcePop, arXiv 2510.18855).
     """
     if config.importance is None:
         ones = torch.ones_like(micro.old)
@@ -255,7 +256,7 @@ def importance_weights(micro: MicroBatch, config: GrpoConfig) -> tuple[torch.Ten
 
 
 def _level(log_ratio: torch.Tensor, micro: MicroBatch, level: Level) -> torch.Tensor:
-    """Return the ratios themselves, or for each token the mean over the tokens of its trace."""
+    """Return the log ratios, or for each token the mean over the tokens of its trace."""
     if level == "token":
         return log_ratio
     counts = [int(row.sample.loss_mask.sum()) for row in micro.rows]
@@ -264,7 +265,7 @@ def _level(log_ratio: torch.Tensor, micro: MicroBatch, level: Level) -> torch.Te
 
 
 def token_weights(samples: Sequence[Sample], config: GrpoConfig) -> list[float]:
-    """Return the weight of one token of each sample in an update made of `samples`.
+    """Return the weight of each sample's tokens in an update with `samples`.
 
     - ``token``: 1 / all trained tokens of the update (DAPO)
     - ``sequence``: the mean over a session's tokens, then over sessions (original GRPO)

@@ -1,11 +1,10 @@
-"""Optimizer updates of a model from rows of samples, whatever their loss.
+"""Optimizer updates of a model from rows of samples, with any loss.
 
-The gradient of an update is the sum over its forward passes, and over ranks. An update that has no
-gradient, or one that is not finite, is not applied: it moves no weight, not even by momentum or
-weight decay.
+The gradient of an update is the sum over its forward passes, and over ranks. An update with a zero
+or non-finite gradient is not applied: no weight changes, not even by momentum or weight decay.
 
-How far an engine's log probabilities are from the trainer's is measured here as well (I1): the same
-weights must give a token the log probability that was captured when it was sampled. `Mismatch`
+The difference between the log probabilities of engine and trainer is measured here as well (I1):
+equal weights must give a token the log probability captured when it was sampled. `Mismatch`
 describes the whole distribution of the difference, because a mean hides a few wrong contexts and a
 maximum hides a broad loss of precision.
 """
@@ -46,13 +45,13 @@ class Update:
 
     sessions: frozenset[str]
     sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Over its forward passes: ``tokens`` trained, ``forwarded`` positions without padding,
-    ``padding``, ``loss``, and what `Updater.token_losses` adds."""
+    """Sums over forward passes: ``tokens`` trained, ``forwarded`` positions without padding,
+    ``padding``, ``loss``, and the figures added by `Updater.token_losses`."""
     recomputed: list[Recomputed] = field(default_factory=list)
     culprits: tuple[str, ...] = ()
     """Sessions whose loss or gradient is not finite; the update was skipped if there are any."""
     grad_norm: float = 0.0
-    """Before clipping."""
+    """Norm of the gradient before clipping."""
 
 
 class Updater(ABC):
@@ -64,22 +63,22 @@ class Updater(ABC):
         self.config = config
         self.policy = PolicyModel(model, config)
         self.optimizer: torch.optim.Optimizer = _make_adamw(model, config)
-        """A group's own ``initial_lr`` replaces the learning rate of `config`."""
+        """A parameter group's ``initial_lr``, if set, replaces the learning rate of `config`."""
         self.order = torch.Generator().manual_seed(config.seed)
-        """Order of sessions in updates; part of every checkpoint."""
+        """Random generator of the order of sessions; part of every checkpoint."""
         self.updates = 0
-        """Optimizer updates so far."""
+        """Number of optimizer updates so far."""
 
     @abstractmethod
     def token_losses(self, new: torch.Tensor, micro: MicroBatch, figures: Update) -> torch.Tensor:
-        """Return the loss of each trained token, shape ``(N,)``, and count it in `figures`.
+        """Return the loss of each trained token, shape ``(N,)``; add statistics to `figures`.
 
         `new` has the log probabilities of the tokens, with gradient.
         """
 
     @property
     def learning_rate_share(self) -> float:
-        """Share of `lr` that the next update has; a function of the config and of `updates`."""
+        """Learning rate of the next update, as a share of `lr`."""
         config, warmup = self.config, self.config.warmup_updates
         if self.updates < warmup:
             return (self.updates + 1) / warmup
@@ -105,7 +104,7 @@ class Updater(ABC):
         return figures
 
     def _accumulate(self, rows: Sequence[Row], figures: Update) -> bool:
-        """Add up the gradient of `rows` over forward passes, and clip it; whether it is finite."""
+        """Accumulate and clip the gradient of `rows`; return whether it is finite."""
         self.optimizer.zero_grad(set_to_none=True)
         for micro in self.pack(rows):
             self._backward(micro, figures)
@@ -115,13 +114,13 @@ class Updater(ABC):
         return math.isfinite(figures.grad_norm) and math.isfinite(figures.sums["loss"])
 
     def _find_culprits(self, rows: Sequence[Row]) -> tuple[str, ...]:
-        """Return the sessions whose own gradient is not finite; all, if only their sum is not."""
+        """Return the sessions whose own gradient is not finite; all if only the sum is not."""
         sessions = sorted({row.sample.session for row in rows})
         alone = {name: [row for row in rows if row.sample.session == name] for name in sessions}
-        found = [
+        culprits = [
             name for name, own in alone.items() if not self._accumulate(own, Update(frozenset()))
         ]
-        return tuple(found or sessions)
+        return tuple(culprits or sessions)
 
     def _backward(self, micro: MicroBatch, figures: Update) -> None:
         """Accumulate the gradient and the figures of one forward pass."""
@@ -140,7 +139,7 @@ class Updater(ABC):
 
 
 def split_by_sample(new: torch.Tensor, micro: MicroBatch) -> list[Recomputed]:
-    """Divide log probabilities of a forward pass among its samples."""
+    """Split the log probabilities of a forward pass by sample."""
     counts = [int(row.sample.loss_mask.sum()) for row in micro.rows]
     parts = torch.split(new.cpu(), counts)
     return [
@@ -149,13 +148,13 @@ def split_by_sample(new: torch.Tensor, micro: MicroBatch) -> list[Recomputed]:
 
 
 def _check_dtypes(model: torch.nn.Module) -> None:
-    """Refuse trained weights of less than float32. Raises `ConfigError`."""
+    """Raise `ConfigError` for trained weights with less precision than float32."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype in {torch.bfloat16, torch.float16}:
             raise ConfigError(
                 f"parameter {name} is {parameter.dtype}: AdamW's small changes are lost to "
-                "rounding; load the model with dtype=torch.float32, and let autocast be 'bfloat16' "
-                "to compute in that"
+                "rounding; load the model with dtype=torch.float32, and set autocast to 'bfloat16' "
+                "to compute in that type"
             )
 
 
@@ -177,15 +176,16 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
     """Differences ``d = trainer - captured`` over some tokens, in nats."""
 
     tokens: int
-    """Tokens with a finite difference; all other figures are over these, 0 without any."""
+    """Tokens with a finite difference; the other figures are over these, 0 without any."""
     non_finite: int
-    """Tokens that one side gave a log probability that is not finite."""
+    """Tokens for which either log probability is not finite."""
     max_abs: float
     mean_abs: float
     p99_abs: float
     """99th percentile of ``|d|``."""
     k3: float
-    """Mean of ``exp(d) - d - 1``: divergence of the trainer's distribution from the engine's."""
+    """Mean of ``exp(d) - d - 1``, the divergence of the trainer's distribution from the engine's.
+    """
     share_large: float
     """Share of tokens with ``|d|`` above 0.05."""
     effective_sample_size: float
@@ -211,30 +211,30 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MismatchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The mismatch of all tokens, and of those of each version, engine and harness."""
+    """Mismatch of all tokens, and by policy version, engine and harness."""
 
     total: Mismatch
     by_version: dict[int, Mismatch]
-    """By the policy version that sampled them. Older versions than the one measured differ because
-    the weights moved."""
+    """By the policy version that sampled the tokens. Versions older than the measured one differ
+    because the weights have changed."""
     by_engine: dict[str, Mismatch]
-    """Without tokens whose engine is not known."""
+    """By engine; tokens of an unknown engine are left out."""
     by_harness: dict[str, Mismatch]
-    """Without tokens whose harness is not known."""
+    """By harness; tokens of an unknown harness are left out."""
 
 
 def summarize_mismatch(recomputed: Sequence[Recomputed]) -> MismatchReport | None:
     """Compare samples with recomputed log probabilities; None without any token."""
     if not recomputed:
         return None
-    masks = [one.sample.loss_mask for one in recomputed]
-    captured = [one.sample.logprobs[mask] for one, mask in zip(recomputed, masks, strict=True)]
-    trainer = np.concatenate([one.logprobs for one in recomputed]).astype(np.float64)
+    samples = [sample for sample, _ in recomputed]
+    captured = [sample.logprobs[sample.loss_mask] for sample in samples]
+    trainer = np.concatenate([logprobs for _, logprobs in recomputed]).astype(np.float64)
     difference = trainer - np.concatenate(captured)
-    versions = [one.sample.versions[mask] for one, mask in zip(recomputed, masks, strict=True)]
-    counts = [len(one.logprobs) for one in recomputed]
-    engines = np.repeat([one.sample.engine for one in recomputed], counts)
-    harnesses = np.repeat([one.sample.harness for one in recomputed], counts)
+    versions = [sample.versions[sample.loss_mask] for sample in samples]
+    counts = [len(logprobs) for _, logprobs in recomputed]
+    engines = np.repeat([sample.engine for sample in samples], counts)
+    harnesses = np.repeat([sample.harness for sample in samples], counts)
     return MismatchReport(
         total=Mismatch.of(difference),
         by_version=_group(difference, np.concatenate(versions)),
@@ -246,7 +246,7 @@ def summarize_mismatch(recomputed: Sequence[Recomputed]) -> MismatchReport | Non
 def _group(
     difference: npt.NDArray[np.float64], keys: npt.NDArray[np.generic]
 ) -> dict[Any, Mismatch]:
-    """Summarize per key; without the empty one."""
+    """Summarize differences by key, without the empty key."""
     return {
         key: Mismatch.of(difference[keys == key]) for key in np.unique(keys).tolist() if key != ""
     }
