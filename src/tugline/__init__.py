@@ -1,13 +1,13 @@
 """Reinforcement learning on real agent harnesses.
 
-Here is what programs need to submit tasks and to learn from what comes back. A name is loaded when
-it is first used, so `import tugline` takes no time.
+This is the public API for programs that submit tasks and train on the results. A name is loaded
+when it is first used, so that `import tugline` is fast.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for readers of the code and of its types; `__getattr__` is for the rest
+if TYPE_CHECKING:  # for type checkers; `__getattr__` imports them at run time
     from tugline.client.api import Client
     from tugline.client.streams import GroupResults, Result
     from tugline.client.sync import SyncClient
@@ -38,7 +38,7 @@ __all__ = [
     "ServerError", "Stale", "Status", "SyncClient", "Task", "Trace", "Trajectory", "TuglineError",
     "UsageError", "load_tasks", "run", "run_async",
 ]  # fmt: skip
-_HOMES = (
+_MODULES = (
     "types", "errors", "client.api", "client.streams", "client.sync", "datasets.files",
     "launch.local",
 )  # fmt: skip
@@ -48,8 +48,8 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("tugline")
     if name in __all__:
-        for home in _HOMES:
-            module = import_module(f"tugline.{home}")
+        for path in _MODULES:
+            module = import_module(f"tugline.{path}")
             if hasattr(module, name):
                 return getattr(module, name)
     raise AttributeError(f"module 'tugline' has no attribute {name!r}")

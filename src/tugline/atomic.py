@@ -1,4 +1,4 @@
-"""Files that are replaced whole."""
+"""Atomic replacement of files."""
 
 import contextlib
 import os
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o644, *, draft: Path | None = None) -> None:
-    """Write a file that has `mode` from its creation on. Raises `OSError`.
+    """Replace a file atomically; the new file is created with `mode`. Raises `OSError`.
 
-    It is on disk when this returns; a crash leaves the old file or the new one, and perhaps the
-    `draft`, by default ``NAME.part``. One writer at a time may use the same draft.
+    The data is on disk when this returns. A crash leaves the old or the new file, and perhaps the
+    temporary file `draft`, by default ``NAME.part``. Concurrent writers need different drafts.
     """
     draft = draft or path.with_name(f"{path.name}.part")
     draft.unlink(missing_ok=True)
@@ -20,21 +20,21 @@ def write_file(path: Path, data: bytes, mode: int = 0o644, *, draft: Path | None
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
-    except OSError:  # as on a full disk, which it shall not keep full
+    except OSError:  # such as a full disk: free the space of the draft
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
         raise
 
 
 def read_or_make(path: Path, make: Callable[[], str], mode: int = 0o644) -> str:
-    """The text of a file that is written once, by whoever needs it first. Raises `OSError`."""
+    """Return the text of a file, which is made first if it does not exist. Raises `OSError`."""
     if not path.exists():
         write_file(path, make().encode(), mode)
     return path.read_text("utf-8")
 
 
 def flush_path(path: Path) -> None:
-    """Flush a file, or the names in a folder, to disk. Raises `OSError`."""
+    """Flush a file, or the entries of a folder, to disk. Raises `OSError`."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

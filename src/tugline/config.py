@@ -1,8 +1,8 @@
-"""Configuration files: one YAML, TOML or JSON file into one frozen struct.
+"""Configuration files: decode a YAML, TOML or JSON file to a frozen struct.
 
-They are read strictly (`tugline.schema`), because a typing mistake that is silently ignored costs
-a night of training. Every field carries a sentence, its docstring, which is also its row in the
-reference tables of docs/configuration.md.
+Files are read strictly (`tugline.schema`), because a misspelt key that is silently ignored can
+waste a training run. Every field has a docstring, which is also its description in the reference
+tables of docs/configuration.md.
 """
 
 import math
@@ -18,7 +18,7 @@ from tugline.schema import decode, read_values
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of every configuration: frozen, checked however it is made, a docstring per field."""
+    """Base class of configurations: frozen, always checked, with a docstring per field."""
 
     def __post_init__(self) -> None:
         """Check types and bounds, also of a configuration made in Python. Raises `ConfigError`."""

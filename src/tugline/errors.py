@@ -1,8 +1,8 @@
-"""Every error that Tugline raises on purpose. The class names the component that failed.
+"""Errors that Tugline raises. The class names the component that failed.
 
 TuglineError
  +- UsageError            the caller: a flag, a config key, a missing program; exit code 2
- |   +- ConfigError       names the key, the value and what would be right
+ |   +- ConfigError       names the key, the value and the expected value
  |   +- UnknownPlugin     lists the known names
  |   +- CheckpointError   a checkpoint cannot be written or is damaged; names its path
  +- RequestError          a refused model call; has the HTTP status
@@ -21,7 +21,7 @@ TuglineError
  +- ServerError           the rollout server cannot be reached or refuses a request
  |   +- Invalid, Missing, Conflict  an invalid field, an unknown or a taken id (422, 404, 409)
  |   +- FencedError, QuotaExceeded  a lease was lost (409); a tenant is at a limit (429)
- +- BadSignature          a webhook is not from our server, was changed or is old
+ +- BadSignature          a webhook is not from the server, was changed or is old
  +- StoreError            the database is unavailable: full, locked, restarting (503)
 """
 
@@ -30,21 +30,21 @@ from typing import Self
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text; what follows explains it to programmers."""
+    """Return the first line of an error's text; the other lines are details for programmers."""
     return str(error).strip().partition("\n")[0]
 
 
 class TuglineError(Exception):
-    """Base class; the text is one line that says what to do, also of several `problems`."""
+    """Base class; the text is one line that says what to do, also for several `problems`."""
 
     problem = "fault"
     """Name in the server's responses: the last part of `Problem.type`."""
     parts: tuple[Self, ...] = ()
-    """Set by `combine`."""
+    """Combined errors, set by `combine`; empty for a single error."""
 
     @property
     def problems(self) -> tuple[Self, ...]:
-        """The mistakes that it stands for, such as all those of a file; else itself."""
+        """The combined errors, such as all mistakes of a file; for a single error, itself."""
         return self.parts or (self,)
 
     @classmethod
@@ -62,7 +62,7 @@ class TuglineError(Exception):
 
 
 class UsageError(TuglineError):
-    """The caller can correct this."""
+    """A mistake that the caller can correct."""
 
     problem = "invalid"
 
@@ -70,7 +70,7 @@ class UsageError(TuglineError):
 class ConfigError(UsageError, ValueError):
     """A key or value is unknown or wrong.
 
-    `field` is its dotted path; `known` lists the right keys or values, where the list is closed.
+    `field` is the dotted path; `known` lists the valid keys or values if the list is closed.
     """
 
     def __init__(self, message: str, field: str = "", known: tuple[str, ...] = ()) -> None:
@@ -119,14 +119,14 @@ class TooLarge(RequestError):
 
 
 class UpgradeRequired(RequestError):
-    """Only plain HTTP is served."""
+    """A websocket was requested; only plain HTTP is served."""
 
     status = 426
     code = "upgrade_required"
 
 
 class ContextOverflow(RequestError):
-    """Prompt, or prompt and response, exceed the context window; both in tokens."""
+    """Prompt, or prompt and response, exceed the context window; `prompt`, `window` in tokens."""
 
     code = "context_length_exceeded"
 
@@ -143,7 +143,7 @@ class ContextOverflow(RequestError):
 
 
 class BudgetExhausted(RequestError):
-    """The session's budget is spent; `status` is one that makes its harness stop."""
+    """The session's budget is spent; `status` is a status at which the harness stops."""
 
     code = "budget_exhausted"
 
@@ -178,7 +178,7 @@ class EngineError(TuglineError):
 
 
 class Overloaded(EngineError):
-    """A session (429) or the whole gateway (503) has too much in flight to take another call."""
+    """A session (429) or the whole gateway (503) has too many calls in flight for another one."""
 
 
 class HarnessError(TuglineError):
@@ -210,7 +210,7 @@ class EvaluatorError(TuglineError):
 
 
 class CaptureError(TuglineError):
-    """A recording is damaged, foreign or cannot be written."""
+    """A recording is damaged, has an unknown format, or cannot be written."""
 
 
 class ServerError(TuglineError):
@@ -252,7 +252,7 @@ class FencedError(ServerError):
 
 
 class QuotaExceeded(ServerError):
-    """A tenant is at a limit; `retry_s` later it is not, 0 if that depends on its sessions."""
+    """A tenant is at a limit; retry after `retry_s` seconds, 0 if its sessions must end first."""
 
     status, problem = 429, "quota"
     retry_s = 0

@@ -1,7 +1,7 @@
-"""Numbers as they are counted while work goes on, and as Prometheus reads them.
+"""Histograms, and metrics in the format of Prometheus.
 
-Parts count in plain objects of their own, which costs them a fraction of a microsecond and ties
-them to no registry; a page is made of these when somebody asks for it.
+Components count in plain objects, which takes a fraction of a microsecond and needs no registry;
+these are converted to metrics when Prometheus requests them.
 """
 
 import re
@@ -22,19 +22,19 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-"""Of a page."""
+"""Content type of `page`."""
 MOMENTS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Bounds in seconds for what should take no time."""
+"""Bucket bounds for short operations, in seconds."""
 SPELLS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
-"""Bounds in seconds for work."""
+"""Bucket bounds for long operations, in seconds."""
 SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
-"""Bounds for how many."""
+"""Bucket bounds for numbers of items."""
 
 _LINE = re.compile(
     r"^(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<kind>\w+): (?P<text>.+)$", re.MULTILINE
 )
 _TABLE = list(_LINE.finditer(Path(__file__).with_name("metrics.txt").read_text()))
-"""Every metric: ``name{label,label} gauge: what it says``. A counter's name ends in ``_total``."""
+"""All metrics: ``name{label,label} kind: description``. A counter's name ends in ``_total``."""
 
 _KINDS: dict[str, Any] = {
     "gauge": GaugeMetricFamily,
@@ -49,7 +49,7 @@ class Distribution:
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float] = SPELLS) -> None:
-        """`bounds` are inclusive and grow."""
+        """`bounds` are inclusive and in ascending order."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
@@ -60,42 +60,42 @@ class Distribution:
         self.total += value
 
     def merge(self, other: "Distribution") -> None:
-        """Add the measurements of another one with the same bounds."""
+        """Add the measurements of another distribution with the same bounds."""
         self.counts = [own + more for own, more in zip(self.counts, other.counts, strict=True)]
         self.total += other.total
 
 
-One = float | Distribution
-Values = One | Mapping[Any, One]
-"""A value, or one for each label, or for each tuple of labels."""
+Value = float | Distribution
+Values = Value | Mapping[Any, Value]
+"""A value, or a value for each label or tuple of labels."""
 
 
 def families(values: Mapping[str, Values]) -> list[Metric]:
-    """Metrics of ``metrics.txt`` by name, in its order; those of histograms are distributions."""
+    """Return the metrics of ``metrics.txt`` that have values, in its order."""
     return [_family(line, values[line["name"]]) for line in _TABLE if line["name"] in values]
 
 
 def _family(line: re.Match[str], values: Values) -> Metric:
     labels = line["labels"].split(",") if line["labels"] else ()
     family = _KINDS[line["kind"]](line["name"], line["text"], labels=labels)
-    for key, one in values.items() if isinstance(values, Mapping) else [((), values)]:
+    for key, value in values.items() if isinstance(values, Mapping) else [((), values)]:
         names = key if isinstance(key, tuple) else (key,)
-        if isinstance(one, Distribution):
-            bounds = [*(f"{bound:g}" for bound in one.bounds), "+Inf"]
-            counts = accumulate(one.counts)
-            family.add_metric(names, list(zip(bounds, counts, strict=True)), one.total)
+        if isinstance(value, Distribution):
+            bounds = [*(f"{bound:g}" for bound in value.bounds), "+Inf"]
+            counts = accumulate(value.counts)
+            family.add_metric(names, list(zip(bounds, counts, strict=True)), value.total)
         else:
-            family.add_metric(names, one)
-    made: Metric = family
-    return made
+            family.add_metric(names, value)
+    metric: Metric = family
+    return metric
 
 
 def page(metrics: Iterable[Metric]) -> bytes:
-    """The text that Prometheus scrapes."""
-    return generate_latest(_Collected(metrics))
+    """Return metrics in the text format of Prometheus."""
+    return generate_latest(_MetricList(metrics))
 
 
-class _Collected(Collector):
+class _MetricList(Collector):
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = metrics
 

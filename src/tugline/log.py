@@ -1,7 +1,7 @@
-"""Structured logging to stderr or a file: one event name, then key=value. Never a prompt's text.
+"""Structured logging to stderr or a file: an event name, then key=value. Prompts are never logged.
 
-Code that starts the work of a node or a session binds its ids once, with `about`; every event from
-there on, in any module, task or thread, has them. Log records of other libraries are converted.
+Code that starts the work of a node or a session binds ids once, with `about`; all later events, in
+any module, task or thread, have these ids. Log records of other libraries are converted.
 """
 
 import logging
@@ -19,7 +19,7 @@ _VISIBLE = {"\n": NEWLINE, "\t": "⇥", " ": " "}
 
 
 def configure(*, level: str = "warning", path: Path | None = None) -> None:
-    """Write events of at least `level` to `path` as JSON lines, or to stderr for people."""
+    """Write events of at least `level` to `path` as JSON lines, or to stderr as text for people."""
     configured.update(level=level, path=path)
     renderer: Any = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     # Looked up for each event, so that a replaced sys.stderr is honoured.
@@ -47,7 +47,7 @@ def configure(*, level: str = "warning", path: Path | None = None) -> None:
 
 
 class _LibraryHandler(logging.Handler):
-    """Log records of libraries as events, with ``part`` set to the logger's name."""
+    """Handler that logs records of libraries as events, with ``part`` set to the logger's name."""
 
     def emit(self, record: logging.LogRecord) -> None:
         get(record.name).log(record.levelno, record.getMessage(), exc_info=record.exc_info)
@@ -76,7 +76,7 @@ def bound() -> dict[str, Any]:
 def visible(text: str) -> str:
     """Return `text` on one line, with control characters replaced by their codes.
 
-    No escape sequence or mark of writing direction in model output is ever sent to a terminal.
+    So escape sequences and direction marks in model output are never sent to a terminal.
     """
     if text.isprintable():
         return text

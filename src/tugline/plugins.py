@@ -1,8 +1,8 @@
 """Find plug-ins by name (built in, entry point or ``module:Class``) and make them.
 
-A plug-in is looked up when a task is accepted, so an unknown name is an error there that lists the
-known ones, never a failure in the middle of a run. The same holds for its options: `make` checks
-them against the type hints of the class.
+Plug-ins are looked up when a task is accepted, so that an unknown name is reported there, with the
+known names, and not in the middle of a run. The same holds for options: `make` checks them against
+the type hints of the class.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ P = TypeVar("P")
 BUILT_IN: dict[str, dict[str, str]] = tomllib.loads(
     (Path(__file__).parent / "plugins.toml").read_text(encoding="utf-8")
 )
-"""Kind to name to target; the same shape as the entry points ``tugline.<kind>``."""
+"""Targets by kind and name, in the form of the entry points ``tugline.<kind>``."""
 
 
 def list_names(kind: str) -> list[str]:
@@ -71,7 +71,7 @@ def make(kind: str, spec: PluginSpec, contract: type[P]) -> P:
     for option, value in spec.options.items():
         hint = parameters.get(option, parameters.get("**"))
         if hint is not None and value is not hint.default:
-            # A hint may say nothing of plain values.
+            # Hints that msgspec does not support are not checked.
             with contextlib.suppress(TypeError, NotImplementedError):
                 decode(value, hint.annotation, source=f"{kind} {spec.name!r}", name=option)
     try:
@@ -85,7 +85,7 @@ def make(kind: str, spec: PluginSpec, contract: type[P]) -> P:
 
 
 def import_extra(module: str, extra: str, what: str) -> Any:
-    """Import what `what` needs of an extra. Raises `UsageError` with how to install it."""
+    """Import a module that `what` needs. Raises `UsageError`, naming the extra to install."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -97,24 +97,24 @@ def pack_options(where: str, options: Mapping[str, Any]) -> bytes:
     try:
         return msgspec.msgpack.encode(options, order="deterministic")
     except (TypeError, ValueError, OverflowError) as error:
-        msg = next(_odd_keys(where, options), f"{where} cannot be stored: {error}")
+        msg = next(_find_invalid_keys(where, options), f"{where} cannot be stored: {error}")
         raise ConfigError(msg) from error
 
 
-def _odd_keys(where: str, value: Any) -> Iterator[str]:
+def _find_invalid_keys(where: str, value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
                 yield f"{where} has the key {key!r}, must be a string (in quotes)"
-            yield from _odd_keys(f"{where}[{key!r}]", inner)
+            yield from _find_invalid_keys(f"{where}[{key!r}]", inner)
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value):
-            yield from _odd_keys(f"{where}[{number}]", inner)
+            yield from _find_invalid_keys(f"{where}[{number}]", inner)
 
 
 @functools.lru_cache(maxsize=256)
 def _parameters(target: Any) -> dict[str, inspect.Parameter]:
-    """Parameters with type hints by name, ``**`` for the rest; none if hints cannot be read."""
+    """Return typed parameters by name, ``**`` for keyword arguments; none if hints are invalid."""
     try:
         parameters = inspect.signature(target, eval_str=True).parameters.values()
     except Exception:  # noqa: BLE001 - a hint is an arbitrary expression of a third party

@@ -1,10 +1,10 @@
-"""Strict decoding: plain values into typed structs, for every input that a person writes.
+"""Strict decoding of plain values to typed structs, for all input that people write.
 
 Configuration files, task files, API bodies and plug-in options all pass through `decode`. Structs
-themselves are open, so that an older reader accepts what a newer writer sends; what people write
-is held to more: an unknown key is an error that names the nearest known one, and every mistake is
-reported at once, with the field's path, its value and what would be right. Bounds are declared in
-the types, as ``Annotated[int, Meta(ge=1)]``.
+themselves ignore unknown keys, so that an older reader accepts data of a newer writer. For `decode`
+an unknown key is an error that names the nearest known one. All mistakes are reported at once, with
+the field's path, its value and the expected value. Bounds are declared in the types, as
+``Annotated[int, Meta(ge=1)]``.
 """
 
 import ast
@@ -40,7 +40,7 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 MAX_PROBLEMS = 50
-"""Mistakes that are reported at once; a body of millions of them is not searched to its end."""
+"""Maximum number of mistakes reported at once; the search ends there, also in a huge body."""
 FILE_TYPES = (".yaml", ".yml", ".toml", ".json")
 TYPE_NAMES = {
     "array": "a list",
@@ -52,7 +52,7 @@ TYPE_NAMES = {
     "str": "a string",
 }
 """Names of msgspec's types in error texts."""
-_PLACE = re.compile(r" - at `((?:key in )?\$[^`]*|key` in `\$[^`]*)`$")
+_LOCATION = re.compile(r" - at `((?:key in )?\$[^`]*|key` in `\$[^`]*)`$")
 _EXPECTED = re.compile(r"Expected `([^`]+)`(.*?)(?:, got `?[^`]*`?)?$")
 
 
@@ -60,10 +60,10 @@ _EXPECTED = re.compile(r"Expected `([^`]+)`(.*?)(?:, got `?[^`]*`?)?$")
 def decode(
     values: Any, kind: type[T], *, source: str = "", name: str = "", strict: bool = True
 ) -> T:
-    """Convert `values` to `kind`. Raises one `ConfigError`, whose `problems` are all mistakes.
+    """Convert `values` to `kind`. Raises one `ConfigError` with all mistakes as `problems`.
 
-    `source` (a file) and `name` (the field that `values` belong to) stand in errors. Without
-    `strict`, texts are accepted for numbers and booleans, as in a query string.
+    Errors name `source` (a file) and `name` (the field of `values`). Without `strict`, strings are
+    accepted for numbers and booleans, as in a query string.
     """
     try:
         decoded = _convert(values, kind, strict=strict)
@@ -71,11 +71,11 @@ def decode(
             return decoded
     except msgspec.ValidationError:
         pass
-    found = _find_problems(values, kind, (name,) if name else (), strict=strict)
-    problems = list(itertools.islice(found, MAX_PROBLEMS))
+    every = _find_problems(values, kind, (name,) if name else (), strict=strict)
+    problems = list(itertools.islice(every, MAX_PROBLEMS))
     if problems:
         raise ConfigError.combine(problems, source)
-    return decoded  # with defaults that it leaves out
+    return decoded  # only defaults that are omitted in encoding were lost
 
 
 def _convert(value: Any, kind: type[T], *, strict: bool) -> T:
@@ -91,7 +91,7 @@ def _decode_path(kind: type, value: Any) -> Any:
 
 
 def _lost_keys(value: Any, decoded: Any) -> bool:
-    """Whether keys were lost in decoding: unknown ones, or those of fields without a value."""
+    """Whether keys were lost in decoding: unknown keys, or fields omitted in encoding."""
     if isinstance(value, dict) and isinstance(decoded, dict):
         return any(key not in decoded or _lost_keys(value[key], decoded[key]) for key in value)
     both = isinstance(value, list | tuple) and isinstance(decoded, list | tuple)
@@ -99,7 +99,7 @@ def _lost_keys(value: Any, decoded: Any) -> bool:
 
 
 def _find_problems(value: Any, kind: Any, path: Location, *, strict: bool) -> Iterator[ConfigError]:
-    """Yield unknown keys, then what is wrong in the parts of `value`, else in itself."""
+    """Yield unknown keys, then mistakes in the parts of `value`, or else in `value` itself."""
     if value is msgspec.UNSET:
         yield ConfigError(f"{dotted(path)} is missing", dotted(path))
         return
@@ -129,7 +129,7 @@ def _find_unknown_keys(value: Any, kind: Any, path: Location) -> Iterator[Config
 
 
 def _list_parts(value: Any, kind: Any) -> Iterator[tuple[Step, Any, Any]]:
-    """The parts of a value: name or number, the part, its type. `UNSET` for a missing field."""
+    """Yield key or index, value and type of each part; the value of a missing field is `UNSET`."""
     for each in _members(kind):
         origin, inner = get_origin(each), get_args(each)
         if origin in {list, tuple, Sequence} and isinstance(value, list | tuple):
@@ -145,7 +145,7 @@ def _list_parts(value: Any, kind: Any) -> Iterator[tuple[Step, Any, Any]]:
 
 
 def _members(kind: Any) -> list[Any]:
-    """The types of a union, without their annotations; of another type, itself."""
+    """Return the types of a union without annotations; for another type, the type itself."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _members(inner[0])
@@ -159,20 +159,20 @@ def _is_struct(kind: Any) -> bool:
 
 
 def _explain(error: msgspec.ValidationError, value: Any, kind: Any, path: Location) -> ConfigError:
-    """Explain why a value is invalid whose parts, if any, are valid."""
-    place = _PLACE.search(str(error))
-    reason = _PLACE.sub("", str(error))
+    """Return the error for an invalid value with valid parts."""
+    location = _LOCATION.search(str(error))
+    reason = _LOCATION.sub("", str(error))
     if isinstance(error.__cause__, ConfigError):  # a struct's own check, which names its field
         return ConfigError(dotted((*path, reason)), dotted((*path, error.__cause__.field)))
     choices = _list_choices(kind)
-    must = f"must be one of {', '.join(choices)}" if choices else _say_expected(reason)
-    if place:
-        must = f"each {'key' if 'key' in place[1] else 'value'} {must}"
+    must = f"must be one of {', '.join(choices)}" if choices else _describe_expected(reason)
+    if location:
+        must = f"each {'key' if 'key' in location[1] else 'value'} {must}"
     field = dotted(path)
     return ConfigError(f"{field or 'the body'} is {reprlib.repr(value)}, {must}", field, choices)
 
 
-def _say_expected(reason: str) -> str:
+def _describe_expected(reason: str) -> str:
     expected = _EXPECTED.match(reason)
     if not expected:
         return reason[:1].lower() + reason[1:].replace("`", "")
@@ -181,7 +181,7 @@ def _say_expected(reason: str) -> str:
 
 
 def _list_choices(kind: Any) -> tuple[str, ...]:
-    """The values of an enumeration, also of one that may be null; none of another type."""
+    """Return the values of an enumeration, which may be nullable; none for another type."""
     members = [each for each in _members(kind) if each is not NoneType]
     if len(members) != 1:
         return ()
@@ -192,7 +192,7 @@ def _list_choices(kind: Any) -> tuple[str, ...]:
 
 
 def dotted(path: Iterable[Step]) -> str:
-    """A path as one name, such as ``limits.agent_s``; steps are cut at 128 characters."""
+    """Return a path as text, such as ``limits.agent_s``; steps are cut at 128 characters."""
     return ".".join(str(step)[:128] for step in path)
 
 
@@ -206,7 +206,7 @@ class _StrictLoader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in seen:
-                problem = f"key {key.value!r} stands twice"
+                problem = f"key {key.value!r} occurs twice"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
@@ -255,7 +255,7 @@ def parse_json(text: str, source: str) -> Any:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each line's value, with its place for messages. Raises `ConfigError`."""
+    """Yield the location of each line for messages, and its value. Raises `ConfigError`."""
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             where = f"{path}, line {number}"
@@ -293,16 +293,16 @@ def field_docs(kind: type) -> Mapping[str, str]:
 
 
 def list_structs(annotation: Any) -> list[type[msgspec.Struct]]:
-    """Every struct inside an annotation, such as that of ``Callback | None``."""
+    """List the structs in an annotation, such as `Callback` in ``Callback | None``."""
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
         return [annotation]
     return [each for inner in get_args(annotation) for each in list_structs(inner)]
 
 
 def copy_fields(kind: type[S], *sources: object, **others: object) -> S:
-    """Make a struct of `others` and of the fields that `sources` have under the same names.
+    """Make a struct from the fields of the same names in `sources`, and from `others`.
 
-    Where several have a field, the last one of them counts.
+    If several have a field, the last value is used.
     """
     same = {
         name: getattr(source, name)

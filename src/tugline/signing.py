@@ -1,8 +1,8 @@
 """Signatures of callbacks, as specified by https://www.standardwebhooks.com.
 
-A secret is ``whsec_`` and base64. What is signed is ``id.timestamp.body`` with HMAC-SHA256, so
-neither the body nor the id can be changed, and an old callback can be replayed for five minutes at
-most. Any library for Standard Webhooks verifies it.
+A secret is ``whsec_`` followed by base64. HMAC-SHA256 signs ``id.timestamp.body``, so neither the
+body nor the id can be changed, and an old callback can be replayed for at most five minutes. Any
+library for Standard Webhooks can verify a signature.
 """
 
 import base64
@@ -19,7 +19,7 @@ PREFIX = "whsec_"
 
 
 def new_secret() -> str:
-    """A random secret."""
+    """Return a random secret."""
     return PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
 
 
@@ -34,20 +34,20 @@ def key_of(secret: str) -> bytes:
     return key
 
 
-def sign(key: bytes, id: str, timestamp: int, body: bytes) -> str:  # noqa: A002 - its name there
-    """The value of ``webhook-signature``; `timestamp` in Unix seconds."""
+def sign(key: bytes, id: str, timestamp: int, body: bytes) -> str:  # noqa: A002 - its name in the standard
+    """Return the value of ``webhook-signature``; `timestamp` in Unix seconds."""
     return Webhook(key).sign(id, datetime.fromtimestamp(timestamp, UTC), body.decode())
 
 
 def verify(secret: str, headers: Mapping[str, str], body: bytes) -> str:
-    """Verify a callback; returns its id, which is the same if it is sent again.
+    """Verify a callback and return its id, which stays the same if it is sent again.
 
-    `body` is what was received, byte for byte. Raises `BadSignature`.
+    `body` is the received body, byte for byte. Raises `BadSignature`.
     """
     webhook = Webhook(key_of(secret))
     lower = {name.lower(): value for name, value in headers.items()}
     try:
         webhook.verify(body, lower, json_parse=False)
-    except (WebhookVerificationError, ValueError) as error:  # the latter for malformed values
+    except (WebhookVerificationError, ValueError) as error:  # ValueError for malformed values
         raise BadSignature(f"the callback is not genuine: {error}") from error
     return lower["webhook-id"]

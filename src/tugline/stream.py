@@ -1,4 +1,4 @@
-"""Graded groups of a rollout server, for the loop of any trainer. Needs neither torch nor asyncio.
+"""Graded groups of a rollout server, for any training loop. Needs neither torch nor asyncio.
 
     with GroupStream("my-trainer") as stream:
         for group in stream:
@@ -6,9 +6,9 @@
             save_checkpoint()
             stream.acknowledge(group)
 
-Groups come whole, in the order of their release. What was read and not acknowledged comes again
-after a restart, what was acknowledged never does (I3); so acknowledge after the checkpoint. In
-memory is one page of results.
+Groups are complete and in the order of their release. After a restart, groups that were read but
+not acknowledged are delivered again, acknowledged groups never (I3); so acknowledge after the
+checkpoint. One page of results is in memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,34 +25,34 @@ from tugline.types import Sample, Trajectory
 
 
 class GradedGroup:
-    """All sessions of one task that has ended."""
+    """Sessions of a finished task."""
 
     def __init__(self, results: GroupResults) -> None:
         self.id = results.view.id
-        """The task."""
+        """Id of the task."""
         self.cursor = results.cursor
         """Position to acknowledge."""
         self.missing = results.view.missing
         """Samples without a reward, for a reason that says nothing about the policy."""
-        found = (result.trajectory for result in results.results)
-        self.trajectories: tuple[Trajectory, ...] = tuple(one for one in found if one is not None)
-        """Of the sessions that ran, with or without a reward, by sample."""
+        every = (result.trajectory for result in results.results)
+        self.trajectories: tuple[Trajectory, ...] = tuple(t for t in every if t is not None)
+        """Trajectories of the sessions that ran, with or without a reward, by sample."""
 
     @cached_property
     def samples(self) -> tuple[Sample, ...]:
-        """Each trace with something to train on, of each session with a reward.
+        """Samples of all traces with tokens to train on, of all sessions with a reward.
 
-        Advantages are ``(r - mean) / (std + 1e-4)`` over the sessions, 0 if all earned the same;
-        a trainer that computes its own has `reward`.
+        Advantages are ``(r - mean) / (std + 1e-4)`` over the sessions, 0 if all are equal; a
+        trainer that computes its own uses `Sample.reward`.
         """
         return tuple(read_group(self.trajectories, GrpoConfig()))
 
 
 @dataclass(eq=False, repr=False)
 class GroupStream:
-    """Groups of one consumer, from the first that it has not acknowledged; a context manager.
+    """Context manager that iterates over a consumer's groups, after the acknowledged ones.
 
-    `consumer` is a name of your choice, kept by the server; the server is found as by `Client`.
+    `consumer` is any name; the server stores its position. The server is found as by `Client`.
     """
 
     consumer: str
@@ -61,11 +61,11 @@ class GroupStream:
     _: KW_ONLY
     folder: Path | str | None = None
     tasks: Sequence[str] = ()
-    """Only groups of these."""
+    """Ids of the tasks whose groups are read; empty: all tasks."""
     follow: bool = True
-    """Without it, only those of now."""
+    """Whether to wait for further groups."""
     deadline_s: float = 600.0
-    """The server may be away for that long."""
+    """Seconds to wait while the server cannot be reached."""
 
     def __post_init__(self) -> None:
         self._client = SyncClient(
@@ -80,10 +80,10 @@ class GroupStream:
         self._client.__exit__(*exc)
 
     def __iter__(self) -> Iterator[GradedGroup]:
-        """Yield the groups. Raises `ServerError` if the server is away for too long."""
+        """Yield the groups. Raises `ServerError` if the server cannot be reached for too long."""
         for results in self._client.groups(self.consumer, tasks=self.tasks, follow=self.follow):
             yield GradedGroup(results)
 
     def acknowledge(self, group: GradedGroup) -> None:
-        """Acknowledge this group and all before it; call it after the checkpoint that has them."""
+        """Acknowledge this group and all earlier ones; call this after the checkpoint."""
         self._client.ack(self.consumer, group.cursor)

@@ -1,13 +1,13 @@
-"""Tasks from files: YAML, TOML, JSON or JSON lines, read strictly.
+"""Task files: YAML, TOML, JSON or JSON lines, read strictly.
 
-A file holds one task or a list of them (in TOML: ``[[tasks]]``). Long texts may be kept beside it:
+A file holds one task or a list of them (in TOML: ``[[tasks]]``). Long texts may be in other files:
 ``instruction_file: PATH`` for `instruction`, and ``{file: PATH}`` for the text of one of `files`.
 Paths, also those of a workspace that exist there, are relative to the task file. A plug-in without
 options may be given by its name alone: ``harness: pi``. Every error names the file, the task, the
-field, its value and what would be right.
+field, its value and the expected value.
 
 The commented template is made from the fields of `types.Task` and their docstrings, so it matches
-what is accepted.
+the parser.
 """
 
 import glob
@@ -28,9 +28,9 @@ SUFFIXES = (*FILE_TYPES, ".jsonl")
 INSTRUCTION_FILE = "instruction_file"
 PLUGINS = tuple(each.name for each in msgspec.structs.fields(Task) if each.type is PluginSpec)
 _PATHS = ("folder", "build", "repo")
-"""Of a workspace."""
+"""Fields of a workspace that may be paths."""
 _EXAMPLE = (Path(__file__).parent / "task_template.yaml").read_text(encoding="utf-8")
-"""A task file whose comments name the fields that describe them."""
+"""Example of a task file; placeholders in its comments name fields of `Task`."""
 
 
 def read_tasks(path: Path) -> Iterator[tuple[str, Task]]:
@@ -45,7 +45,7 @@ def read_tasks(path: Path) -> Iterator[tuple[str, Task]]:
                 yield source, parse_task(values, source, path.parent)
             except ConfigError as error:
                 problems.append(error)
-    except ConfigError as error:  # a line that is no JSON
+    except ConfigError as error:  # a line is not JSON
         problems.append(error)
     if problems:
         raise ConfigError.combine(problems)
@@ -68,7 +68,7 @@ def find_files(given: Path | str) -> list[Path]:
 
 
 def _read_entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each task's undecoded values with its source."""
+    """Yield the source and the undecoded values of each task."""
     if path.suffix.lower() == ".jsonl":
         yield from read_jsonl(path)
         return
@@ -122,7 +122,7 @@ def parse_task(values: Any, source: str, folder: Path) -> Task:
 
 
 def _read_referenced(folder: Path, name: Any, field: str, problems: list[ConfigError]) -> str:
-    """The text of a file; an empty one and a problem if it cannot be read."""
+    """Return the text of a file; if it cannot be read, add a problem and return no text."""
     try:
         path: Path = folder / name
         return path.read_text(encoding="utf-8")
@@ -134,7 +134,7 @@ def _read_referenced(folder: Path, name: Any, field: str, problems: list[ConfigE
 
 # --------------------------------------------------------------------------- the template
 def make_template() -> str:
-    """A task file with every field and its sentence: the required ones, then all defaults."""
+    """Return a task file with all fields and descriptions: required ones, then defaults."""
     start = _EXAMPLE.format_map(field_docs(Task))
     return start + "\n".join(["", *_optional()]) + "\n"
 
@@ -153,8 +153,8 @@ def _optional() -> Iterator[str]:
         for kind in inner:
             for part in msgspec.structs.fields(kind):
                 default = getattr(field.default, part.name, _default(part))
-                sentence = f"{field_docs(kind)[part.name]}{_choices(part.type)}"
-                yield f"#   {part.name}: {_to_yaml(default)}  # {sentence}"
+                text = f"{field_docs(kind)[part.name]}{_choices(part.type)}"
+                yield f"#   {part.name}: {_to_yaml(default)}  # {text}"
 
 
 def _choices(annotation: Any) -> str:

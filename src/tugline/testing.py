@@ -1,4 +1,4 @@
-"""Stand-ins for the parts of a real deployment, for tests of anything built on Tugline.
+"""Scripted engines and models, for tests of programs that are built on Tugline.
 
 `ScriptedEngine` is an engine without a model: a function supplies the answer to each request.
 Served by `tugline.inference.server.create_app` it behaves on the wire like the real engine, and can
@@ -9,11 +9,11 @@ inject faults; no torch is needed.
 
     app = create_app(ScriptedEngine(reply, vocab_size=2000), model_name="scripted")
 
-`serve_scripted_model` serves one whose answers are a script. They depend on the prompt alone: the
-turn is the number of assistant openings in it. The same prompt gets the same answer however often
-it is sent, and a prompt that ends inside an answer, which is how a gateway continues after a lost
-connection, gets the rest of that answer. A request without tools, or for none of the scripts,
-counts as a side call (a title, a summary).
+`serve_scripted_model` serves a `ScriptedEngine` whose answers are scripts. An answer depends only
+on the prompt: the turn is the number of assistant openings in it. The same prompt always gets the
+same answer. A prompt that ends inside an answer, as a gateway sends it after a lost connection,
+gets the rest of the answer. A request without tools, or with the marker of no script, counts as a
+side call (a title, a summary).
 
     scripts = {"Fix the bug.": (ScriptedTurn("I look."), ScriptedTurn("Done."))}
     async with serve_scripted_model(scripts) as served:
@@ -46,20 +46,20 @@ from tugline.web.serve import serve
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """The answer to one request, and the faults on the way."""
+    """Answer to a request, and faults to inject."""
 
     ids: Sequence[int] = ()
     """Sampled ids; end them with a stop id for finish ``stop``, else it is ``length``."""
     logprobs: Sequence[float] | None = None
-    """As long as `ids`; None makes all of them 0."""
+    """Logprobs of `ids`; None: all are 0."""
     delay_s: float = 0.0
     """Seconds before each token."""
     first_s: float = 0.0
-    """Seconds before the first, on top of that."""
+    """Additional seconds before the first token."""
     status: int | None = None
     """Refuse with this HTTP status instead of answering."""
     retry_after_s: float | None = None
-    """Sent along with `status`."""
+    """Seconds of ``Retry-After``, sent with `status`."""
     cut_after: int | None = None
     """Drop the connection after this many tokens."""
     tokens_per_chunk: int = 1
@@ -67,16 +67,16 @@ class Reply(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class ScriptedEngine:
-    """See `tugline.inference.base.GenerationEngine`; `calls` has every request received."""
+    """A `tugline.inference.base.GenerationEngine`; `calls` has every request received."""
 
     reply: Callable[[Ids, str], Reply]
-    """It gets the prompt's ids and the request's id."""
+    """Function of the prompt's ids and the request's id."""
     _: KW_ONLY
     vocab_size: int
     max_model_len: int = 8192
     eos_ids: Collection[int] = ()
     version: int = 0
-    """May be assigned to at any time, as if new weights had arrived."""
+    """Policy version; may be set at any time, as if new weights had been loaded."""
 
     def __post_init__(self) -> None:
         self.calls: list[GenerateRequest] = []
@@ -86,7 +86,7 @@ class ScriptedEngine:
     down = False
 
     def stats(self) -> EngineStats:
-        """A snapshot of the counters; nothing is ever reused or busy."""
+        """Return a snapshot of the counters; `reused_tokens` and `busy_s` stay 0."""
         finished = dict(self._stats.finished)
         return msgspec.structs.replace(self._stats, running=len(self._running), finished=finished)
 
@@ -130,7 +130,7 @@ class ScriptedEngine:
     ) -> AsyncGenerator[SampledChunk, None]:
         stops = {*request.stop_ids, *(() if request.ignore_eos else self.eos_ids)}
         limit = min(request.max_tokens, self.max_model_len - len(request.prompt_ids))
-        ids, finish = _ending(reply.ids, stops, limit)
+        ids, finish = _cut_ids(reply.ids, stops, limit)
         logprobs = np.zeros(len(ids), np.float32)
         if reply.logprobs is not None:
             logprobs[:] = reply.logprobs[: len(ids)]
@@ -160,8 +160,8 @@ class ScriptedEngine:
                 await asyncio.wait_for(aborted.wait(), seconds)
 
 
-def _ending(ids: Sequence[int], stops: set[int], limit: int) -> tuple[Ids, Finish]:
-    """`ids` up to the first stop or the limit. Raises `UsageError` for an empty script."""
+def _cut_ids(ids: Sequence[int], stops: set[int], limit: int) -> tuple[Ids, Finish]:
+    """Cut `ids` after the first stop id or at the limit. Raises `UsageError` if empty."""
     if not ids:
         raise UsageError("Reply.ids is empty: a model always samples at least one token")
     for index, token in enumerate(ids[:limit]):
@@ -178,20 +178,20 @@ _SPECIAL = (
 _OPENING = "<|im_start|>assistant\n"
 _TOOLS = "<tools>"
 END_ID = 2
-"""The id that ends an answer."""
+"""Token id that ends an answer."""
 CONTEXT_WINDOW = 131_072
-"""Tokens."""
+"""Context window in tokens."""
 
 
 class ScriptedTurn(msgspec.Struct, frozen=True):
-    """Make an answer; `calls` are names of tools with their arguments."""
+    """A scripted answer; `calls` are names of tools with their arguments."""
 
     text: str = ""
     reasoning: str = ""
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()
 
     def render(self) -> str:
-        """Return the answer as a Qwen3 model writes it."""
+        """Return the answer in the format of Qwen3 models."""
         thought = f"<think>\n{self.reasoning}\n</think>\n\n" if self.reasoning else ""
         calls = [
             f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
@@ -211,8 +211,8 @@ _AFTER_END = ScriptedTurn("There is nothing left to do.")
 class ScriptedModel:
     """Answers from `scripts`, each selected by a marker in the prompt.
 
-    `faults` are of the first script, by number of the turn: replies without ids, of which only
-    `delay_s` applies to repeated requests as well.
+    `faults` apply to the first script, by number of the turn. They are replies without ids, and
+    only their `delay_s` applies to repeated requests as well.
     """
 
     tokenizer: Tokenizer
@@ -223,7 +223,7 @@ class ScriptedModel:
         self._failed: set[int] = set()
         self._opening = self.tokenizer.encode(_OPENING)
         self.answers: dict[tuple[str, int], int] = {}
-        """Tokens of every answer that was requested, by script and turn."""
+        """Number of tokens of each requested answer, by script and turn."""
         self.side_calls = 0
 
     @property
@@ -240,7 +240,7 @@ class ScriptedModel:
         ids = self.tokenizer.encode(self._turn(marker, turn, text).render())
         starts = (prompt == self._opening[0]).nonzero()[0]
         done = len(prompt) - int(starts[-1]) - len(self._opening) if len(starts) else 0
-        """Tokens of the answer that the prompt already ends with."""
+        """Number of tokens of the answer that are already in the prompt."""
         if marker:
             self.answers[marker, turn] = len(ids)
         first = bool(marker) and marker == next(iter(self.scripts))
@@ -263,7 +263,7 @@ class ScriptedModel:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Inputs of a gateway for a model, with the scripted parts if there are any."""
+    """Inputs of a gateway for a model, and engine and model if they are scripted."""
 
     upstream: Upstream
     rendering: Rendering | None
@@ -275,7 +275,7 @@ class ServedModel:
 async def serve_scripted_model(
     scripts: Mapping[str, Script], faults: Mapping[int, Reply] | None = None
 ) -> AsyncIterator[ServedModel]:
-    """Serve a scripted model that takes token ids, which is what exact mode needs."""
+    """Serve a scripted model that accepts token ids, as exact mode requires."""
     tokenizer = make_tokenizer()
     model = ScriptedModel(tokenizer, scripts, faults or {})
     engine = ScriptedEngine(

@@ -125,7 +125,7 @@ def test_task_files_and_sets_share_a_folder(tmp_path: Path) -> None:
         ("prefix: x-", "select: {include: [zzz]}", "no task is left"),
         ("prefix: x-", "select: {limit: 0}", "select.limit is 0"),
         ("prefix: x-", "select: {shufle: 0}", "unknown key 'select.shufle'"),
-        ("files: start", "files: q", "q must be an object of text by path"),
+        ("files: start", "files: q", "q must be an object that maps paths to texts"),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
 )

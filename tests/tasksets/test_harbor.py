@@ -86,7 +86,7 @@ def test_in_place_evaluation_can_be_overridden(tmp_path: Path) -> None:
         ("[agent]\ntimeout_sec = 'long'", "agent.timeout_sec is 'long'"),
         ("[environment]\nmemory = 'lots'", "environment.memory is 'lots', must be a size"),
         ("[environment]\nos = 'windows'", "environment.os is 'windows', must be 'linux'"),
-        ("[[steps]]\nname = 'a'", "steps has 1 steps; tasks must be of one step"),
+        ("[[steps]]\nname = 'a'", "steps has 1 steps; tasks must have one step"),
         ("[verifier.environment]\ndocker_image = 'x'", "the verifier has an image of its own"),
         ("[verifier]\nenvironment_mode = 'x'", "environment_mode is 'x', must be shared or"),
         ("[agent", "task.toml is not valid TOML"),
@@ -109,7 +109,7 @@ def test_unsupported_settings_are_errors(tmp_path: Path, toml: str, message: str
         ("tests/test.sh", "tests/test.sh is missing"),
         ("environment/Dockerfile", "no environment/Dockerfile, and no environment.docker_image"),
         ("instruction.md", "instruction.md: No such file"),
-        ("task.toml", "no folder with task.toml is there"),
+        ("task.toml", "it has no folder with task.toml"),
     ],
 )
 def test_missing_files_and_services_are_errors(tmp_path: Path, name: str, message: str) -> None:

@@ -172,7 +172,7 @@ BAD = [
     ({"FAIL_TO_PASS": []}, r"FAIL_TO_PASS is \[\], must be a list of length >= 1"),
     ({"FAIL_TO_PASS": "test_a"}, r"FAIL_TO_PASS is 'test_a', must be a list"),
     ({"PASS_TO_PASS": [1]}, r"PASS_TO_PASS\.0 is 1, must be a string"),
-    ({"test_patch": "+ x"}, r"test_patch is '\+ x', must be a patch as `git diff` writes it"),
+    ({"test_patch": "+ x"}, r"test_patch is '\+ x', must be a patch in the format of `git diff`"),
     ({"patch": 1}, r"patch is 1, must be a string"),
     ({"repo": "x/y"}, r"test_cmd is missing; give it, eval_script, or the option test_command"),
     ({"repo": "x/y", "test_cmd": "pytest"}, r"log_parser is missing; it must be the name of a"),

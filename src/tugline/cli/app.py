@@ -1,6 +1,6 @@
-"""``tugline``: dispatch to the commands; known errors become an exit code and a line each.
+"""``tugline``: dispatch to the commands, and report known errors by a line and an exit code.
 
-A file with several mistakes has a line for each.
+For a file with several mistakes, one line is printed for each.
 
 Exit codes are 0: success; 2: an error that the caller can correct (`UsageError`, a file, or a
 request that the server rejects); 1: any other failure; 130: interrupted. The module of a command is

@@ -1,7 +1,7 @@
 """``tugline bench`` and ``tugline plan``: cost of components, and machines that a run needs.
 
-Benchmarks are programs outside of the package, with stub engines and load generators that an
-installation does not need.
+Benchmarks are programs outside of the package: they include stub engines and load generators,
+which an installation does not need.
 
 A plan follows docs/deploy.md, with constants of the benchmarks, which were measured on one kind of
 processor: it is an estimate that shows the bottlenecks.
@@ -25,7 +25,7 @@ from tugline.schema import decode, read_values
 
 
 def bench(part: str, *options: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
-    """Measure the cost of a part, beside its lower bound.
+    """Measure the cost of a part and its lower bound.
 
     Args:
         part: Part to measure: gateway, trajectories, builders, server, cluster (up to a thousand
@@ -182,13 +182,13 @@ def plan(workload: Workload, *, as_json: Json = False) -> None:
 
 
 def _show(needs: Needs, workload: Workload) -> None:
-    binds = max(needs.nodes_for, key=lambda name: needs.nodes_for[name])
+    limiting = max(needs.nodes_for, key=lambda name: needs.nodes_for[name])
     lines = {
         "sessions": f"{needs.sessions_per_hour:,.0f} an hour keep the engines busy:"
         f" {needs.open_sessions:,} at once, {needs.session_s:,.0f} s each",
         "engines": f"{needs.kv_tokens:,} tokens of context, if all of it is to stay in their cache",
         "nodes": f"{needs.nodes} of {workload.cores} processors and {workload.memory_gb} GB,"
-        f" --slots {needs.slots}; {binds} decide: {format_counts(needs.nodes_for)}",
+        f" --slots {needs.slots}; {limiting} decide: {format_counts(needs.nodes_for)}",
         "processors": f"{needs.agent_cores:.1f} for agents, tools and evaluations,"
         f" {needs.gateway_cores:.1f} for gateways (`gateway.workers`)",
         "memory": f"{needs.memory_gb:,.0f} GB",

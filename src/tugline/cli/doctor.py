@@ -2,7 +2,7 @@
 
 ``--engine`` reports the modes that the engine supports and the flags to change, ``--runtimes`` the
 usable runtimes and their weaknesses; without them the server, its nodes and engines are checked.
-The exit code is 0 if all checks pass (with ``--engine``: if the wanted mode is usable), else 1.
+The exit code is 0 if all checks pass (with ``--engine``: if the requested mode is usable), else 1.
 """
 
 from urllib.parse import urlsplit

@@ -208,10 +208,10 @@ def _show(summary: ExportSummary) -> None:
         (file.path, *(f"{getattr(file, name):,}" for name in numbers))
         for file in summary.files.values()
     )
-    left = format_counts(summary.left_out) or "-"
+    skipped = format_counts(summary.left_out) or "-"
     print_text(
         make_table(("file", *numbers), rows),
-        f"{summary.exported} of {summary.recordings} sessions; left out: {left}",
+        f"{summary.exported} of {summary.recordings} sessions; left out: {skipped}",
     )
     if summary.rows_left_out:
         print_text(f"of these, rows left out: {format_counts(summary.rows_left_out)}")
@@ -228,5 +228,5 @@ def _show_index(index: Index, out: Path) -> None:
         f"{sum(entry.traces for entry in built)} traces, "
         f"{sum(entry.tokens for entry in built)} tokens, "
         f"{sum(entry.ledger.trained for entry in built)} of "
-        f"{sum(entry.ledger.sampled for entry in built)} sampled ones trained"
+        f"{sum(entry.ledger.sampled for entry in built)} sampled tokens trained"
     )

@@ -132,15 +132,15 @@ def _read_job(run: Path) -> dict[str, str]:
 
 
 async def _show_status(run: Path, *, as_json: bool) -> None:
-    report, address, seen = _read_job(run), run / "up" / "address", None
+    report, address, overview = _read_job(run), run / "up" / "address", None
     if report["state"] == "RUNNING" and address.exists():
         report["server"] = address.read_text().strip()
         with contextlib.suppress(ServerError, UsageError):  # the server has ended, or hangs
             async with Remote(folder=run / "server").connect(LOOK_S) as client:
-                seen = await Monitor(client).read()
+                overview = await Monitor(client).read()
     line = ", ".join(f"{name} {value}" for name, value in report.items() if value)
-    parts = (line, render(seen)) if seen else (line,)
-    print_report({**report, "overview": seen}, lambda: print_text(*parts), as_json=as_json)
+    parts = (line, render(overview)) if overview else (line,)
+    print_report({**report, "overview": overview}, lambda: print_text(*parts), as_json=as_json)
 
 
 def _call(*argv: str, env: dict[str, str] | None = None, known: str | None = None) -> str:

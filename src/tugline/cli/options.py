@@ -84,7 +84,7 @@ class Remote:
 
 
 DEFAULT_SERVER = Remote()
-"""Server by the environment and the working folder."""
+"""Server given by the environment or the working folder."""
 
 
 def make_new_folder(keep: Path) -> None:

@@ -22,7 +22,7 @@ from tugline.types import is_pass
 
 COLOURS = {"pass": "green", "fail": "red", "unknown": "yellow", "unchecked": "yellow"}
 """Colours of the results of checks."""
-_NO_EDGE = 1 << 16
+_FILE_WIDTH = 1 << 16
 """Width of output that is not a terminal, in columns."""
 _REPORT_EVERY_S = 10.0
 """Seconds between two lines of progress, without a terminal."""
@@ -33,7 +33,7 @@ class _BackgroundFile(io.TextIOBase):
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self.texts: queue.Queue[str] = queue.Queue(1000)  # writes
+        self.texts: queue.Queue[str] = queue.Queue(1000)
         threading.Thread(target=self._write_all, daemon=True).start()
 
     def write(self, text: str) -> int:
@@ -88,10 +88,10 @@ def print_report(
 
 
 def print_text(*parts: RenderableType, style: str = "", stderr: bool = False) -> None:
-    """Print tables, and lines of literal text without wrapping; tables in files are not cut."""
+    """Print tables, and literal text without wrapping; tables in files are not truncated."""
     console = Console(highlight=False, markup=False, stderr=stderr)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _NO_EDGE
+        console.width = _FILE_WIDTH
     for part in parts:
         console.print(part, style=style, soft_wrap=isinstance(part, str))
 

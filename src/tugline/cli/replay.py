@@ -1,6 +1,6 @@
 """``tugline replay``: rerun the harness of a recorded session; optionally fork live from a call.
 
-The exit code is 0 if every request was as recorded, 1 if one was not or a fork could not run.
+The exit code is 0 if every request was as recorded, else 1; also 1 if a fork could not run.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def replay(
 
     Args:
         session: A recording file, or the id of a session.
-        fork_at: Number of the call from which to go live; 'last': after the last call.
+        fork_at: Number of the first live call; 'last': fork after the last call.
         engine: Engine for live calls, such as http://127.0.0.1:8000.
         samples: Number of live sessions.
         slots: Number of concurrent live sessions.

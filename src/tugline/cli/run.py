@@ -215,7 +215,7 @@ def _read_run(
     condition: tuple[str, float],
 ) -> tuple[dict[str, Figures], list[Path]]:
     """Return totals of `views` by tag, and the accepted recordings."""
-    totals, accepted, (part, least) = {"all": Figures()}, [], condition
+    totals, accepted, (part, minimum) = {"all": Figures()}, [], condition
     figures: dict[str, list[Figures]] = {}
     for view in views:
         names = ["all", *(f"{name}={value}" for name, value in tags[view.task].items())]
@@ -228,10 +228,10 @@ def _read_run(
         own = figures.get(recording.header.session.id, []) if recording.header else []
         reward = recording.result.reward if own and recording.result else None
         values = {**reward.parts, "reward": reward.value} if reward else {}
-        taken = values.get(part, -math.inf) >= least
-        accepted += [path] * taken
+        is_accepted = values.get(part, -math.inf) >= minimum
+        accepted += [path] * is_accepted
         for total in own:
-            total.accepted += taken
+            total.accepted += is_accepted
             for call in recording.calls:
                 total.prompt_tokens += len(call.prompt_ids) + call.unreported_prompt_tokens
                 total.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens

@@ -113,34 +113,34 @@ async def _find(client: Client, name: str) -> TaskView | SessionView:
 
 
 # --------------------------------------------------------------------------- on the terminal
-def render(seen: Overview) -> RenderableType:
+def render(overview: Overview) -> RenderableType:
     """Render the state of a server as tables."""
-    tables = [_make_summary(seen), _make_nodes_table(seen)]
-    if seen.open:
-        tables.append(make_tasks_table(seen.open))
-    if seen.failures:
+    tables = [_make_summary(overview), _make_nodes_table(overview)]
+    if overview.open:
+        tables.append(make_tasks_table(overview.open))
+    if overview.failures:
         rows = (
             (failure.session, _format_age(failure.at), " ".join(failure.reason.split())[:100])
-            for failure in seen.failures
+            for failure in overview.failures
         )
         tables.append(make_table(("failed", "ago", "reason"), rows))
     return Group(*(part for table in tables for part in (table, "")))
 
 
-def _make_summary(seen: Overview) -> Table:
-    counts = seen.counts
+def _make_summary(overview: Overview) -> Table:
+    counts = overview.counts
     weights = f"weights {counts.version}" + (", paused" if counts.paused else "")
-    rate = f"{seen.sessions_per_minute:,.1f} sessions/min"
-    reward = "" if seen.reward is None else f"  mean reward {seen.reward:.3g}"
+    rate = f"{overview.sessions_per_minute:,.1f} sessions/min"
+    reward = "" if overview.reward is None else f"  mean reward {overview.reward:.3g}"
     finished = {name: n for name, n in counts.sessions.items() if Status(name) in TERMINAL}
     rows = {
-        "server": f"{seen.url}  position {counts.position:,}  {weights}",
-        "queued": f"{counts.sessions.get('queued', 0):,}  {format_counts(seen.queue)}",
+        "server": f"{overview.url}  position {counts.position:,}  {weights}",
+        "queued": f"{counts.sessions.get('queued', 0):,}  {format_counts(overview.queue)}",
         "running": ", ".join(f"{counts.sessions.get(stage, 0):,} {stage}" for stage in STAGES),
         "finished": format_counts(finished) or "none",
         "tasks": f"{counts.tasks_open:,} open",
-        "rate": f"{rate}  {seen.tokens_per_second:,.0f} sampled tokens/s{reward}",
-        "unread": format_counts(seen.unread),
+        "rate": f"{rate}  {overview.tokens_per_second:,.0f} sampled tokens/s{reward}",
+        "unread": format_counts(overview.unread),
         "callbacks": f"{counts.dead_deliveries:,} given up" if counts.dead_deliveries else "",
     }
     table = Table.grid(padding=(0, 2))
@@ -150,9 +150,9 @@ def _make_summary(seen: Overview) -> Table:
     return table
 
 
-def _make_nodes_table(seen: Overview) -> Table:
+def _make_nodes_table(overview: Overview) -> Table:
     table = Table("node", "state", "slots", "sessions", *STAGES, "lease", box=None)
-    for load in seen.nodes:
+    for load in overview.nodes:
         node = load.node
         lease = f"{load.lease_s:.0f} s" if node.state is not NodeState.GONE else ""
         state = f"quarantine: {node.fault}" if node.fault else node.state.value
@@ -160,7 +160,7 @@ def _make_nodes_table(seen: Overview) -> Table:
         stages = (str(load.stages.get(stage, "")) for stage in STAGES)
         cells = (str(node.slots), str(node.running), *stages, lease)
         table.add_row(Text(node.name), Text(state), *cells, style=style)
-    if not seen.nodes:
+    if not overview.nodes:
         table.add_row("none: start one with `tugline node`")
     return table
 
@@ -237,7 +237,7 @@ async def results(
         raise UsageError("--recordings saves into the folder of --out; name one")
     saved = ResultFolder(out) if out else None
     after = max((view.position for view in saved.views.values()), default=0) if saved else None
-    seen = 0
+    count = 0
     try:
         async with remote.connect() as client:
             stream = client.results(
@@ -260,12 +260,12 @@ async def results(
                         print_json(item.view)
                     else:
                         print(_format_result(item.view))
-                    seen += 1
+                    count += 1
     finally:
         if saved:
             saved.write_index()
-            print_text(f"saved in {out}: {seen} new, {len(saved.views)} in all", stderr=True)
-    if not seen and not saved:
+            print_text(f"saved in {out}: {count} new, {len(saved.views)} in all", stderr=True)
+    if not count and not saved:
         print_text("nothing new", stderr=True)
 
 

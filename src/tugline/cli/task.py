@@ -1,7 +1,7 @@
 """``tugline task``: commands for task files and task sets, without a server.
 
 `validate` evaluates tasks without a model. A task is fine if its reference solution has reward 1
-and the empty solution has less. Any other task gives no learning signal, or a wrong one.
+and the empty solution has less. Other tasks give no learning signal, or a wrong one.
 """
 
 import asyncio
@@ -127,7 +127,7 @@ async def prefetch(*paths: SetPaths, as_json: Json = False) -> None:
         for number, each in enumerate(wanted.values(), 1):
             status.update(f"{each.runtime.name}: workspace {number} of {len(wanted)}")
             failed += await parts.runtime(each.runtime).prefetch([each.workspace])
-    summary = f"{len(wanted) - len(failed)} of {len(wanted)} workspaces are here"
+    summary = f"{len(wanted) - len(failed)} of {len(wanted)} workspaces are ready"
     print_report(
         {"workspaces": len(wanted), "failed": failed},
         lambda: print_text(*failed, summary),
@@ -163,7 +163,7 @@ class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
 
     task: str
     digest: str
-    """Digest of the task, its solution and their files; a task with another is validated again."""
+    """Digest of task, solution and their files; if it changes, the task is validated again."""
     state: CheckState
     reference: float | None = None
     """Reward of the reference solution."""

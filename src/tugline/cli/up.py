@@ -116,7 +116,7 @@ def up(
         main = partial(run_server, settings, folder, echo, cluster=cluster is not None)
         keep_running(main, local.log_file)
         return
-    from tugline.launch.node import run_server_and_node  # noqa: PLC0415 - takes a second, see there
+    from tugline.launch.node import run_server_and_node  # noqa: PLC0415 - takes a second
 
     main = partial(run_server_and_node, add_default_engine(settings), folder, echo)
     keep_running(main, local.log_file)
@@ -146,7 +146,7 @@ def node(
         with background_stderr():
             ray.keep_nodes(settings, server, token, echo)
         return
-    from tugline.launch.node import run_node  # noqa: PLC0415 - takes a second, see there
+    from tugline.launch.node import run_node  # noqa: PLC0415 - takes a second
 
     keep_running(partial(run_node, settings, folder, server, token, echo), local.log_file)
 

@@ -1,1 +1,1 @@
-"""Task sets: a benchmark's own files on one side, tasks on the other."""
+"""Task sets: convert the files of benchmarks to tasks."""

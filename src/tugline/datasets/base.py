@@ -1,8 +1,8 @@
-"""The task set contract: from a benchmark's own files to tasks, one for each instance.
+"""Interface of task sets, which convert the instances of a benchmark to tasks.
 
 The instruction, workspace and evaluator of an instance come from the set; harness, runtime,
-samples and limits come from a `TaskTemplate`, the same for all tasks of a run. Where both have a
-value, the template wins.
+samples and limits come from a `TaskTemplate`, the same for all tasks of a run. If both have a
+value, the template's is used.
 
 A set may have reference solutions (`solution`), to validate tasks before a model is trained on
 them: the solution must earn 1, and an unchanged workspace less.
@@ -36,31 +36,31 @@ _MAX_ID = 128
 
 
 class Solution(msgspec.Struct, frozen=True, kw_only=True):
-    """A reference solution: what a perfect agent would do."""
+    """A reference solution: files to write and a program to run."""
 
     changes: Mapping[str, Content] = {}
     """Files to change in the workdir."""
     home: Mapping[str, Content] = {}
     """Files to put into the agent's home, for `argv`."""
     argv: tuple[str, ...] = ()
-    """A program to run in the workdir after that, which must exit with 0; empty: none."""
+    """Program to run in the workdir after that; it must exit with 0. Empty: no program."""
     env: Mapping[str, str] = {}
     mounts: tuple[Mount, ...] = ()
-    """Folders that only the solution sees."""
+    """Folders mounted for the solution only."""
 
 
 class TaskSet(ABC):
-    """A set of tasks. A `path` among its options has been made absolute before."""
+    """A set of tasks. Its option `path`, if it has one, is given as an absolute path."""
 
     @abstractmethod
     def tasks(self, template: TaskTemplate) -> Iterator[Task]:
         """Yield the tasks in the order of the source.
 
-        Raises `ConfigError` that names the file, the instance, the field and its value.
+        Raises `ConfigError`, which names the file, the instance, the field and its value.
         """
 
     def solution(self, task: Task) -> Solution | None:
-        """Return the reference solution of one of its tasks; None if there is none."""
+        """Return the reference solution of a task of this set; None if there is none."""
         return None
 
 
@@ -68,9 +68,9 @@ class TaskTemplate(msgspec.Struct, frozen=True):
     """Settings shared by all tasks of a run."""
 
     task: Task
-    """Its `id` is the prefix of each task's."""
+    """Task with the shared fields; its `id` is the prefix of each task's id."""
     given: frozenset[str]
-    """Fields that were given, such as ``runtime`` and ``limits.agent_s``; the rest is default."""
+    """Fields set in the file, such as ``runtime`` and ``limits.agent_s``; others have defaults."""
 
     @classmethod
     def read(cls, values: Any, where: str, folder: Path, *, prefix: str = "") -> TaskTemplate:
@@ -104,10 +104,10 @@ class TaskTemplate(msgspec.Struct, frozen=True):
         limits: Mapping[str, float] | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> Task:
-        """Make the task of an instance; values of the template win."""
+        """Make the task of an instance; values of the template take precedence."""
         task = self.task
         if evaluator is None and "evaluator" not in self.given:
-            raise ConfigError("the template has no evaluator, and this task set brings none")
+            raise ConfigError("the template has no evaluator, and this task set provides none")
         own = {k: v for k, v in (limits or {}).items() if f"limits.{k}" not in self.given}
         return msgspec.structs.replace(
             task,
@@ -122,7 +122,7 @@ class TaskTemplate(msgspec.Struct, frozen=True):
         )
 
     def _select(self, field: str, own: PluginSpec | None) -> PluginSpec:
-        """Return the set's plug-in, or the template's with the set's options for that one."""
+        """Return the template's plug-in with the set's options for it, or else the set's."""
         given: PluginSpec = getattr(self.task, field)
         if field not in self.given:
             return own or given
@@ -143,9 +143,9 @@ def task_id(name: str) -> str:
 def _add_options(value: Any, own: PluginSpec) -> Any:
     """Add the options of `own` to every plug-in of its name in `value`."""
     if isinstance(value, list):
-        return [_add_options(one, own) for one in value]
+        return [_add_options(item, own) for item in value]
     if not isinstance(value, dict):
         return value
     if value.get("name") == own.name and value.keys() <= {"name", "options"}:
         return {"name": own.name, "options": own.options | (value.get("options") or {})}
-    return {key: _add_options(one, own) for key, one in value.items()}
+    return {key: _add_options(item, own) for key, item in value.items()}

@@ -1,9 +1,9 @@
-"""Task-set files: a task set, what its tasks have in common, and which of them are selected.
+"""Task-set files: a task set, a template of its tasks and a selection of them.
 
-They may be given wherever task files may; `load_tasks` reads both, strictly. A selection is the
-same each time and on any machine: shares and shuffling use a hash of the instance's name, so a task
-stays where it is when others come or go. Difficulty is known from results of earlier runs, as
-`tugline run --out` and `tugline results --out` keep them.
+They are accepted wherever task files are; `load_tasks` reads both, strictly. A selection is the
+same each time and on any machine: shares and shuffling use a hash of the instance's name, so that
+adding or removing tasks does not move others. Difficulty is computed from the results of earlier
+runs, saved by `tugline run --out` or `tugline results --out`.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ from tugline.types import PluginSpec, Task
 HARBOR_TASK = "task.toml"
 """The file that marks a folder as a Harbor task."""
 _INSPECTION = {"harness": {"name": "shell", "options": {"command": "true"}}}
-"""TaskTemplate for a folder of Harbor tasks, which has none."""
+"""Template of a folder of Harbor tasks without a task-set file."""
 _WHOLE = 1.0 + 1e-9
-"""The most that shares such as .7, .2 and .1 add up to, with a margin for rounding."""
+"""Maximum sum of shares, with a margin for rounding, as in .7 + .2 + .1."""
 
 
 class Difficulty(msgspec.Struct, frozen=True):
@@ -42,11 +42,11 @@ class Difficulty(msgspec.Struct, frozen=True):
     max: float = 1.0
     """Highest mean reward."""
     samples: int = 1
-    """Rewarded samples that a task must have; tasks with fewer are unknown."""
+    """Least number of rewarded samples; the difficulty of tasks with fewer is unknown."""
     unknown: bool = True
-    """Whether unknown tasks are kept."""
+    """Whether tasks of unknown difficulty are kept."""
     prefix: str | None = None
-    """Of the earlier run's task ids; None: that of this file."""
+    """Prefix of the earlier run's task ids; None: that of this file."""
 
 
 class TaskSelection(msgspec.Struct, frozen=True):
@@ -55,25 +55,25 @@ class TaskSelection(msgspec.Struct, frozen=True):
     split: str | None = None
     """Tasks of this split, one of `shares` or of the source."""
     shares: dict[str, PositiveFloat] = {}
-    """Splits to make, with their shares, at most 1 together."""
+    """Splits to make, with their shares, which add up to at most 1."""
     include: tuple[str, ...] = ()
-    """Patterns of instance names, one of which must match; none: all match."""
+    """Patterns of instance names, of which at least one must match; empty: all names match."""
     exclude: tuple[str, ...] = ()
     """Patterns of instance names, none of which may match."""
     tags: dict[str, str] = {}
     """Patterns of values, by tag."""
     difficulty: Difficulty | None = None
-    """By the rewards of earlier runs."""
+    """Condition on the rewards of earlier runs."""
     shuffle: int | None = None
-    """Seed of a random order; None: the source's."""
+    """Seed of a random order; None: the order of the source."""
     limit: PositiveInt | None = None
-    """The number of tasks to take, of those that meet all conditions."""
+    """Maximum number of tasks, of those that meet all conditions."""
 
     def check(self, where: str) -> None:
-        """Raises `ConfigError` for inconsistent values."""
+        """Check that values are consistent. Raises `ConfigError`."""
         wrong = None
         if math.fsum(self.shares.values()) > _WHOLE:
-            wrong = f"shares is {self.shares}, must be at most 1 together"
+            wrong = f"shares is {self.shares}, must add up to at most 1"
         elif self.shares and self.split is not None and self.split not in self.shares:
             wrong = f"split is {self.split!r}, must be one of shares: {', '.join(self.shares)}"
         elif self.difficulty and not self.difficulty.min <= self.difficulty.max:
@@ -82,7 +82,7 @@ class TaskSelection(msgspec.Struct, frozen=True):
             raise ConfigError(f"{where}: select.{wrong}")
 
     def pick(self, tasks: Iterable[Task], *, folder: Path, prefix: str = "") -> list[Task]:
-        """Select tasks. `folder` is the folder of the file."""
+        """Select tasks. The path of results is relative to `folder`."""
         known = _read_rewards(folder / self.difficulty.results) if self.difficulty else {}
         selected = [
             task
@@ -124,7 +124,7 @@ class TaskSelection(msgspec.Struct, frozen=True):
 
 
 def instance_of(task: Task) -> str:
-    """Return the name of the instance that a task was made of; else its id."""
+    """Return the name of a task's instance, or the task's id if it has none."""
     return task.tags.get(INSTANCE, task.id)
 
 
@@ -142,7 +142,7 @@ def _hash(name: str) -> float:
 
 
 def _read_rewards(path: Path) -> dict[str, list[float]]:
-    """Read the rewards of each task. Raises `ConfigError`."""
+    """Read the rewards of earlier results by task id. Raises `ConfigError`."""
     rewards: dict[str, list[float]] = {}
     try:
         views = read_results(path)
@@ -199,7 +199,8 @@ class SelectedTasks:
 def load_tasks(paths: Iterable[Path | str]) -> list[Task]:
     """Load tasks from files, folders of files (not recursively) and glob patterns.
 
-    Raises `ConfigError` if a file is wrong or an id is used twice, `UsageError` if none is found.
+    Raises `ConfigError` if a file is invalid or an id is used twice, `UsageError` if no file is
+    found.
     """
     return [task for task, _ in gather(paths)]
 
@@ -255,9 +256,9 @@ def read_harbor_folder(path: Path) -> SelectedTasks | None:
     return SelectedTasks(file, str(path), path)
 
 
-def _make_task_set(part: PluginSpec, folder: Path) -> TaskSet:
+def _make_task_set(spec: PluginSpec, folder: Path) -> TaskSet:
     """Make a task set, whose `path` is relative to `folder`. Raises `ConfigError`."""
-    options = dict(part.options)
+    options = dict(spec.options)
     if isinstance(options.get("path"), str):
         options["path"] = str((folder / Path(options["path"]).expanduser()).absolute())
-    return make("taskset", PluginSpec(part.name, options), TaskSet)
+    return make("taskset", PluginSpec(spec.name, options), TaskSet)

@@ -1,12 +1,11 @@
-"""Tasks in the Harbor format, as Terminal-Bench 2 and many others publish them.
+"""Tasks in the Harbor format, used by Terminal-Bench 2 and many other benchmarks.
 
 A task is a folder: ``instruction.md``, ``task.toml``, ``environment/`` with a Dockerfile,
 ``tests/test.sh`` and ``solution/solve.sh``. `path` is one such folder or a folder of them.
 
 ``task.toml`` is read strictly: a value of the wrong type is an error that names file, field and
-value, and so is a feature that the reward depends on and sandboxes do not have (steps, several
-services, Windows, a verifier image of its own). Settings without an effect here are logged once
-each.
+value. A feature that affects the reward and is not supported (steps, several services, Windows, a
+verifier image of its own) is an error as well. Settings without an effect are logged once each.
 """
 
 import re
@@ -30,7 +29,7 @@ _SOLVE = 'if command -v bash >/dev/null 2>&1; then exec bash "$0"; else exec sh 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG])B?", re.IGNORECASE)
 _MB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 _MARGIN_S = 60.0
-"""Of an evaluation, to open its sandboxes."""
+"""Time of an evaluation for the creation of its sandboxes."""
 _log = log.get("tasksets")
 
 
@@ -56,7 +55,7 @@ class _Environment(msgspec.Struct, frozen=True):
     storage: str | None = None
     workdir: str | None = None
     env: dict[str, str] = {}
-    """Only tests and solution see it."""
+    """Environment of tests and solution; the agent does not get it."""
 
 
 class _SolutionTable(msgspec.Struct, frozen=True):
@@ -76,18 +75,18 @@ class TaskToml(msgspec.Struct, frozen=True):
 
 
 _HARMLESS = frozenset({"schema_version", "version", "source", "allow_internet", "network_mode"})
-"""Other keys that every published task has, left out without a warning."""
+"""Keys without an effect that every published task has; ignored without a warning."""
 
 
 @dataclass(kw_only=True, eq=False)
 class HarborTaskSet(TaskSet):
-    """`path` is a task's folder or a folder of them, on each node.
+    """Task set of Harbor folders: `path` is a task's folder or a folder of them, on each node.
 
-    `build` makes images from Dockerfiles even if ``docker_image`` names one. `in_place` evaluates
+    `build` builds images from Dockerfiles even if ``docker_image`` names one. `in_place` evaluates
     in the agent's sandbox (default: if ``verifier.environment_mode`` is ``shared``). `network`
-    lets tests reach the hosts that the runtime allows. `pass_env` lists variables of the node that
-    tests and solutions may see. With `leave_out`, unsupported tasks are left out, with a warning,
-    instead of being an error.
+    lets tests reach the hosts that the runtime allows. `pass_env` lists the node's environment
+    variables that tests and solutions may use. `leave_out` skips unsupported tasks with a warning
+    instead of raising an error.
     """
 
     path: str
@@ -101,7 +100,7 @@ class HarborTaskSet(TaskSet):
         self._root = Path(self.path)
 
     def tasks(self, template: TaskTemplate) -> Iterator[Task]:
-        """Make a task of each folder, by name."""
+        """Make a task from each folder, in the order of their names."""
         warned: set[str] = set()
         for folder in self._list_folders():
             try:
@@ -114,7 +113,7 @@ class HarborTaskSet(TaskSet):
             yield task
 
     def solution(self, task: Task) -> Solution | None:
-        """Run its ``solution/solve.sh`` where the agent would be; None if there is none."""
+        """Return a solution that runs the task's ``solution/solve.sh``; None if there is none."""
         alone = (self._root / CONFIG).is_file()
         folder = self._root if alone else self._root / task.tags[INSTANCE]
         if not (folder / "solution" / "solve.sh").is_file():
@@ -129,11 +128,11 @@ class HarborTaskSet(TaskSet):
     def _list_folders(self) -> list[Path]:
         if (self._root / CONFIG).is_file():
             return [self._root]
-        found = sorted(file.parent for file in self._root.glob(f"*/{CONFIG}"))
-        if not found:
-            msg = f"taskset 'harbor': path is {str(self._root)!r}, no folder with {CONFIG} is there"
+        folders = sorted(file.parent for file in self._root.glob(f"*/{CONFIG}"))
+        if not folders:
+            msg = f"taskset 'harbor': path is {str(self._root)!r}, it has no folder with {CONFIG}"
             raise ConfigError(msg)
-        return found
+        return folders
 
     def _make_task(self, folder: Path, config: TaskToml, template: TaskTemplate) -> Task:
         _check(folder, config)
@@ -185,7 +184,7 @@ def _read(folder: Path, warned: set[str]) -> TaskToml:
 def _drop_unknown(
     values: Any, kind: type[msgspec.Struct], at: str, file: Path, warned: set[str]
 ) -> Any:
-    """Return `values` without the keys that have no effect, which are logged."""
+    """Return `values` without keys that have no effect; log these keys."""
     if not isinstance(values, dict):
         return values
     fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
@@ -203,19 +202,19 @@ def _drop_unknown(
 
 
 def _warn(warned: set[str], key: str, file: Path) -> None:
-    """Log once for each key of a set, with the first file that has it."""
+    """Log an ignored key once per task set, with the first file that has it."""
     if key not in warned:
         warned.add(key)
         _log.warning("ignored setting", key=key, file=str(file))
 
 
 def _check(folder: Path, config: TaskToml) -> None:
-    """Raises `ConfigError` for an unsupported task."""
+    """Check that a task is supported. Raises `ConfigError`."""
     environment = folder / "environment"
     composed = sorted(environment.glob("docker-compose.y*ml"))
     wrong = None
     if config.steps:
-        wrong = f"{CONFIG}: steps has {len(config.steps)} steps; tasks must be of one step"
+        wrong = f"{CONFIG}: steps has {len(config.steps)} steps; tasks must have one step"
     elif config.environment.os.lower() != "linux":
         wrong = f"{CONFIG}: environment.os is {config.environment.os!r}, must be 'linux'"
     elif _has_own_image(folder, config.verifier):
@@ -235,12 +234,12 @@ def _has_own_image(folder: Path, config: _Verifier) -> bool:
     own = config.environment or {}
     separate = config.environment_mode == "separate" or (config.environment_mode is None and own)
     files = ("Dockerfile", "docker-compose.yaml")
-    made = any((folder / "tests" / name).is_file() for name in files)
-    return bool(separate and (own.get("docker_image") or made))
+    built = any((folder / "tests" / name).is_file() for name in files)
+    return bool(separate and (own.get("docker_image") or built))
 
 
 def _read_instruction(folder: Path) -> str:
-    """Read the instruction, without the lines that mark a benchmark's text."""
+    """Read the instruction without leading canary lines, which mark text of benchmarks."""
     lines = read_text(folder / "instruction.md").splitlines(keepends=True)
     while lines and (_CANARY.fullmatch(lines[0]) or not lines[0].strip()):
         lines.pop(0)
@@ -248,7 +247,7 @@ def _read_instruction(folder: Path) -> str:
 
 
 def _resources(folder: Path, config: _Environment) -> dict[str, Any]:
-    """Return options of the container runtime."""
+    """Return the task's resources as options of the container runtime."""
     options = {
         "cpus": config.cpus,
         "memory_mb": _megabytes(folder, "memory", config.memory, config.memory_mb),
@@ -269,6 +268,6 @@ def _megabytes(folder: Path, name: str, old: str | None, new: int | None) -> int
 
 def _tags(config: TaskToml) -> Mapping[str, str]:
     """Return tags to select tasks by."""
-    wanted = {name: config.metadata.get(name) for name in ("difficulty", "category", SPLIT)}
-    wanted["name"] = config.task.get("name")
-    return {name: value for name, value in wanted.items() if isinstance(value, str)}
+    tags = {name: config.metadata.get(name) for name in ("difficulty", "category", SPLIT)}
+    tags["name"] = config.task.get("name")
+    return {name: value for name, value in tags.items() if isinstance(value, str)}

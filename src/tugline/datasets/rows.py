@@ -1,7 +1,7 @@
-"""Rows of a dataset, and a task for each row of any shape.
+"""Rows of a dataset, and a task set that makes a task from each row.
 
-Rows come one by one from a JSON, JSON lines, CSV or Parquet file or from the Hugging Face hub,
-each with its place for error messages.
+Rows are read one by one from a JSON, JSON lines, CSV or Parquet file or from the Hugging Face hub,
+each with its location for error messages.
 """
 
 import csv
@@ -27,7 +27,7 @@ _FIELD = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _MAX_FIELD = 1 << 30
-"""Characters; patches and lists of tests are longer than the default of `csv`."""
+"""Maximum length of a CSV field; patches and lists of tests exceed the default of `csv`."""
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class RowSource:
     """Commit or tag of `dataset`."""
 
     def check(self, taskset: str) -> None:
-        """Raises `ConfigError` that names the task set unless there is exactly one source."""
+        """Check that there is exactly one source. Raises `ConfigError`, naming the task set."""
         if (self.path is None) == (self.dataset is None):
             raise ConfigError(f"taskset {taskset!r}: give either path or dataset")
         if self.path is not None and Path(self.path).suffix.lower() not in SUFFIXES:
@@ -53,7 +53,7 @@ class RowSource:
             raise ConfigError(msg)
 
     def rows(self) -> Iterator[tuple[str, Row, str | None]]:
-        """Yield each row with its place for messages, and its split if there is one."""
+        """Yield the location of each row for messages, the row, and its split or None."""
         if self.path is not None:
             yield from ((where, row, None) for where, row in read_rows(Path(self.path)))
         else:
@@ -63,20 +63,20 @@ class RowSource:
         name = self.dataset or ""
         datasets = import_extra("datasets", "hub", f"dataset {name!r} of the Hugging Face hub")
         try:
-            found = datasets.load_dataset(name, self.subset, revision=self.revision)
+            splits = datasets.load_dataset(name, self.subset, revision=self.revision)
         except (OSError, ValueError, RuntimeError) as error:
-            msg = f"dataset {name!r} cannot be had: {str(error).splitlines()[0][:300]}"
+            msg = f"dataset {name!r} cannot be loaded: {str(error).splitlines()[0][:300]}"
             raise ConfigError(msg) from error
-        if self.split is not None and self.split not in found:
-            msg = f"dataset {name!r}: split is {self.split!r}, must be one of {', '.join(found)}"
+        if self.split is not None and self.split not in splits:
+            msg = f"dataset {name!r}: split is {self.split!r}, must be one of {', '.join(splits)}"
             raise ConfigError(msg)
-        for split in [self.split] if self.split is not None else list(found):
-            for number, row in enumerate(found[split]):
+        for split in [self.split] if self.split is not None else list(splits):
+            for number, row in enumerate(splits[split]):
                 yield f"{name}, {split} row {number}", row, split
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of a file, each with its place for messages. Raises `ConfigError`."""
+    """Yield the location of each row for messages, and the row. Raises `ConfigError`."""
     for where, row in _read_file(path):
         if not isinstance(row, dict):
             raise ConfigError(f"{where} is not a row; it must be an object with keys and values")
@@ -123,7 +123,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 class JsonlTaskSet(TaskSet):
-    """Makes a task of each row; options say which field is what.
+    """Task set that makes a task from each row; options name the fields.
 
         taskset:
           name: jsonl
@@ -133,12 +133,12 @@ class JsonlTaskSet(TaskSet):
             instruction: "Write the answer to answer.txt. {question}"
             evaluator: {answer: solution}
 
-    `path` is a .jsonl, .json, .csv or .parquet file, `dataset` one of the Hugging Face hub.
+    `path` is a .jsonl, .json, .csv or .parquet file, `dataset` a name on the Hugging Face hub.
 
-    `instruction` is a field, or a text with fields in braces. `id` is a field; without it rows are
-    numbered. `evaluator` fills options of the template's evaluator from fields; `files` and
-    `solution` give files by field, or name one field that holds them by path; `tags` names fields.
-    A field may be inside another one: ``meta.level``.
+    `instruction` names a field, or is a text with fields in braces. `id` names a field; without it
+    rows are numbered. `evaluator` maps options of the template's evaluator to fields. `files` and
+    `solution` map paths to fields, or name one field that maps paths to texts. `tags` names fields.
+    A dot selects a nested field: ``meta.level``.
     """
 
     def __init__(  # noqa: PLR0913 - each is an option
@@ -150,7 +150,7 @@ class JsonlTaskSet(TaskSet):
         split: str | None = None,
         revision: str | None = None,
         instruction: str = "instruction",
-        id: str | None = None,  # noqa: A002 - what it is called in the file
+        id: str | None = None,  # noqa: A002 - its name in the file
         evaluator: Mapping[str, str] | None = None,
         files: Mapping[str, str] | str | None = None,
         solution: Mapping[str, str] | str | None = None,
@@ -165,7 +165,7 @@ class JsonlTaskSet(TaskSet):
         self._tags = tuple(tags)
 
     def tasks(self, template: TaskTemplate) -> Iterator[Task]:
-        """A task for each row."""
+        """Make a task from each row."""
         if "evaluator" not in template.given:
             raise ConfigError("template.evaluator is missing: rows only fill its options")
         for number, (where, row, split) in enumerate(self._source.rows()):
@@ -179,14 +179,14 @@ class JsonlTaskSet(TaskSet):
             yield self._set_evaluator(task, row, where)
 
     def solution(self, task: Task) -> Solution | None:
-        """The files that `solution` names; None without that option."""
+        """Return the files that the option `solution` names; None without that option."""
         if self._solution is None:
             return None
         return Solution(changes=self._solutions[task.tags[INSTANCE]])
 
     @cached_property
     def _solutions(self) -> dict[str, dict[str, str]]:
-        """Files of solutions by instance."""
+        """Files of each solution by instance."""
         return {
             self._find_name(row, number, where): _to_files(self._solution, row, where)
             for number, (where, row, _) in enumerate(self._source.rows())
@@ -197,7 +197,7 @@ class JsonlTaskSet(TaskSet):
 
     def _make_instruction(self, row: Row, where: str) -> str:
         if _FIELD.search(self._instruction):
-            return _FIELD.sub(lambda hit: _to_text(row, hit[1], where), self._instruction)
+            return _FIELD.sub(lambda match: _to_text(row, match[1], where), self._instruction)
         instruction = _to_text(row, self._instruction, where)
         if not instruction.strip():
             raise ConfigError(f"{where}: {self._instruction} is {instruction!r}, must be a text")
@@ -211,7 +211,7 @@ class JsonlTaskSet(TaskSet):
 
 
 def _find_field(row: Row, name: str, where: str) -> Any:
-    """Return a field's value; a dot leads into a field. Raises `ConfigError`."""
+    """Return a field's value; a dot selects a nested field. Raises `ConfigError`."""
     if name in row:
         return row[name]
     value: Any = row
@@ -236,11 +236,11 @@ def _to_files(given: Mapping[str, str] | str | None, row: Row, where: str) -> di
     if not isinstance(given, str):
         return {path: _to_text(row, field, where) for path, field in given.items()}
     value = _find_field(row, given, where)
-    if isinstance(value, str):  # Parquet has no maps of any keys: they are JSON there
+    if isinstance(value, str):  # Parquet lacks maps of arbitrary keys: stored as JSON
         try:
             value = json.loads(value)
         except ValueError:
             value = None
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise ConfigError(f"{where}: {given} must be an object of text by path")
+        raise ConfigError(f"{where}: {given} must be an object that maps paths to texts")
     return value

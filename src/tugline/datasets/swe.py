@@ -1,13 +1,13 @@
-"""SWE task sets: an issue in a repository, and tests that tell whether it is resolved.
+"""SWE task sets: an issue in a repository, and tests that check whether it is resolved.
 
 Rows of SWE-bench (also Verified, Lite, Multilingual), SWE-Gym, SWE-rebench and R2E, from a file or
-the Hugging Face hub, are evaluated by `swebench`. A row is foreign data, so an invalid one is an
-error that names its place, instance, field, value and what would be right; nothing is guessed. A
-row without an evaluation script gets one (`make_eval_script`).
+the Hugging Face hub, are evaluated by `swebench`. Rows are external data: an invalid row is an
+error that names its location, instance, field, value and the expected value; nothing is guessed.
+For a row without an evaluation script, one is generated (`make_eval_script`).
 
 The agent must not have the row's tests, its reference patch, or later commits of the repository.
-None of it is in the task's workspace or instruction; runtimes keep no history beyond the commit
-that a workspace begins with.
+None of these is in the task's workspace or instruction; runtimes remove the history after the
+workspace's commit.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ from tugline.types import PluginSpec, Task, Workspace
 T = TypeVar("T", bound=msgspec.Struct)
 
 TEST_COMMANDS: dict[str, tuple[str, str]] = read_values(Path(__file__).with_name("swe_gym.toml"))
-"""Test commands and log parsers of SWE-Gym's repositories, which its rows do not have."""
+"""Test commands and log parsers by repository for SWE-Gym, whose rows have neither."""
 
 _ISSUE = re.compile(r"\[ISSUE\](.*)\[/ISSUE\]", re.DOTALL)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _R2E_TESTS = "/r2e_tests"
 _R2E_COMMAND = (
     f"ln -sfn {_R2E_TESTS} r2e_tests; bash run_tests.sh 2>&1"
-    # Rows name a test without its file, and with dots.
+    # Rows name tests without their file, and with dots.
     r" | sed -E -e 's/\x1b\[[0-9;]*m//g' -e 's/^(PASSED|FAILED|ERROR) +[^ ]*\.py::/\1 /'"
     " -e '/^(PASSED|FAILED|ERROR) /s/::/./g'"
 )
@@ -57,31 +57,31 @@ class SweRow(msgspec.Struct, frozen=True, kw_only=True):
     )
     """Tests that only a solution passes."""
     pass_to_pass: tuple[str, ...] = msgspec.field(name="PASS_TO_PASS", default=())
-    """Tests that pass before and must pass after."""
+    """Tests that pass before the solution and must pass after it."""
     hints: str = msgspec.field(name="hints_text", default="")
     commit: Text | None = msgspec.field(name="base_commit", default=None)
-    """The commit that the agent begins with; None: that of the image."""
+    """Commit that the agent starts from; None: that of the image."""
     version: str | float = ""
     solution: str = msgspec.field(name="patch", default="")
     """The reference patch."""
     test_patch: str = ""
     eval_script: str = ""
-    """The complete evaluation script; empty: made of `test_command`."""
+    """Complete evaluation script; empty: generated from `test_command`."""
     test_command: str = msgspec.field(name="test_cmd", default="")
     log_parser: str = ""
-    """A parser of the package `swebench`."""
+    """Name of a parser of the package `swebench`."""
     eval_type: Literal["pass_and_fail", "fail_only"] = "pass_and_fail"
     image: str = ""
     own_command: bool = False
-    """Whether the command names the tests by itself."""
+    """Whether the command selects the tests itself; else test files are appended."""
     protected_files: tuple[str, ...] = ()
-    """Files of tests besides those of `test_patch`."""
+    """Test files in addition to those of `test_patch`."""
     hides: tuple[str, ...] = ()
     """Folders of the image that the agent must not see."""
 
 
 _AS_JSON = ("FAIL_TO_PASS", "PASS_TO_PASS", "install_config", "expected_output_json")
-"""Fields whose value may be JSON text, because a table has no other way to hold it."""
+"""Fields that may be JSON text, because some tables cannot hold lists or objects."""
 
 
 class _BenchRow(SweRow, frozen=True, kw_only=True):
@@ -95,12 +95,12 @@ class _BenchRow(SweRow, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name, diff in (("patch", self.solution), ("test_patch", self.test_patch)):
             if diff.strip() and not re.search(r"^(diff --git |--- )", diff, re.MULTILINE):
-                msg = f"{name} is {diff!r:.200}, must be a patch as `git diff` writes it"
+                msg = f"{name} is {diff!r:.200}, must be a patch in the format of `git diff`"
                 raise ConfigError(msg, name)
 
 
 class _R2eRow(msgspec.Struct, kw_only=True):
-    """The fields of R2E, whose tests are in the image beside the repository."""
+    """Fields of R2E; its tests are in the image, outside the repository."""
 
     repo_name: Text
     commit_hash: Text
@@ -163,7 +163,7 @@ def _convert_r2e(row: _R2eRow, where: str) -> SweRow:
 
 
 def _decode(raw: Mapping[str, Any], kind: type[T], where: str) -> T:
-    """Decode the fields that are known and have a value. Raises `ConfigError`."""
+    """Decode the known fields that have a value. Raises `ConfigError`."""
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
     values = {name: raw[name] for name in raw if name in known and raw[name] is not None}
     for name in values.keys() & _AS_JSON:
@@ -199,7 +199,7 @@ class PatchedFiles(NamedTuple):
 
 
 def list_files(diff: str) -> PatchedFiles:
-    """List the files that a patch as git writes it changes."""
+    """List the files that a patch in git's format changes."""
     before, after = [], []
     parts = _HEADER.split(diff)[1:]
     for name, body in zip(parts[::2], parts[1::2], strict=True):
@@ -224,9 +224,9 @@ def _unquote(name: str) -> str:
 def make_eval_script(row: SweRow, folder: str, setup: Sequence[str] = ()) -> str:
     """Return a Bash script that runs a row's tests in `folder`.
 
-    It has the shape of the scripts in SWE-bench's own rows, so that the package `swebench` can
+    It has the structure of the scripts in SWE-bench's rows, so that the package `swebench` can
     grade its output: test files are restored, the test patch is applied, the tests run between two
-    marks. Nothing is installed, because evaluators have no network; `setup` lines run first.
+    marker lines. Nothing is installed, because evaluators have no network; `setup` lines run first.
     """
     files = list_files(row.test_patch)
     restore = f"git checkout {row.commit} -- {shlex.join(files.before)}" if files.before else ":"
@@ -244,9 +244,9 @@ def _apply_patch(patch: str) -> str:
     if not patch.strip():
         return ""
     text = patch.rstrip("\n")
-    end = f"EOF_{hashlib.sha256(patch.encode()).hexdigest()[:12]}"
-    refused = "{ echo 'the test patch cannot be applied'; exit 1; }"
-    return f"git apply -v - <<'{end}' || {refused}\n{text}\n{end}\n"
+    delimiter = f"EOF_{hashlib.sha256(patch.encode()).hexdigest()[:12]}"
+    on_failure = "{ echo 'the test patch cannot be applied'; exit 1; }"
+    return f"git apply -v - <<'{delimiter}' || {on_failure}\n{text}\n{delimiter}\n"
 
 
 def _make_command(row: SweRow, files: PatchedFiles) -> str:
@@ -266,24 +266,24 @@ IMAGES = {
 }
 """Names of published images, by publisher."""
 PROMPT = Path(__file__).with_name("swe_prompt.txt").read_text(encoding="utf-8")
-_IMAGE_WORDS = ("instance_id", "instance_1776", "instance_s", "repo")
-_REPO_WORDS = ("instance_id", "repo")
-_PROMPT_WORDS = ("problem_statement", "hints_text", "repo", "path", "instance_id")
+_IMAGE_PLACEHOLDERS = ("instance_id", "instance_1776", "instance_s", "repo")
+_REPO_PLACEHOLDERS = ("instance_id", "repo")
+_PROMPT_PLACEHOLDERS = ("problem_statement", "hints_text", "repo", "path", "instance_id")
 _PATCH = "solution.patch"
 _LIMITS = {"init_s": 1200.0, "eval_s": 3660.0}
-"""Images are large. Tests take long, and may be run once more without the agent's work."""
+"""Default limits. Images are large; tests take long and may run again without the agent's work."""
 
 
 @dataclass(kw_only=True, eq=False)
 class SweTaskSet(RowSource, TaskSet):
-    """`path` is a .jsonl, .json, .csv or .parquet file, `dataset` one of the Hugging Face hub.
+    """Task set of rows from `path` (.jsonl, .json, .csv, .parquet) or the hub's `dataset`.
 
-    `images` is `swebench`, `swe-gym` or a name with {instance_id} in it; the default is that of
-    the row, or depends on its repository. `repos` takes the files from a git repository in place
-    of the image's own: a URL, or a path relative to that of the rows, with {repo} in it; without
-    `images` none is needed then. `prompt` is the instruction, `folder` where the repository is for
-    the agent. `test_command` and `log_parser` replace what rows say or leave out; `setup` are lines
-    of bash before the tests. `partial`, `protected` and `network` are those of the evaluator.
+    `images` is `swebench`, `swe-gym` or an image name with {instance_id} in it; default: the row's
+    image, or a published one by repository. `repos` takes the files from a git repository instead
+    of the image: a URL, or a path relative to the folder of the rows, with {repo} in it; without
+    `images`, no image is used then. `prompt` is the instruction, `folder` the repository's path in
+    the sandbox. `test_command` and `log_parser` replace those of the rows; `setup` are lines of
+    Bash that run before the tests. `partial`, `protected` and `network` are evaluator options.
     """
 
     images: str | None = None
@@ -301,12 +301,12 @@ class SweTaskSet(RowSource, TaskSet):
         self.check("swe")
         self._images = IMAGES.get(self.images, self.images) if self.images else None
         self._repos = _resolve(self.path, self.repos) if self.repos is not None else None
-        _check_words("images", self._images or "", _IMAGE_WORDS)
-        _check_words("repos", self.repos or "", _REPO_WORDS)
-        _check_words("prompt", self.prompt, _PROMPT_WORDS)
+        _check_placeholders("images", self._images or "", _IMAGE_PLACEHOLDERS)
+        _check_placeholders("repos", self.repos or "", _REPO_PLACEHOLDERS)
+        _check_placeholders("prompt", self.prompt, _PROMPT_PLACEHOLDERS)
 
     def tasks(self, template: TaskTemplate) -> Iterator[Task]:
-        """Make a task of each row."""
+        """Make a task from each row."""
         for row, split in self._read_rows():
             values = self._find_values(row)
             workspace = self._make_workspace(row, values)
@@ -321,7 +321,7 @@ class SweTaskSet(RowSource, TaskSet):
             )
 
     def solution(self, task: Task) -> Solution | None:
-        """The reference patch; None where a row has none, such as those of R2E."""
+        """Return the reference patch; None if the row has none, as in R2E."""
         patch = self._solutions.get(task.tags.get(INSTANCE, ""))
         if not patch:
             return None
@@ -340,7 +340,7 @@ class SweTaskSet(RowSource, TaskSet):
             yield read_row(raw, where, self.test_command, self.log_parser), split
 
     def _find_values(self, row: SweRow) -> dict[str, str]:
-        """Return what words in braces stand for."""
+        """Return the values of placeholders."""
         name = row.instance.lower()
         return {
             "instance_id": row.instance,
@@ -385,16 +385,16 @@ class SweTaskSet(RowSource, TaskSet):
         return PluginSpec("swebench", options)
 
 
-def _check_words(option: str, text: str, choices: Sequence[str]) -> None:
-    """Raises `ConfigError` for unknown words in braces."""
+def _check_placeholders(option: str, text: str, choices: Sequence[str]) -> None:
+    """Check that a text has only known placeholders. Raises `ConfigError`."""
     try:
         text.format(**dict.fromkeys(choices, ""))
     except (ValueError, LookupError, AttributeError) as error:
-        right = f"text with {', '.join(f'{{{word}}}' for word in choices)} in it"
-        raise ConfigError(f"taskset 'swe': {option} is {text!r:.200}, must be {right}") from error
+        valid = f"text with {', '.join(f'{{{word}}}' for word in choices)} in it"
+        raise ConfigError(f"taskset 'swe': {option} is {text!r:.200}, must be {valid}") from error
 
 
 def _resolve(rows: str | None, repos: str) -> str:
-    """Return a path relative to the folder of the rows; a URL unchanged."""
+    """Resolve a path relative to the folder of the rows; return a URL unchanged."""
     local = rows is not None and "://" not in repos and ":" not in repos.partition("/")[0]
     return str(Path(rows or "").parent / repos) if local else repos

@@ -1,4 +1,4 @@
-"""Export recordings to files: summarize the sessions, select some, write them one by one.
+"""Export recordings to files: summarize sessions, select some of them, and write these.
 
 A first pass over the recordings keeps a `SessionSummary` of each, a few megabytes for ten thousand;
 selection is a pure function of the summaries. The output is deterministic: it does not depend on
@@ -33,7 +33,7 @@ _MAX_ERRORS = 20
 
 # --------------------------------------------------------------------------- selection
 class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of a session that selection depends on."""
+    """Properties of a session that determine its selection."""
 
     path: Path
     session: str
@@ -221,9 +221,9 @@ class _RunningExport:
     def write_files(
         self, paths: Sequence[Path], on_progress: Progress, files: contextlib.ExitStack
     ) -> None:
-        needed = self.export.exporter.needs_reward
+        needs_reward = self.export.exporter.needs_reward
         sessions = self._summarize_all(paths, on_progress)
-        chosen, skipped = select(sessions, self.export.selection, needs_reward=needed)
+        chosen, skipped = select(sessions, self.export.selection, needs_reward=needs_reward)
         self.skipped += skipped
         tokenizers = len({session.tokenizer for session in chosen})
         if self.export.exporter.trains and tokenizers > 1:
@@ -246,9 +246,9 @@ class _RunningExport:
         self.summary.left_out = dict(sorted((+self.skipped).items()))
         self.summary.rows_left_out = dict(sorted((+self.skipped_rows).items()))
         if not self.summary.exported:
-            why = ", ".join(f"{count} {reason}" for reason, count in self.summary.left_out.items())
+            reasons = ", ".join(f"{n} {reason}" for reason, n in self.summary.left_out.items())
             first = f" ({self.summary.errors[0]})" if self.summary.errors else ""
-            msg = f"nothing is left to export: of {self.summary.recordings}, {why}{first}"
+            msg = f"nothing is left to export: of {self.summary.recordings}, {reasons}{first}"
             raise UsageError(msg)
 
     def _summarize_all(

@@ -29,7 +29,7 @@ except ImportError as _error:
 _BATCH_ROWS = 256
 _BATCH_TOKENS = 1 << 20
 """Number of rows or tokens at which a batch is written."""
-_OF_TRACE = ("kind", "parent", "shared", "thread", "exact", "thinking_retention", "ids", "logprobs")
+_FIELDS = ("kind", "parent", "shared", "thread", "exact", "thinking_retention", "ids", "logprobs")
 """Fields of a trace that become columns unchanged."""
 
 
@@ -124,22 +124,22 @@ class Parquet(TableExporter):
         """Return the fields of the trace and of its session."""
         result, ledger = session.recording.result, session.built.ledger
         reward = result.reward if result is not None else None
-        own = reward.per_trace if reward is not None else ()
+        rewards = reward.per_trace if reward is not None else ()
         if result is None or result.builder != session.builder_name:
-            own = ()  # rewards of another builder's traces
+            rewards = ()  # they are rewards of another builder's traces
         return {
             "session": session.header.session.id,
             "task": session.header.task.id,
             "sample": session.header.session.sample,
             "group": session.group,
             "trace": index,
-            **{name: getattr(trace, name) for name in _OF_TRACE},
+            **{name: getattr(trace, name) for name in _FIELDS},
             "loss_mask": trace.mask,
             "versions": read_spans(trace)[0],
             "spans": msgspec.to_builtins(trace.spans),
             "images": list(trace.images),
             "reward": session.reward,
-            "trace_reward": own[index] if len(own) == len(session.built.traces) else None,
+            "trace_reward": rewards[index] if len(rewards) == len(session.built.traces) else None,
             "reward_parts": pairs(reward.parts if reward is not None else {}),
             "status": result.status if result is not None else None,
             "failure": msgspec.to_builtins(result.failure) if result is not None else None,
@@ -230,7 +230,7 @@ class Verl(TableExporter):
             return np.pad(values, (left - first, right - size), constant_values=fill)
 
         ids = padded(trace.ids.astype(np.int64), self.pad_id)
-        seen = padded(np.ones(len(trace.ids), np.int64))
+        attention = padded(np.ones(len(trace.ids), np.int64))
         scores = np.zeros(right, np.float32)
         scores[size - 1] = session.reward
         return {
@@ -241,8 +241,8 @@ class Verl(TableExporter):
             "prompts": ids[:left],
             "responses": ids[left:],
             "input_ids": ids,
-            "attention_mask": seen,
-            "position_ids": np.maximum(seen.cumsum() - 1, 0),
+            "attention_mask": attention,
+            "position_ids": np.maximum(attention.cumsum() - 1, 0),
             "response_mask": padded(trace.mask.astype(np.int64))[left:],
             "rollout_log_probs": padded(trace.logprobs)[left:],
             "rm_scores": scores,

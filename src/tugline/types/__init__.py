@@ -1,7 +1,7 @@
-"""The nouns of Tugline: frozen values that every other package works on.
+"""Data types of Tugline: frozen structs that all other packages use.
 
-They import nothing of ours and are what processes exchange: each is a `msgspec.Struct`, so one
-definition serves memory, msgpack on disk and JSON on the wire (`encode` and `decode`).
+They import nothing else of Tugline. Each is a `msgspec.Struct`, so one definition serves memory,
+msgpack on disk (`encode` and `decode`) and JSON between processes.
 """
 
 from tugline.types.call import *

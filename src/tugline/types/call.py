@@ -1,7 +1,7 @@
-"""Token arrays and the binary encoding of every noun; one model call as it was recorded.
+"""Token arrays, the binary encoding of all data types, and recorded model calls.
 
 Arrays are contiguous numpy buffers (``int32`` ids, ``float32`` logprobs), never Python lists.
-Messages and tools are neutral of any dialect.
+Messages and tools do not depend on a dialect.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ Mask = npt.NDArray[np.bool_]
 
 
 def shared_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """Return how many leading items two arrays have in common.
+    """Return the number of leading items that two arrays share.
 
-    Arrays that are views of the same memory are not compared.
+    Views of the same memory are equal without a comparison.
     """
     n = min(len(a), len(b))
     if not n or _start_of(a) == _start_of(b):
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 def _to_wire(value: object) -> object:
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.type in _CODES:
-        dtype = value.dtype.type  # native, whatever order the bytes of `value` have
+        dtype = value.dtype.type  # in native byte order, whatever that of `value`
         return _CODES[dtype] + np.ascontiguousarray(value, dtype).tobytes()
     raise NotImplementedError(f"cannot encode {type(value).__name__}")
 
@@ -65,12 +65,12 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
 
 
 def encode(value: msgspec.Struct) -> bytes:
-    """Encode a noun as msgpack; arrays become raw little-endian buffers."""
+    """Encode a struct as msgpack; arrays become raw little-endian buffers."""
     return _encoder.encode(value)
 
 
 def decode(data: bytes | memoryview, kind: type[T]) -> T:
-    """Decode what `encode` wrote; arrays are read-only views. Raises `msgspec.DecodeError`."""
+    """Decode the output of `encode`; arrays are read-only views. Raises `msgspec.DecodeError`."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_wire)
 
 
@@ -98,7 +98,7 @@ class Image(msgspec.Struct, frozen=True, omit_defaults=True):
 
     url: str
     at: int = 0
-    """Position: characters of the message's `content` before it."""
+    """Position: number of characters of the message's `content` before the image."""
     detail: str | None = None
 
     @property
@@ -108,7 +108,7 @@ class Image(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A dialect-neutral message. `content` has its text parts joined."""
+    """A message, independent of the dialect. `content` is its text parts, joined."""
 
     role: Role
     content: str = ""
@@ -133,14 +133,14 @@ class Tool(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A function the model may call; `parameters` is its JSON schema."""
 
     name: str
-    """As the model sees it: ``namespace__name`` for a namespaced tool."""
+    """Name that the model sees: ``namespace__name`` for a namespaced tool."""
     description: str
     parameters: dict[str, Any]
     kind: ToolKind = ToolKind.FUNCTION
     namespace: str | None = None
     strict: bool = False
-    """Whether the client wants arguments that fit the schema in any case; a call whose answer was
-    not `Call.constrained` was not held to it."""
+    """Whether the client requires arguments that match the schema; not enforced in a call without
+    `Call.constrained`."""
 
 
 # --------------------------------------------------------------------------- calls
@@ -167,9 +167,9 @@ class LogprobMeaning(StrEnum):
     """Distribution that the recorded logprobs belong to."""
 
     PROCESSED = "processed"
-    """The one that was sampled: after temperature and truncation."""
+    """Distribution that was sampled from: after temperature and truncation."""
     RAW = "raw"
-    """The model's own, before temperature; the same at temperature 1 without truncation."""
+    """Model's own distribution, before temperature; equal at temperature 1 without truncation."""
 
 
 class TraceKind(StrEnum):
@@ -194,7 +194,7 @@ class Branch(StrEnum):
     """Reason why a call does not extend its parent token for token."""
 
     HISTORY_EDITED = "history_edited"
-    """An earlier message has other content."""
+    """The content of an earlier message changed."""
     HARNESS_ASSISTANT = "harness_assistant"
     """The new messages contain a response that the model did not give."""
     TOOLS_CHANGED = "tools_changed"
@@ -211,18 +211,18 @@ class Branch(StrEnum):
     RENDERER_REFUSED = "renderer_refused"
     """The template cannot extend these ids with these messages."""
     ENGINE_RERENDERED = "engine_rerendered"
-    """Observed mode: the engine's prompt ids do not extend what was sampled."""
+    """Observed mode: the engine's prompt ids do not extend the sampled ids."""
 
 
 class EchoChange(StrEnum):
     """Change in the echo of a response that keeps its meaning."""
 
     ARGUMENTS = "arguments"
-    """Tool arguments are other JSON text of the same value."""
+    """Tool arguments are different JSON text with the same value."""
     REASONING = "reasoning"
     """Reasoning is left out, shortened or moved to another field."""
     IDS = "ids"
-    """Tool calls have other ids."""
+    """Tool calls have different ids."""
     TEXT = "text"
     """White space around the text differs."""
 
@@ -251,7 +251,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     number: int
     """Position in the session, from 0."""
     parent: int | None = None
-    """Number of the call whose exact ids this prompt starts with, or nearest to it on a branch."""
+    """Number of the call whose exact ids this prompt starts with; on a branch, the nearest call."""
     branch: Branch | None = None
     """Set when this call does not extend `parent` exactly; None for an exact continuation."""
     echo_changes: tuple[EchoChange, ...] = ()
@@ -264,7 +264,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     mode: Mode = Mode.EXACT
     logprob_meaning: LogprobMeaning = LogprobMeaning.PROCESSED
     thinking_retention: str = ""
-    """Turns whose reasoning stays in the context; empty where the engine decides."""
+    """Turns whose reasoning stays in the context; empty if the engine decides."""
     raw_prompt: bool = False
     """Whether the client sent the prompt as text or ids, without messages: no template rendered it,
     and the answer is plain text."""
@@ -280,16 +280,16 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     constrained: bool = False
     """Whether a grammar or a token ban constrained the response, and so its logprobs."""
     prompt_ids: Ids
-    """All ids before the sampled ones; the last may be the beginning of the answer (see below)."""
+    """All ids before the sampled ones; the last may begin the answer: see `forced`, `resumed`."""
     forced: int = 0
-    """Number of ids that the gateway put before the `resumed` ones to begin a tool call."""
+    """Number of ids that the gateway inserted before the `resumed` ones to begin a tool call."""
     resumed: int = 0
-    """Number of last prompt ids sampled in earlier calls, whose answer this one completes."""
+    """Number of ids at the end of the prompt sampled in earlier calls; this call completes them."""
     sampled_ids: Ids
     logprobs: Logprobs
     unreported_tokens: int = 0
     """Sampled tokens without ids: the engine only counted them (text mode), or they were cut off
-    behind a stop string."""
+    after a stop string."""
     unreported_prompt_tokens: int = 0
     """Tokens of the prompt that the engine counted without reporting their ids (text mode)."""
     versions: tuple[VersionSpan, ...]
@@ -298,7 +298,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The stop string that ended the response."""
     outcome: CallOutcome = CallOutcome.COMPLETE
     replayed: bool = False
-    """Copied from another session's recording: sampled and trained on there, not here."""
+    """Whether the call was copied from another session, where it was sampled and trained on."""
     engine: str
     replicas: tuple[str, ...] = ()
     """Addresses that sampled this response, in order; more than one after a failover."""

@@ -1,4 +1,4 @@
-"""Traces to train on and the ledger of their tokens (I1, I2); sessions, and how they end (I5)."""
+"""Traces and ledgers of their tokens (I1, I2); sessions, failures and results (I5)."""
 
 from enum import StrEnum
 from typing import Any
@@ -14,13 +14,13 @@ class Reason(StrEnum):
     CLIENT_GONE = "client_gone"
     """The harness disconnected and never received the response."""
     ABORTED = "aborted"
-    """The engine was told to stop before the response was complete."""
+    """The request was aborted before the response was complete."""
     OVER_LENGTH = "over_length"
-    """Beyond the trainer's longest sequence."""
+    """Beyond the trainer's maximum sequence length."""
     UNMERGED = "unmerged"
     """The builder's merging rule could not place the call."""
     SESSION_FAILED = "session_failed"
-    """The session's outcome says nothing about the policy (see `Boundary`)."""
+    """The session failed for a reason that does not count for the policy (see `Boundary`)."""
     STALE = "stale"
     """Sampled under a policy version older than the trainer accepts."""
     NO_SIGNAL = "no_signal"
@@ -30,13 +30,13 @@ class Reason(StrEnum):
     NON_FINITE = "non_finite"
     """The update was skipped: its loss or gradient was not finite."""
     UNREPRODUCIBLE = "unreproducible"
-    """No forward pass reproduces its logprob; see `Distribution.forward_temperature`."""
+    """No forward pass reproduces the logprob; see `Distribution.forward_temperature`."""
     NO_TOKEN_IDS = "no_token_ids"  # noqa: S105 - no secret
     """The engine reported text only."""
     BEHIND_STOP = "behind_stop"
-    """Behind a stop string that the client asked for, and no part of the answer."""
+    """After a stop string that the client requested, so not part of the answer."""
     SIDE_CALL = "side_call"
-    """A title, a routing decision or a summary beside the task."""
+    """Sampled in a side call, such as a title, a routing decision or a summary."""
     CONSTRAINED = "constrained"
     """A grammar or a token ban constrained the response; see `Call.constrained`."""
     REPLAYED = "replayed"
@@ -49,9 +49,9 @@ class Ledger(msgspec.Struct, frozen=True):
     sampled: int = 0
     trained: int = 0
     masked: dict[Reason, int] = {}
-    """In a trace as context, without loss."""
+    """Tokens in traces as context, without loss."""
     dropped: dict[Reason, int] = {}
-    """In no trace."""
+    """Tokens in no trace."""
 
     @property
     def balanced(self) -> bool:
@@ -76,8 +76,8 @@ class Distribution(msgspec.Struct, frozen=True):
     def forward_temperature(self) -> float | None:
         """Temperature at which a forward pass gives the captured logprobs; None if none does.
 
-        Raw logprobs are those at 1. Processed ones are those at `temperature`, unless sampling was
-        greedy or cut off by top-p or top-k: then they depend on which tokens an engine left.
+        Raw logprobs are those at 1. Processed logprobs are those at `temperature`, unless sampling
+        was greedy or truncated by top-p or top-k: then they depend on the tokens that were kept.
         """
         if self.logprobs is LogprobMeaning.RAW:
             return 1.0
@@ -96,7 +96,7 @@ class Span(msgspec.Struct, frozen=True):
     masked: Reason | None = None
     distribution: Distribution = Distribution()
     engine: str = ""
-    """Kind of engine that sampled them; empty where it is not known."""
+    """Kind of engine that sampled the tokens; empty if unknown."""
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,15 +112,15 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[Span, ...]
     kind: TraceKind = TraceKind.MAIN
     parent: int | None = None
-    """Index in the trajectory of the trace that this one forked from or was started by."""
+    """Index in the trajectory of the trace that this trace forked from or was started by."""
     shared: int = 0
     """Number of leading ids shared with the parent, whose computation can be reused."""
     thread: str | None = None
     """The harness's own conversation id, if it sends one."""
     thinking_retention: str = ""
-    """Turns whose reasoning stayed in the context; empty where the engine decided."""
+    """Turns whose reasoning stayed in the context; empty if the engine decided."""
     exact: bool = True
-    """Whether the context is, id for id, the one that was sampled in (I1)."""
+    """Whether the context has exactly the ids that the engine was given when it sampled (I1)."""
     images: tuple[str, ...] = ()
     """SHA-256 in hex of the images in the context, in order; the recording has their data."""
 
@@ -142,11 +142,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     session: str
     engine: str = ""
-    """Kind of engine that sampled it; empty where it is not known."""
+    """Kind of engine that sampled the tokens; empty if unknown."""
     harness: str = ""
-    """Name of the harness that it was sampled for; empty where it is not known."""
+    """Name of the session's harness; empty if unknown."""
     reward: float | None = None
-    """Of the session; None for text that no policy sampled."""
+    """Reward of the session; None for text that no policy sampled."""
     reward_parts: dict[str, float] = {}
 
 
@@ -185,7 +185,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 
 # --------------------------------------------------------------------------- failure
 class Boundary(StrEnum):
-    """The component that failed; decides about retries and whether the policy is charged."""
+    """Component that failed; determines retries and whether the failure counts for the policy."""
 
     ENGINE = "engine"
     HARNESS = "harness"
@@ -242,11 +242,11 @@ class Handling(msgspec.Struct, frozen=True):
     """Consequences of one cause of failure."""
 
     boundary: Boundary
-    """Boundary at which such a failure is reported."""
+    """Boundary that the failure is reported at."""
     retries: int | None
-    """Attempts to repeat; None: until `Group.retry_s` is over, which spends no attempt."""
+    """Number of retries; None: retried until `Group.retry_s` is over, without spending attempts."""
     elsewhere: bool = False
-    """Whether it is retried on another node, where there is one."""
+    """Whether the session is retried on another node, if there is one."""
     evaluated: bool = False
     """Whether the session counts for the policy: evaluated and trained on; else masked."""
 
@@ -274,11 +274,11 @@ HANDLING: dict[Cause, Handling] = {
 }
 """Handling by cause. An evaluation is repeated once before it counts as failed."""
 UNKNOWN_CAUSE = {each.boundary: each for each in reversed(HANDLING.values())}
-"""Of a failure without a cause: as of the first cause at its boundary."""
+"""Handling of a failure without a cause, by boundary: that of the boundary's first cause."""
 
 
 def is_pass(reward: float) -> bool:
-    """Whether a reward means that the task was solved: 1, but for rounding."""
+    """Whether a reward means that the task was solved: 1, within rounding."""
     return reward >= 1.0 - _ROUNDING
 
 
@@ -288,7 +288,7 @@ class Failure(msgspec.Struct, frozen=True):
     boundary: Boundary
     message: str
     cause: Cause | None = None
-    """None if the cause is not known more closely."""
+    """None if only the boundary is known."""
 
 
 class SpentLimit(StrEnum):
@@ -302,7 +302,7 @@ class SpentLimit(StrEnum):
 
 # --------------------------------------------------------------------------- results
 class Reward(msgspec.Struct, frozen=True):
-    """The outcome of a session, and its named parts."""
+    """Score of a session, and its named parts."""
 
     value: float
     parts: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Tasks: problems to be attempted, as they are submitted."""
+"""Tasks: problems for agents, in the form in which they are submitted."""
 
 from enum import StrEnum
 from typing import Annotated, Any
@@ -80,7 +80,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
     top_k: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
     """0 disables it."""
     max_tokens: Count | None = None
-    """Most tokens of one response."""
+    """Maximum number of tokens of one response."""
     seed: Annotated[int, Meta(ge=0, le=BIG)] | None = None
     """Seed of a session; each call derives its own from this and its number."""
     stop: Annotated[tuple[_Stop, ...], Meta(max_length=64)] = ()
@@ -115,10 +115,10 @@ class Group(msgspec.Struct, frozen=True):
     deadline_s: Annotated[float, Meta(gt=0, le=52 * _WEEK_S)] | None = None
     """Seconds from submission after which finished samples are released and others cancelled."""
     attempts: Annotated[int, Meta(ge=1, le=100)] = 3
-    """Most attempts of a sample that stale weights interrupt. Failures of the infrastructure spend
-    none, but a sample is tried this often before it may end with one."""
+    """Maximum number of attempts of a sample that stale weights interrupt. Infrastructure failures
+    spend none, but a sample is tried this often before it may end with such a failure."""
     retry_s: Annotated[float, Meta(ge=0, le=52 * _WEEK_S)] = 3600.0
-    """Seconds from a sample's first infrastructure failure during which it is tried again."""
+    """Seconds from a sample's first infrastructure failure during which the sample is retried."""
     max_staleness: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
     """Weight versions that a session may fall behind after its start."""
     on_stale: Stale = Stale.MARK
@@ -140,15 +140,15 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     instruction: Annotated[str, Meta(max_length=4 << 20)]
     """Prompt for the agent."""
     harness: PluginSpec
-    """The agent program."""
+    """Agent program."""
     evaluator: PluginSpec
-    """Scores the result."""
+    """Evaluator that scores the result."""
     runtime: PluginSpec = PluginSpec("auto")
-    """The sandbox it runs in."""
+    """Runtime that creates the sandbox."""
     workspace: Workspace = Workspace()
     """Repository, folder or image to start from."""
     builder: PluginSpec = PluginSpec("prefix_merging")
-    """Turns its model calls into traces."""
+    """Builder that converts model calls to traces."""
     files: dict[str, str] = {}
     """Files written into the workspace: relative POSIX path to text."""
     samples: Annotated[int, Meta(ge=1, le=10_000)] = 1
@@ -164,7 +164,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-10, le=10)] = 0
     """-10 to 10: each step moves a task one minute ahead in its tenant's queue."""
     group: Group = Group()
-    """When the group is released, and what happens to its remaining samples."""
+    """Rules for the release of the group and for its remaining samples."""
     callback: Callback | None = None
     """Webhook for results; without one they are read from the server."""
     tags: Labels = {}
