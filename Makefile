@@ -64,7 +64,7 @@ test-chaos: $(STAMP) ## everything killed with kill -9, frozen or without disk, 
 test-slow: $(STAMP) ## the other long tests: small benchmarks, several processes, the built package, SLURM, Maven
 	@$(BIN)/python tools/slurm.py
 	@$(BIN)/python tools/builds.py
-	@$(BIN)/pytest $(SPREAD) -m "slow or cluster" --ignore=tests/chaos --timeout 300 $(ARGS)
+	@$(BIN)/pytest $(SPREAD) --no-loadscope-reorder -m "slow or cluster" --ignore=tests/chaos --timeout 300 $(ARGS)
 
 test-harnesses: $(STAMP) ## every real harness and many agent frameworks against the gateway and a scripted model, without internet
 	@$(BIN)/python tools/podman.py

@@ -21,6 +21,15 @@ settings.register_profile("tugline", deadline=None, max_examples=50, derandomize
 settings.load_profile("tugline")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files with long timeouts first, so that none is left to one worker at the end."""
+    longest: dict[Path, float] = {}
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        longest[item.path] = max(longest.get(item.path, 0), mark.args[0] if mark else 0)
+    items.sort(key=lambda item: -longest[item.path])
+
+
 @pytest.fixture(autouse=True)
 def own_log() -> Iterator[None]:
     """A command that a test runs in this process configures the log of that test alone."""

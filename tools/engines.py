@@ -23,6 +23,8 @@ import sys
 import sysconfig
 import time
 import venv
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -159,6 +161,16 @@ def ensure(home: Path) -> None:
         say(f"{home.name}: ready after {time.monotonic() - started:.0f} s")
 
 
+def ensure_all(names: Collection[str]) -> None:
+    """Install environments, two at a time; that of SGLang needs vLLM's."""
+    with ThreadPoolExecutor(2) as pool:
+        first = [pool.submit(ensure, HOMES[name]) for name in names if name != "sglang"]
+        for future in first:
+            future.result()
+    if "sglang" in names:
+        ensure(HOMES["vllm"])
+        ensure(HOMES["sglang"])
+
+
 if __name__ == "__main__":
-    for each in sys.argv[1:] or HOMES:
-        ensure(HOMES[each])
+    ensure_all(sys.argv[1:] or HOMES)

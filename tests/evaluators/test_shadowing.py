@@ -143,7 +143,7 @@ async def test_added_files_do_not_change_the_tests(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("driver", ["local"], indirect=True)
-@settings(EXAMPLES, max_examples=20)
+@settings(EXAMPLES, max_examples=6)
 @given(added=LOTS)
 async def test_added_files_do_not_change_the_tests_in_more_examples(
     tmp_path_factory: pytest.TempPathFactory, driver: Driver, way: str, added: Mapping[str, str]

@@ -43,23 +43,26 @@ def fetch_model(scratch: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_real_model_is_fine_tuned_and_trained(tmp_path: Path) -> None:
-    """With the files of the example; the training run is shorter."""
+    """With the files of the example; both runs are shorter."""
     shutil.copytree(ROOT / EXAMPLE, tmp_path / EXAMPLE)
     (tmp_path / EXAMPLE / "model").symlink_to(fetch_model(tmp_path))
     run(tmp_path, PYTHON, str(EXAMPLE / "make_tasks.py"))
+    config = yaml.safe_load((tmp_path / EXAMPLE / "sft.yaml").read_text())
+    config["sft"]["epochs"] = 2
+    (tmp_path / EXAMPLE / "sft.yaml").write_text(yaml.safe_dump(config))
     run(tmp_path, TUGLINE, "sft", str(EXAMPLE / "sft.yaml"), "--out", "runs/small-sft")
     lines = read_lines(tmp_path / "runs/small-sft" / METRICS)
     losses = [line["sft/heldout_loss"] for line in lines if "sft/heldout_loss" in line]
     assert losses[-1] < losses[0] / 3
 
     config = yaml.safe_load((tmp_path / EXAMPLE / "train.yaml").read_text())
-    config["schedule"] |= {"steps": 1, "tasks_per_step": 10, "samples": 2}
-    config["heldout"]["select"] = {"limit": 10}
+    config["schedule"] |= {"steps": 1, "tasks_per_step": 4, "samples": 2}
+    config["heldout"]["select"] = {"limit": 4}
     config["node"]["slots"] = 8
     (tmp_path / EXAMPLE / "train.yaml").write_text(yaml.safe_dump(config))
     run(tmp_path, TUGLINE, "train", str(EXAMPLE / "train.yaml"), "--out", "runs/small")
     lines = read_lines(tmp_path / "runs/small" / METRICS)
     merged = {key: value for line in lines for key, value in line.items()}
-    assert (merged["rollout/sessions"], merged["rollout/failed"]) == (20, 0)
-    assert merged["heldout/attempts"] == 10
+    assert (merged["rollout/sessions"], merged["rollout/failed"]) == (8, 0)
+    assert merged["heldout/attempts"] == 4
     assert merged["publish/max_abs_dlogprob"] < 2e-4
