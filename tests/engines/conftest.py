@@ -54,7 +54,7 @@ def folders() -> Folders:
     return tool_model.make()
 
 
-@pytest.fixture(scope="session", params=list(servers.COMMANDS))
+@pytest.fixture(scope="module", params=list(servers.COMMANDS))
 def served(
     request: pytest.FixtureRequest, folders: Folders, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
