@@ -44,7 +44,7 @@ _KINDS: dict[str, Any] = {
 
 
 class Distribution:
-    """Cumulative counts of measurements by upper bound."""
+    """Counts of measurements, one for each interval between bounds, and their sum."""
 
     __slots__ = ("bounds", "counts", "total")
 

@@ -20,7 +20,7 @@ class Reason(StrEnum):
     UNMERGED = "unmerged"
     """The builder's merging rule could not place the call."""
     SESSION_FAILED = "session_failed"
-    """The session failed for a reason that does not count for the policy (see `Boundary`)."""
+    """The session failed for a reason that does not count for the policy (see `Handling`)."""
     STALE = "stale"
     """Sampled under a policy version older than the trainer accepts."""
     NO_SIGNAL = "no_signal"
