@@ -72,7 +72,7 @@ test-harnesses: $(STAMP) ## every real harness and many agent frameworks against
 
 test-engines: $(STAMP) ## real vLLM and SGLang servers, verl and Tinker on CPU (6 GB on first use)
 	@$(BIN)/python tools/engines.py
-	@$(BIN)/pytest $(SPREAD) -m engines --timeout 300 $(ARGS)
+	@$(BIN)/pytest -m engines --timeout 300 $(ARGS)
 
 test-browser: $(STAMP) ## the console and the page of a session in a real Chromium (root on Debian gets one installed)
 	@$(BIN)/python tools/browser.py
