@@ -90,7 +90,10 @@ class GenerationEngine(Protocol):
         """Whether the engine has failed or was stopped."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[SampledChunk, None]:
-        """Sample an answer; closing the iterator aborts it. May raise `RequestError` first."""
+        """Sample an answer; closing the iterator aborts it.
+
+        Raises `RequestError` before the first chunk.
+        """
 
     async def score(self, ids: Ids, temperature: float) -> Logprobs:
         """Return the log probability of each id but the first, shape ``(n - 1,)``.
