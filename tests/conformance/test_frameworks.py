@@ -4,9 +4,11 @@ They are installed on first use, with everything that they need, into a folder o
 other program sees.
 """
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,42 +64,47 @@ def call(name: str, **arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
-async def play(framework: Framework, *arguments: str) -> Any:
-    """Run its script with no other packages; return its report."""
-    script = SCRIPTS / framework.script
+async def play(framework: Framework, sessions: Sequence[tuple[str, str, str, bool]]) -> Any:
+    """Run its script with no other packages: an agent for each (url, key, api, streamed).
+
+    Return what each agent reports.
+    """
+    script, argument = SCRIPTS / framework.script, json.dumps(sessions)
     if framework.script.endswith(".mjs"):
-        return await run_on_node("frameworks-npm", AI_SDK, script, *arguments)
+        return await run_on_node("frameworks-npm", AI_SDK, script, argument)
     kind = f"frameworks-{sys.version_info.major}.{sys.version_info.minor}"
     folder = await install(kind, REQUIREMENTS.read_bytes(), *PIP)
     path = f"{folder}{os.pathsep}{SCRIPTS / 'shared'}"
-    return await run([sys.executable, "-S", "-P", script, *arguments], PYTHONPATH=path, **QUIET)
+    return await run([sys.executable, "-S", "-P", script, argument], PYTHONPATH=path, **QUIET)
 
 
-@pytest.mark.parametrize("how", ["whole", "streamed"])
-@pytest.mark.parametrize(
-    ("framework", "api"),
-    [(framework, api) for framework in FRAMEWORKS for api in framework.apis],
-    ids=lambda value: value if isinstance(value, str) else value.script.partition(".")[0],
-)
-async def test_three_turns_with_tools(
-    tmp_path: Path, framework: Framework, api: str, how: str
-) -> None:
+@pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda framework: Path(framework.script).stem)
+async def test_three_turns_with_tools(tmp_path: Path, framework: Framework) -> None:
     """Reasoning, text and parallel calls come back unchanged; each token is counted once."""
     one = call("read", path="c.py")
     turns = [THINKS, f"<think>\nHm.\n</think>\n\n{one}", "Done."]
     if framework.only_calls:  # the gateway begins each of them
         turns = [CALLS, one, call("final_answer", answer="Done.")]
         turns = [turn.removeprefix('<tool_call>\n{"name": "') for turn in turns]
-    async with rig(tmp_path, in_turn(*turns)) as it:
+    edited = Branch.HISTORY_EDITED if framework.only_calls else None
+    kinds = [(api, streamed) for api in framework.apis for streamed in (False, True)]
+    async with contextlib.AsyncExitStack() as stack:
+        rigs = [
+            await stack.enter_async_context(rig(tmp_path / str(number), in_turn(*turns)))
+            for number in range(len(kinds))
+        ]
+        sessions = [(it.url, it.key, *kind) for it, kind in zip(rigs, kinds, strict=True)]
         try:
-            seen = await play(framework, it.url, it.key, api, how)
+            reports = await play(framework, sessions)
         except HarnessError as error:
             pytest.skip(f"the frameworks cannot be installed: {error}")
-        recorded, sampled = it.calls, it.sampled
-    assert seen["text"] == "Done."
-    assert sorted(seen["read"]) == ["a.py", "b.py", "c.py"]  # parallel calls run at once
-    edited = Branch.HISTORY_EDITED if framework.only_calls else None
-    assert [call.branch for call in recorded] == [None, edited, edited]
-    assert [call.dialect for call in recorded] == [api] * 3
-    assert sum(len(call.sampled_ids) for call in recorded) == sampled
-    assert edited or exact(recorded)
+        results = {
+            kind: (seen["text"], sorted(seen["read"]), it.calls, it.sampled)
+            for kind, seen, it in zip(kinds, reports, rigs, strict=True)
+        }
+    for kind, (text, paths, recorded, sampled) in results.items():
+        assert (kind, text, paths) == (kind, "Done.", ["a.py", "b.py", "c.py"])
+        branches = [(call.branch, call.dialect) for call in recorded]
+        assert branches == [(branch, kind[0]) for branch in (None, edited, edited)]
+        assert sum(len(call.sampled_ids) for call in recorded) == sampled
+        assert edited or exact(recorded), kind

@@ -1,13 +1,15 @@
 """litellm: a loop over its `completion`, with the providers of three APIs."""
 
-import asyncio
 import json
 
 import litellm
-from framework_script import API, HOW, KEY, URL, read, report
+from framework_script import read, run
 
-MODELS = {"openai_chat": ("openai/m", f"{URL}/v1"), "anthropic": ("anthropic/m", URL)}
-MODELS["google"] = ("gemini/m", f"{URL}/v1beta/models/m")
+MODELS = {
+    "openai_chat": ("openai/m", "/v1"),
+    "anthropic": ("anthropic/m", ""),
+    "google": ("gemini/m", "/v1beta/models/m"),
+}
 TOOL = {
     "type": "function",
     "function": {
@@ -18,15 +20,15 @@ TOOL = {
 }
 
 
-async def main() -> str:
+async def main(url: str, key: str, api: str, *, streamed: bool) -> str:
     """Run the agent; return its last answer."""
-    model, base = MODELS[API]
+    model, path = MODELS[api]
     messages = [{"role": "system", "content": "You read."}, {"role": "user", "content": "Mend it."}]
     while True:
         answer = await litellm.acompletion(
-            model, messages, tools=[TOOL], api_base=base, api_key=KEY, stream=HOW == "streamed"
+            model, messages, tools=[TOOL], api_base=url + path, api_key=key, stream=streamed
         )
-        if HOW == "streamed":
+        if streamed:
             answer = litellm.stream_chunk_builder([chunk async for chunk in answer], messages)
         message = answer.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
@@ -37,4 +39,4 @@ async def main() -> str:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
 
 
-report(asyncio.run(main()))
+run(main)

@@ -1,7 +1,5 @@
 """OpenAI Agents SDK: an agent with a tool, over Responses (its default) or Chat Completions."""
 
-import asyncio
-
 from agents import (
     Agent,
     OpenAIChatCompletionsModel,
@@ -10,17 +8,17 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from framework_script import API, HOW, KEY, URL, read, report
+from framework_script import read, run
 from openai import AsyncOpenAI
 
 
-async def main() -> str:
+async def main(url: str, key: str, api: str, *, streamed: bool) -> str:
     """Run the agent; return its last answer."""
-    client = AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY)
-    make = OpenAIResponsesModel if API == "openai_responses" else OpenAIChatCompletionsModel
+    client = AsyncOpenAI(base_url=f"{url}/v1", api_key=key)
+    make = OpenAIResponsesModel if api == "openai_responses" else OpenAIChatCompletionsModel
     model = make("m", openai_client=client)
     agent = Agent(name="Reader", instructions="You read.", tools=[function_tool(read)], model=model)
-    if HOW == "whole":
+    if not streamed:
         return str((await Runner.run(agent, "Mend it.")).final_output)
     result = Runner.run_streamed(agent, "Mend it.")
     async for _ in result.stream_events():
@@ -29,4 +27,4 @@ async def main() -> str:
 
 
 set_tracing_disabled(disabled=True)
-report(asyncio.run(main()))
+run(main)

@@ -1,9 +1,8 @@
 """pydantic-ai: an agent with a tool, over each of the four APIs."""
 
-import asyncio
 from collections.abc import AsyncIterable
 
-from framework_script import API, HOW, KEY, URL, read, report
+from framework_script import read, run
 from pydantic_ai import Agent
 from pydantic_ai.models import Model
 from pydantic_ai.models.anthropic import AnthropicModel
@@ -14,17 +13,14 @@ from pydantic_ai.providers.google import GoogleProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
 
-def make_model() -> Model:
+def make_model(url: str, key: str, api: str) -> Model:
     """The model of this API."""
-    if API == "anthropic":
-        return AnthropicModel("m", provider=AnthropicProvider(api_key=KEY, base_url=URL))
-    if API == "google":
-        return GoogleModel("m", provider=GoogleProvider(api_key=KEY, base_url=URL))
-    make = OpenAIResponsesModel if API == "openai_responses" else OpenAIChatModel
-    return make("m", provider=OpenAIProvider(base_url=f"{URL}/v1", api_key=KEY))
-
-
-agent = Agent(make_model(), system_prompt="You read.", tools=[read])
+    if api == "anthropic":
+        return AnthropicModel("m", provider=AnthropicProvider(api_key=key, base_url=url))
+    if api == "google":
+        return GoogleModel("m", provider=GoogleProvider(api_key=key, base_url=url))
+    make = OpenAIResponsesModel if api == "openai_responses" else OpenAIChatModel
+    return make("m", provider=OpenAIProvider(base_url=f"{url}/v1", api_key=key))
 
 
 async def listen(_: object, events: AsyncIterable[object]) -> None:
@@ -33,11 +29,12 @@ async def listen(_: object, events: AsyncIterable[object]) -> None:
         pass
 
 
-async def main() -> str:
+async def main(url: str, key: str, api: str, *, streamed: bool) -> str:
     """Run the agent; return its last answer."""
-    if HOW == "whole":
+    agent = Agent(make_model(url, key, api), system_prompt="You read.", tools=[read])
+    if not streamed:
         return (await agent.run("Mend it.")).output
     return (await agent.run("Mend it.", event_stream_handler=listen)).output
 
 
-report(asyncio.run(main()))
+run(main)

@@ -1,10 +1,10 @@
-"""Arguments of each framework's script, the tool of its agent, and its report."""
+"""The tool of each framework's agent, and the runs of its script."""
 
+import asyncio
 import json
 import sys
+from collections.abc import Awaitable, Callable
 
-URL, KEY, API, HOW = sys.argv[1:]
-"""Of the gateway; which of its APIs; ``whole`` or ``streamed``."""
 _paths: list[str] = []
 
 
@@ -18,6 +18,18 @@ def read(path: str) -> str:
     return f"{path} is there"
 
 
-def report(text: str) -> None:
-    """Write the last answer and what was read, on a line of its own."""
-    print("\n" + json.dumps({"text": text, "read": _paths}))
+def run(main: Callable[..., Awaitable[str]]) -> None:
+    """Run `main(url, key, api, streamed=...)` for every session in the JSON of the first argument.
+
+    Writes the last answers and what was read, as JSON on the last line.
+    """
+
+    async def run_all() -> list[dict[str, object]]:
+        reports: list[dict[str, object]] = []
+        for url, key, api, streamed in json.loads(sys.argv[1]):
+            _paths.clear()
+            text = await main(url, key, api, streamed=streamed)
+            reports.append({"text": text, "read": [*_paths]})
+        return reports
+
+    print("\n" + json.dumps(asyncio.run(run_all())))
