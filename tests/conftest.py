@@ -30,9 +30,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -longest[item.path])
 
 
+PLAIN = [
+    *structlog.get_config()["processors"][:-1],
+    structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+]
+"""By default a logged exception is printed with all local variables, which takes seconds."""
+
+
 @pytest.fixture(autouse=True)
 def own_log() -> Iterator[None]:
     """A command that a test runs in this process configures the log of that test alone."""
+    structlog.configure(processors=PLAIN)
     yield
     structlog.reset_defaults()
 
