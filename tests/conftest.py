@@ -21,6 +21,22 @@ settings.register_profile("tugline", deadline=None, max_examples=50, derandomize
 settings.load_profile("tugline")
 
 
+MARKED_IN_FILE = {"slow", "cluster", "harness", "engines", "browser"}
+"""Markers that no helper applies: `test_house.py` checks it."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip test files without any test that `-m` selects: importing all takes half a minute.
+
+    Only for expressions such as ``slow or cluster``; with others all files are imported.
+    """
+    selected = set(config.option.markexpr.split(" or "))
+    if not selected <= MARKED_IN_FILE or not collection_path.match("test_*.py"):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return None if any(f"pytest.mark.{name}" in text for name in selected) else True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with long timeouts first, so that none is left to one worker at the end."""
     longest: dict[Path, float] = {}

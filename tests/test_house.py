@@ -273,6 +273,17 @@ def test_documented_make_targets_exist() -> None:
     assert typed <= targets
 
 
+# --------------------------------------------------------------------------- tests
+def test_markers_are_applied_where_a_test_is() -> None:
+    """`conftest.py` does not import a file without the marker; only podman's is in a helper."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    names = {line.partition(":")[0] for line in options["markers"]} - {"podman"}
+    applied = re.compile(rf"pytest\.mark\.({'|'.join(names)})\b")
+    files = [path for path in (ROOT / "tests").rglob("*.py") if applied.search(path.read_text())]
+    assert len(files) > len(names)
+    assert [path.name for path in files if not path.match("test_*.py")] == []
+
+
 # --------------------------------------------------------------------------- nothing private
 def test_no_path_of_one_machine_is_committed() -> None:
     """Tracked files name no home, work or root folder of whoever wrote them."""
