@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.ready
 
 SPREAD := -n auto --maxprocesses 8 --dist loadfile
-# Tests of `make test` wait for processes nearly half of the time, so two share a core.
+# Tests of `make test` and harnesses wait for much of their time, so two share a core.
 SHARED := -n $(shell $(PYTHON) -c "import os; print(min(8, 2 * os.cpu_count()))") --dist loadfile
 
 # Every process of every test would compile the package anew where this is set.
@@ -68,7 +68,7 @@ test-slow: $(STAMP) ## the other long tests: small benchmarks, several processes
 
 test-harnesses: $(STAMP) ## every real harness and many agent frameworks against the gateway and a scripted model, without internet
 	@$(BIN)/python tools/podman.py
-	@$(BIN)/pytest $(SPREAD) -m harness --timeout 300 $(ARGS)
+	@$(BIN)/pytest $(SHARED) -m harness --timeout 300 $(ARGS)
 
 test-engines: $(STAMP) ## real vLLM and SGLang servers, verl and Tinker on CPU (6 GB on first use)
 	@$(BIN)/python tools/engines.py

@@ -1,6 +1,6 @@
 """The checks of a session. Pure; each returns None if all is well, else the reason.
 
-`tugline harness check` has others: that a session completes, exactly, with its tools.
+The plain session has those of `tugline harness check`, too.
 """
 
 import itertools
@@ -9,10 +9,13 @@ import re
 from conformance.session_run import SessionRun
 from conformance.sessions import BUDGET, CUT, SLOW
 from tugline.cli.harness_check import Case, find_forks, main_calls
+from tugline.plugins import find
 from tugline.types import Branch, Call, TraceKind
 
 _EARLY = 5
 """Least number of parts that show an answer is streamed."""
+_TAIL = 400
+"""Characters of the output that a crash is looked for in."""
 _IN_FLIGHT = 3
 """Tokens that may be on their way from the engine when a connection is cut."""
 _MOST_REQUESTS = 30
@@ -63,8 +66,13 @@ def slow_start_survived(case: Case, run: SessionRun) -> str | None:
     return retry_safe(case, run)
 
 
-def budget_stop_survived(_: Case, run: SessionRun) -> str | None:
-    """The program ends by itself, soon, and no call was made beyond the budget."""
+def budget_stop_survived(case: Case, run: SessionRun) -> str | None:
+    """The program ends by itself, soon, without a crash, and makes no call beyond the budget."""
+    crash = find("harness", case.harness)(**case.options).find_crash(
+        run.exit, run.log.strip()[-_TAIL:]
+    )
+    if crash:
+        return f"the refusal counts as a crash: {crash}"
     requests, calls = len(run.requests), len(run.calls)
     if run.exit.timed_out:
         return f"still running {run.exit.seconds:.0f} s after it began, {requests} requests"

@@ -1,5 +1,6 @@
 """Every real harness in every dialect it speaks, without internet: the long suite."""
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -8,9 +9,7 @@ import pytest
 from conformance.session_run import run_session
 from conformance.sessions import late_error
 from conformance.worker import check
-from tugline.cli import harness_check
 from tugline.cli.harness_check import CASES, Case, cases_of
-from tugline.types import PluginSpec
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
 AS_USED = msgspec.structs.replace(cases_of("claude_code")[0], options={"lean": False})
@@ -24,17 +23,21 @@ def not_passed(checks: dict[str, str]) -> dict[str, str]:
     return {name: result for name, result in checks.items() if result != "pass"}
 
 
+async def test_a_first_token_after_seventy_seconds() -> None:
+    """Headers are sent early enough for harnesses with a timeout of 60 s."""
+    cases = [cases_of(name)[0] for name in ("gemini_cli", "qwen_code")]
+    passed = {"slow_start_survived": "pass", "no_foreign_host": "pass"}
+    assert await asyncio.gather(*(check(case, slow=True) for case in cases)) == [passed] * 2
+
+
 @pytest.mark.parametrize(
     "case",
     [*(case for case in CASES if case.harness != "pi"), AS_USED],
     ids=lambda case: f"{case.harness}-{case.dialect}{' as used' if case is AS_USED else ''}",
 )
 async def test_every_check_passes(case: Case) -> None:
-    """But for known failures of the harness; every turn continues exactly."""
+    """But for known failures of the harness."""
     assert not_passed(await check(case)) == IN_THE_HARNESS.get(case.harness, {})
-    command = await harness_check.check(case, PluginSpec("local"))
-    assert not_passed(command.checks) == {}
-    assert (command.turns, command.exact_turns) == (4, 4)
 
 
 async def test_gemini_cli_asks_again_after_a_late_error(tmp_path: Path) -> None:
@@ -42,11 +45,3 @@ async def test_gemini_cli_asks_again_after_a_late_error(tmp_path: Path) -> None:
     case = cases_of("gemini_cli")[0]
     run = await run_session(case, late_error(case), tmp_path)
     assert (run.exit.code, len(run.requests), len(run.calls)) == (0, 5, 4)
-
-
-@pytest.mark.parametrize("name", ["gemini_cli", "qwen_code"])
-async def test_a_first_token_after_seventy_seconds(name: str) -> None:
-    """Headers are sent early enough for harnesses with a timeout of 60 s."""
-    checks = await check(cases_of(name)[0], slow=True)
-    assert not_passed(checks) == {}
-    assert "slow_start_survived" in checks

@@ -11,6 +11,7 @@ from tugline.cli.harness_check import cases_of
 
 pytestmark = pytest.mark.pi
 DIALECTS = ["openai_chat", "openai_responses", "anthropic", "google"]
+COMMAND_CHECKS = ("completes", "tool_call_executed", "history_exact", "prefix_kept", "text_shown")
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -19,8 +20,8 @@ async def test_pi_works_in_every_dialect(dialect: str) -> None:
     case = next(case for case in cases_of("pi") if case.dialect == dialect)
     checks = await check(case)
     foreign = checks.pop("no_foreign_host")
-    names = ("streaming", "usage_seen", "retry_safe", "budget_stop_survived")
-    assert checks == dict.fromkeys(names, "pass")
+    names = "streaming usage_seen retry_safe budget_stop_survived"
+    assert checks == dict.fromkeys([*names.split(), *COMMAND_CHECKS], "pass")
     if foreign.startswith("fail: no network namespace"):
         pytest.skip(f"all else passed; no_foreign_host needs Linux namespaces ({foreign})")
     assert foreign == "pass"
@@ -36,6 +37,5 @@ def test_the_command_checks_a_harness_in_a_sandbox(tmp_path: Path) -> None:
     for result in results:
         assert set(result) == {"harness", "version", "dialect", "turns", "exact_turns", "checks"}
         assert (result["turns"], result["exact_turns"]) == (4, 4)
-        names = "completes tool_call_executed history_exact prefix_kept text_shown"
-        assert result["checks"] == dict.fromkeys(names.split(), "pass")
+        assert result["checks"] == dict.fromkeys(COMMAND_CHECKS, "pass")
     assert (tmp_path / "kept" / "pi-google" / "session" / "agent" / "logs" / "agent.log").exists()

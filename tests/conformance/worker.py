@@ -18,7 +18,7 @@ import msgspec
 from conformance import checks, network, sessions
 from conformance.session_run import Scenario, SessionRun, run_session
 from tugline import log
-from tugline.cli.harness_check import Case
+from tugline.cli.harness_check import Case, find_faults
 from tugline.errors import HarnessError
 from tugline.harnesses.base import Harness
 from tugline.plugins import find
@@ -36,7 +36,7 @@ class Job(msgspec.Struct, frozen=True):
     no_network: str | None = None
     """Why the worker shares the network of the machine; None if it has a namespace of its own."""
     slow: bool = False
-    """Whether to run the session that takes minutes."""
+    """Whether to run the session that takes minutes, in place of the others."""
 
 
 Check = Callable[[Case, SessionRun], str | None]
@@ -52,7 +52,7 @@ class Stage(NamedTuple):
 
 
 _STAGES = (
-    Stage(sessions.plain, [checks.streaming, checks.usage_seen]),
+    Stage(sessions.plain, [checks.streaming, checks.usage_seen]),  # and those of the command
     Stage(sessions.faulty, [checks.retry_safe]),
     Stage(sessions.budget, [checks.budget_stop_survived]),
     Stage(sessions.team, [checks.sub_agents_linked], ["codex", "claude_code", "qwen_code"]),
@@ -63,11 +63,11 @@ _STAGES = (
 
 
 def stages_of(case: Case, *, slow: bool) -> list[Stage]:
-    """Return the sessions of a case; with `slow` also the one that takes minutes."""
+    """Return the sessions of a case; with `slow` those that take minutes."""
     return [
         stage
         for stage in _STAGES
-        if (slow or not stage.slow) and (not stage.harnesses or case.harness in stage.harnesses)
+        if stage.slow is slow and (not stage.harnesses or case.harness in stage.harnesses)
     ]
 
 
@@ -124,6 +124,8 @@ async def _run(job: Job) -> dict[str, str]:
             folder = Path(job.folder) / stage.scenario.__name__
             run = await run_session(job.case, stage.scenario(job.case), folder)
             failures |= {one.__name__: one(job.case, run) for one in stage.checks}
+            if stage.scenario is sessions.plain:
+                failures |= find_faults(job.case, run.calls, run.log, run.exit.code)
     foreign = f"asked for {', '.join(names)}" if names else None
     failures["no_foreign_host"] = job.no_network or foreign
     return {name: f"fail: {reason}" if reason else "pass" for name, reason in failures.items()}

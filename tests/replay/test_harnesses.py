@@ -36,17 +36,27 @@ def with_slow_commands(case: Case) -> Scenario:
 
 
 async def recorded(name: str, scenario: Callable[[Case], Scenario], folder: Path) -> Path:
-    """Record one session of the real program."""
-    case = cases_of(name)[0]
-    await run_session(case, scenario(case), folder)
-    return folder / "recordings" / "check-0.0.rec"
+    """Record one session of the real program, if this folder has none yet."""
+    path = folder / "recordings" / "check-0.0.rec"
+    if not path.exists():
+        case = cases_of(name)[0]
+        await run_session(case, scenario(case), folder)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain_sessions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with a plain session of each harness, by name."""
+    return tmp_path_factory.mktemp("plain")
 
 
 @pytest.mark.harness
 @pytest.mark.parametrize("name", HARNESSES)
-async def test_every_harness_repeats_its_requests(name: str, tmp_path: Path) -> None:
+async def test_every_harness_repeats_its_requests(
+    name: str, plain_sessions: Path, tmp_path: Path
+) -> None:
     """All requests are as recorded; another tool result is reported with its place."""
-    path = await recorded(name, with_slow_commands, tmp_path / "first")
+    path = await recorded(name, with_slow_commands, plain_sessions / name)
     recording = RecordedSession.load(path)
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
@@ -65,9 +75,10 @@ async def test_every_harness_repeats_its_requests(name: str, tmp_path: Path) -> 
 
 @pytest.mark.harness
 @pytest.mark.parametrize("name", ["codex", "claude_code", "pi"])
-async def test_a_harness_can_be_forked(name: str, tmp_path: Path) -> None:
+async def test_a_harness_can_be_forked(name: str, plain_sessions: Path, tmp_path: Path) -> None:
     """Two recorded answers, then live ones, with a history that continues exactly."""
-    recording = RecordedSession.load(await recorded(name, with_slow_commands, tmp_path / "first"))
+    path = await recorded(name, with_slow_commands, plain_sessions / name)
+    recording = RecordedSession.load(path)
     scenario = with_slow_commands(cases_of(name)[0])
     async with serve_scripted_model(scenario.scripts, {}) as model:
         (report,) = await fork(recording, tmp_path / "fork", Live(model.upstream, 2))

@@ -133,7 +133,9 @@ async def check(case: Case, runtime: PluginSpec, keep: Path | None = None) -> Ch
         with tempfile.TemporaryDirectory(prefix="tugline-check-") as temporary:
             folder = (keep or Path(temporary)).absolute() / f"{case.harness}-{case.dialect}"
             trajectory, calls = await _run_session(case, runtime, folder)
-            faults = _find_faults(case, trajectory, calls, _read_log(folder))
+            failure = trajectory.failure.message if trajectory.failure else None
+            exit_code = trajectory.report.get("exit")
+            faults = find_faults(case, calls, _read_log(folder), exit_code, failure)
     except (HarnessError, UsageError) as error:
         faults = {"completes": str(error)}
     turns = main_calls(calls)
@@ -176,15 +178,14 @@ def _read_log(folder: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
-def _find_faults(
-    case: Case, trajectory: Trajectory, calls: Sequence[Call], log: str
+def find_faults(
+    case: Case, calls: Sequence[Call], log: str, exit_code: int | None, failure: str | None = None
 ) -> dict[str, str | None]:
     """Return the fault of each check by name; None for a check that passes."""
     turns, expected = main_calls(calls), len(case.script())
-    end = trajectory.report.get("exit")
-    incomplete = f"exit code {end}" if end else None
-    if trajectory.failure or len(turns) != expected:
-        reason = trajectory.failure.message if trajectory.failure else " ".join(log.split())[-300:]
+    incomplete = f"exit code {exit_code}" if exit_code else None
+    if failure or len(turns) != expected:
+        reason = failure or " ".join(log.split())[-300:]
         incomplete = f"{len(turns)} turns instead of {expected}; {reason}"
     results = [" ".join(m.content for m in call.messages) for call in (*turns[1:2], *turns[-1:])]
     known = {call.number: call for call in calls}
