@@ -3,9 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-SPREAD := -n auto --maxprocesses 8 --dist loadfile
+# Files with long timeouts come first (tests/conftest.py), so that none is left to one core at the end.
+SPREAD := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # Tests of `make test` and harnesses wait for much of their time, so two share a core.
-SHARED := -n $(shell $(PYTHON) -c "import os; print(min(8, 2 * os.cpu_count()))") --dist loadfile
+SHARED := -n $(shell $(PYTHON) -c "import os; print(min(8, 2 * os.cpu_count()))") --dist loadfile --no-loadscope-reorder
 
 # Every process of every test would compile the package anew where this is set.
 unexport PYTHONDONTWRITEBYTECODE
@@ -64,7 +65,7 @@ test-chaos: $(STAMP) ## everything killed with kill -9, frozen or without disk, 
 test-slow: $(STAMP) ## the other long tests: small benchmarks, several processes, the built package, SLURM, Maven
 	@$(BIN)/python tools/slurm.py
 	@$(BIN)/python tools/builds.py
-	@$(BIN)/pytest $(SPREAD) --no-loadscope-reorder -m "slow or cluster" --ignore=tests/chaos --timeout 300 $(ARGS)
+	@$(BIN)/pytest $(SPREAD) -m "slow or cluster" --ignore=tests/chaos --timeout 300 $(ARGS)
 
 test-harnesses: $(STAMP) ## every real harness and many agent frameworks against the gateway and a scripted model, without internet
 	@$(BIN)/python tools/podman.py
@@ -72,7 +73,7 @@ test-harnesses: $(STAMP) ## every real harness and many agent frameworks against
 
 test-engines: $(STAMP) ## real vLLM and SGLang servers, verl and Tinker on CPU (6 GB on first use)
 	@$(BIN)/python tools/engines.py
-	@$(BIN)/pytest -m engines --timeout 300 $(ARGS)
+	@$(BIN)/pytest $(SPREAD) -m engines --timeout 300 $(ARGS)
 
 test-browser: $(STAMP) ## the console and the page of a session in a real Chromium (root on Debian gets one installed)
 	@$(BIN)/python tools/browser.py

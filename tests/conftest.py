@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -38,12 +39,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with long timeouts first, so that none is left to one worker at the end."""
+    """Put files with long timeouts first, then those with many tests.
+
+    So no long file is left to one worker at the end.
+    """
+    tests = Counter(item.path for item in items)
     longest: dict[Path, float] = {}
     for item in items:
         mark = item.get_closest_marker("timeout")
         longest[item.path] = max(longest.get(item.path, 0), mark.args[0] if mark else 0)
-    items.sort(key=lambda item: -longest[item.path])
+    items.sort(key=lambda item: (-longest[item.path], -tests[item.path]))
 
 
 PLAIN = [

@@ -63,7 +63,9 @@ def pip(home: Path, what: str, *arguments: str) -> None:
     say(f"{home.name}: {what}")
     python = str(home / "bin" / "python")
     quiet = ("--disable-pip-version-check", "--no-input")
-    run(home, what, python, "-m", "pip", *quiet, "install", *PIP_RETRIES, *arguments)
+    # Python compiles the modules that are imported; all 57,000 would take minutes.
+    options = ("--no-compile", *PIP_RETRIES)
+    run(home, what, python, "-m", "pip", *quiet, "install", *options, *arguments)
 
 
 def packages(home: Path) -> Path:
