@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainers.sessions import VERSION, groups, recaptured, session, tiny, trace, weights
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.trainers.grpo.distributed import shard
+from tugline.trainers.grpo.distributed import gather_tensors, shard
 from tugline.trainers.grpo.train import Grpo, StepReport
 from tugline.types import Trajectory
 
@@ -124,5 +124,7 @@ def work(rank: int, folder: Path) -> None:
     for name in RESUMED:
         share = slice(1) if rank == 0 else slice(1, None)
         results[f"resumed {name}"] = (resume(name, share, folder / name), [])
+    whole = gather_tensors(checkpoint.unique_weights(fsdp()))
+    results["gathered"] = (torch.tensor(sum(each.numel() for each in whole.values())), [])
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()

@@ -79,6 +79,12 @@ def test_a_resumed_run_has_the_same_weights(ranks: Ranks, home: Path, name: str)
         assert float((trained - expected).abs().max()) < 1e-5
 
 
+def test_only_rank_0_holds_gathered_tensors(ranks: Ranks) -> None:
+    """The others need no memory for the whole model when it is saved."""
+    whole = sum(each.numel() for each in checkpoint.unique_weights(tiny()).values())
+    assert [int(each["gathered"][0]) for each in ranks] == [whole, 0]
+
+
 @pytest.mark.usefixtures("ranks")
 def test_peft_reads_a_saved_adapter(home: Path) -> None:
     """With the same weights; the base model is not in the checkpoint."""

@@ -8,8 +8,8 @@ every other file. It is written under a hidden name, flushed to disk and then re
 at any time leaves earlier checkpoints unchanged (I3).
 
 Under torchrun every rank must call `save` and `load`. Rank 0 writes unsharded tensors, so a run can
-be resumed with another number of ranks, and other tools can read the files. Each rank needs memory
-for the whole model and its optimizer.
+be resumed with another number of ranks, and other tools can read the files. For that it needs main
+memory for the whole model and its optimizer; the other ranks hold one whole tensor at a time.
 """
 
 import hashlib
@@ -153,7 +153,8 @@ def load(path: Path, trainer: Updater) -> CheckpointState:
             problem = "damaged" if file.is_file() else "missing"
             raise CheckpointError(f"checkpoint {path}: {name} is {problem}; use an earlier one")
     try:
-        rest = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
+        # mapped, so that ranks of one machine share the memory
+        rest = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
         _load_weights(path, trainer.model)
         _load_optimizer(rest["optimizer"], trainer.optimizer)
     except (OSError, RuntimeError, ValueError) as error:
@@ -165,21 +166,21 @@ def load(path: Path, trainer: Updater) -> CheckpointState:
 
 def _load_weights(path: Path, model: torch.nn.Module) -> None:
     file = ADAPTER if hasattr(model, "peft_config") else WEIGHTS
-    own, stored = unique_weights(model), safetensors.torch.load_file(path / file)
-    different = sorted(own.keys() ^ stored.keys())
-    if different:
-        msg = f"{file} and the model differ in {len(different)} weights, such as {different[0]}"
-        raise ValueError(msg)
-    with torch.no_grad():
+    own = unique_weights(model)
+    with safetensors.safe_open(path / file, "pt") as stored, torch.no_grad():
+        different = sorted(own.keys() ^ set(stored.keys()))
+        if different:
+            msg = f"{file} and the model differ in {len(different)} weights, such as {different[0]}"
+            raise ValueError(msg)
         for name, tensor in own.items():
-            tensor.copy_(shard_like(stored[name], tensor))
+            tensor.copy_(shard_like(stored.get_tensor(name), tensor))
 
 
 def _load_optimizer(stored: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, moments in stored["state"].items():
         for name, tensor in moments.items():
-            moments[name] = shard_like(tensor, parameters[number])
+            moments[name] = shard_like(tensor, parameters[number]).clone()  # off the mapped file
     optimizer.load_state_dict(stored)
 
 

@@ -95,11 +95,15 @@ def shard(model: torch.nn.Module) -> None:
 def gather_tensors(value: Any) -> Any:
     """Return tensors, or dicts of tensors, with sharded tensors gathered into CPU memory.
 
-    Every rank must call this function, and gets all tensors.
+    Every rank must call this function. Only rank 0 keeps the tensors, one after the other; for the
+    other ranks they are empty.
     """
     if isinstance(value, dict):
         return {key: gather_tensors(item) for key, item in value.items()}
-    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    whole = value.full_tensor()
+    return whole.cpu() if dist.get_rank() == 0 else whole.new_empty(0)
 
 
 def shard_like(whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
