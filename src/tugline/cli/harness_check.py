@@ -24,6 +24,7 @@ from tugline.traces.lineage import Continuation, trace_lineage
 from tugline.types import (
     Call,
     CallOutcome,
+    Failure,
     Limits,
     PluginSpec,
     Session,
@@ -133,9 +134,8 @@ async def check(case: Case, runtime: PluginSpec, keep: Path | None = None) -> Ch
         with tempfile.TemporaryDirectory(prefix="tugline-check-") as temporary:
             folder = (keep or Path(temporary)).absolute() / f"{case.harness}-{case.dialect}"
             trajectory, calls = await _run_session(case, runtime, folder)
-            failure = trajectory.failure.message if trajectory.failure else None
-            exit_code = trajectory.report.get("exit")
-            faults = find_faults(case, calls, _read_log(folder), exit_code, failure)
+            log, end = _read_log(folder), trajectory.report.get("exit")
+            faults = find_faults(case, calls, log, end, trajectory.failure)
     except (HarnessError, UsageError) as error:
         faults = {"completes": str(error)}
     turns = main_calls(calls)
@@ -179,13 +179,13 @@ def _read_log(folder: Path) -> str:
 
 
 def find_faults(
-    case: Case, calls: Sequence[Call], log: str, exit_code: int | None, failure: str | None = None
+    case: Case, calls: Sequence[Call], log: str, code: int | None, failure: Failure | None = None
 ) -> dict[str, str | None]:
     """Return the fault of each check by name; None for a check that passes."""
     turns, expected = main_calls(calls), len(case.script())
-    incomplete = f"exit code {exit_code}" if exit_code else None
+    incomplete = f"exit code {code}" if code else None
     if failure or len(turns) != expected:
-        reason = failure or " ".join(log.split())[-300:]
+        reason = failure.message if failure else " ".join(log.split())[-300:]
         incomplete = f"{len(turns)} turns instead of {expected}; {reason}"
     results = [" ".join(m.content for m in call.messages) for call in (*turns[1:2], *turns[-1:])]
     known = {call.number: call for call in calls}

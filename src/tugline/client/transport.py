@@ -230,12 +230,9 @@ def _params(query: Query | None) -> list[tuple[str, str]]:
     pairs: list[tuple[str, str]] = []
     for name, value in (query or {}).items():
         many: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
-        pairs += [(name, _to_text(item)) for item in many if item is not None]
+        texts = [str(v).lower() if isinstance(v, bool) else str(v) for v in many if v is not None]
+        pairs += [(name, text) for text in texts]
     return pairs
-
-
-def _to_text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # --------------------------------------------------------------------------- server address

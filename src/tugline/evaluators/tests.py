@@ -109,7 +109,8 @@ class TestsEvaluator(Evaluator):
             defaults = [PYTHON, FOLDERS]
         protected = (*itertools.chain(*defaults), *self.protected)
         self._rules = Rules(protected=protected, editable=self.editable)
-        self._env = _add_env(env, self._format.env)
+        added = self._format.env.items()  # appended to variables of the same names
+        self._env = {**env, **{k: f"{env[k]} {v}" if env.get(k) else v for k, v in added}}
         self._argv = _parse_command("command", command)
         self._setup = _parse_command("setup", self.setup) if self.setup is not None else None
         self._report = check_path(self.report) if self.report is not None else None
@@ -243,11 +244,6 @@ def _select_for_pytest(
         names = _find_expected_tests({path: sources[path] for path in paths})
         expected, codes = msgspec.structs.replace(expected, tests=names), (0,)
     return expected, () if expected.partial else codes, paths
-
-
-def _add_env(env: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` with the values of `added` appended to variables of the same names."""
-    return {**env, **{k: f"{env[k]} {v}" if env.get(k) else v for k, v in added.items()}}
 
 
 def _parse_command(option: str, command: Command) -> tuple[str, ...]:

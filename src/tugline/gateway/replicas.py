@@ -23,7 +23,7 @@ from tugline.recording.records import Header
 from tugline.web.engine_http import EngineHttp, ModelCard
 from tugline.web.sse import read_payloads
 
-_RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_RETRIED = frozenset({None, 408, 409, 425, 429, 500, 502, 503, 504, 529})
 
 _log = log.get("gateway.replicas")
 
@@ -176,10 +176,11 @@ class Upstream(TokenSource):
                             reading.scope.reschedule(None)
                         yield delta
             except EngineError as error:
-                if _is_fault(error):
+                # 429 means that the replica is busy, another 4xx that the request is bad
+                if error.status is None or (error.status >= 500 and error.retry_after is None):
                     replica.count_fault()
                 wait = self._retry_delay(error, attempt)
-                if began or not _is_retried(error) or attempt == last or wait is None:
+                if began or error.status not in _RETRIED or attempt == last or wait is None:
                     raise
                 tried.append(replica.url)
                 await asyncio.sleep(wait)
@@ -318,15 +319,6 @@ def _read_events(
             except EngineError as error:  # nothing was added yet: all events are decoded first
                 return (reader.read_events(payloads[:position]) if position else []), error
         raise
-
-
-def _is_fault(error: EngineError) -> bool:
-    """Whether the replica failed: 429 means that it is busy, another 4xx a bad request."""
-    return error.status is None or (error.status >= 500 and error.retry_after is None)
-
-
-def _is_retried(error: EngineError) -> bool:
-    return error.status is None or error.status in _RETRIED
 
 
 def _weight(session: str, url: str) -> bytes:

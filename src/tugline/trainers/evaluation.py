@@ -108,7 +108,8 @@ def evaluate(
     for task, count in counts.items():
         for name, value in tags.get(task, {}).items():
             groups.setdefault(f"{name}={value}", []).append(count)
-    rates = {size: _rates(counts.values(), size) for size in _sizes(k)}
+    sizes = {k, *(1 << i for i in range(k.bit_length()))}  # powers of two up to k, and k
+    rates = {size: _rates(counts.values(), size) for size in sorted(sizes)}
     failures = [session.failure for session in sessions if session.failure]
     return Evaluation(
         pass_at={size: estimate(each) for size, each in rates.items() if len(each)},
@@ -118,11 +119,6 @@ def evaluate(
         by_tag={tag: estimate(_rates(groups[tag], 1)) for tag in sorted(groups)},
         failures=dict(Counter(str(failure.cause or failure.boundary) for failure in failures)),
     )
-
-
-def _sizes(k: int) -> list[int]:
-    """Return the powers of two up to `k`, and `k`."""
-    return sorted({k, *(1 << i for i in range(k.bit_length()))})
 
 
 def compare(

@@ -79,8 +79,7 @@ def save(
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         write_model(draft, trainer.model, weights)
-        rest = {"optimizer": optimizer, "order": trainer.order.get_state()}
-        torch.save(rest, draft / OPTIMIZER)
+        torch.save({"optimizer": optimizer, "order": trainer.order.get_state()}, draft / OPTIMIZER)
         state = CheckpointState(
             step=step,
             version=version,
