@@ -117,10 +117,14 @@ async def test_requests_are_aborted_by_client_or_route() -> None:
         assert (await staying)["finish_reason"] == "abort"
 
 
-def test_no_torch_is_needed() -> None:
-    """Server and scripted engine import neither torch nor transformers."""
+def test_no_heavy_library_is_imported() -> None:
+    """Server, scripted engine and templates import no torch, transformers or OpenAI SDK.
+
+    Who imports that SDK afterwards gets it whole.
+    """
     code = (
-        "import sys, tugline.inference.server, tugline.testing;"
-        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+        "import sys, tugline.inference.server, tugline.testing\n"
+        "assert not {'torch', 'transformers', 'openai'} & set(sys.modules)\n"
+        "import openai; openai.AsyncOpenAI(api_key='none')\n"
     )
     assert run_python(code).returncode == 0
