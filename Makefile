@@ -69,7 +69,7 @@ test-slow: $(STAMP) ## the other long tests: small benchmarks, several processes
 
 test-harnesses: $(STAMP) ## every real harness and many agent frameworks against the gateway and a scripted model, without internet
 	@$(BIN)/python tools/podman.py
-	@$(BIN)/pytest $(SHARED) -m harness --timeout 300 $(ARGS)
+	@$(BIN)/pytest $(SHARED) --dist worksteal -m harness --timeout 300 $(ARGS)
 
 test-engines: $(STAMP) ## real vLLM and SGLang servers, verl and Tinker on CPU (6 GB on first use)
 	@$(BIN)/python tools/engines.py
