@@ -6,7 +6,7 @@ STAMP := .venv/.ready
 # Files with long timeouts come first (tests/conftest.py), so that none is left to one core at the end.
 SPREAD := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # Tests of `make test` and harnesses wait for much of their time, so two share a core.
-SHARED := -n $(shell $(PYTHON) -c "import os; print(min(8, 2 * os.cpu_count()))") --dist loadfile --no-loadscope-reorder
+SHARED := -n $(shell $(PYTHON) -c "import os; print(min(8, 2 * os.cpu_count()))") --dist loadfile
 
 # Every process of every test would compile the package anew where this is set.
 unexport PYTHONDONTWRITEBYTECODE
