@@ -125,10 +125,10 @@ async def test_time_until_the_idle_timeout_is_credited(tmp_path: Path) -> None:
 
     async with (
         listen(say_nothing) as url,
-        rig(tmp_path, url, card=CARD, tuning=slow, idle_s=1.0, on_hang=lost.append) as it,
+        rig(tmp_path, url, card=CARD, tuning=slow, idle_s=0.1, on_hang=lost.append) as it,
     ):
         assert (await it.ask())["status"] == 529
-    assert sum(lost) >= 0.5  # a loop that was busy began to count before the request was sent
+    assert sum(lost) >= 0.1
 
 
 @pytest.mark.parametrize("rest", [b"zz\r\nbroken", b"ff\r\ndata: {}\n\n", b""])

@@ -453,16 +453,15 @@ async def test_a_killed_node_leaves_nothing(driver: Driver, tmp_path: Path) -> N
         spec = driver.spec(base)
         await kill_node(driver.plugin, driver.options, folder, spec, script, has_begun)
         records = [msgspec.json.decode(path.read_bytes()) for path in folder.glob(f"*{RECORD}")]
-        kept = [Path(path) for paths in records for path in paths]
+        groups = [Path(path) for paths in records for path in paths]
         has_own = driver.name in {"bubblewrap", "stand-in", "apptainer"}
-        assert bool(kept) is (has_own and find_cgroup_parent() != Cgroup())
+        assert bool(groups) is (has_own and find_cgroup_parent() != Cgroup())
         if driver.isolated:
             await wait_until_gone(sleep)
-        left = [*kept, *running(sleep), *driver.left(folder)]
+        left = [*groups, *running(sleep), *driver.left(folder)]
         ended = await reap()
         assert (ended > 0) is bool(left), (ended, left)
         assert await reap() == 0
-        # a process of another test may have copied the mounts; it ends soon
-        await until(lambda: not (*filter(Path.exists, kept), *running(sleep), *driver.left(folder)))
+        assert [*filter(Path.exists, groups), *running(sleep), *driver.left(folder)] == []
     finally:
         await reap()

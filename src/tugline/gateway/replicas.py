@@ -12,7 +12,7 @@ import hashlib
 import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 from tugline import log
@@ -56,11 +56,11 @@ class Replica:
 class _Wait:
     """A reply being read; `scope` ends the read if the replica hangs."""
 
+    since: float
+    """Monotonic time of the engine's last data, or of the request; not after `scope` began."""
     replica: Replica
     session: str
     scope: asyncio.Timeout
-    since: float = field(default_factory=time.monotonic)
-    """Monotonic time of the engine's last data, or of the request."""
     streams: bool = False
     """Whether the reply is a stream that has delivered a token."""
 
@@ -214,11 +214,10 @@ class Upstream(TokenSource):
     @contextlib.asynccontextmanager
     async def _watch(self, replica: Replica, session: str) -> AsyncIterator[_Wait]:
         """Raise `EngineError` in the block once the replica hangs while its reply is silent."""
-        scope = asyncio.timeout(self._idle_s)
-        wait = _Wait(replica, session, scope)
+        wait = _Wait(time.monotonic(), replica, session, asyncio.timeout(self._idle_s))
         self._waits.add(wait)
         try:
-            async with scope:
+            async with wait.scope:
                 yield wait
         except TimeoutError as error:
             silent_s = time.monotonic() - wait.since

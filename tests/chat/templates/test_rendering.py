@@ -71,7 +71,7 @@ def test_equal_conversations_render_once() -> None:
 
 @pytest.mark.parametrize("name", OFFLINE)
 @pytest.mark.parametrize("merges", ["none", "words", "lines"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_the_end_of_a_prompt_is_enough_to_extend_it(
     name: str, merges: str, data: st.DataObject
