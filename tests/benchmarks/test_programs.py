@@ -205,6 +205,7 @@ def test_no_attack_affects_another_session() -> None:
 
 # --------------------------------------------------------------------------- learning
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.pi
 @pytest.mark.timeout(600)
 def test_a_policy_is_made_trained_and_evaluated(tmp_path: Path) -> None:
