@@ -104,7 +104,7 @@ def run_make(root: Path, until: float, *arguments: str) -> tuple[bool, str]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
         errors="replace",
         start_new_session=True,
     )
@@ -189,6 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--plan", action="store_true", help="only print what would run")
     options = parser.parse_args()
+    sys.stdout.reconfigure(errors="replace")  # whatever a test prints
     table = read_table(HERE / "suites.toml")
     plan = make_plan(ROOT, table, os.environ.get("TUGLINE_CI_BASE", ""))
     say(f"== {plan.compared} ==")
