@@ -73,8 +73,8 @@ def commit(clone: Path) -> Commit:
 
 def chosen(clone: Path, named: str = "") -> list[str]:
     """Names of the chosen suites, without that by rotation."""
-    plan = suites.make_plan(clone, TABLE, named)
-    return [choice.suite.name for choice in plan.choices if not choice.by_rotation]
+    selection = suites.select_suites(clone, TABLE, named)
+    return [choice.suite.name for choice in selection.choices if not choice.by_rotation]
 
 
 # --------------------------------------------------------------------------- the base

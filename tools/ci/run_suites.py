@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from suites import Choice, Table, make_plan, read_table
+from suites import Choice, Table, read_table, select_suites
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -191,13 +191,13 @@ def main() -> None:
     options = parser.parse_args()
     sys.stdout.reconfigure(errors="replace")  # whatever a test prints
     table = read_table(HERE / "suites.toml")
-    plan = make_plan(ROOT, table, os.environ.get("TUGLINE_CI_BASE", ""))
-    say(f"== {plan.compared} ==")
-    for choice in plan.choices:
+    selection = select_suites(ROOT, table, os.environ.get("TUGLINE_CI_BASE", ""))
+    say(f"== {selection.compared} ==")
+    for choice in selection.choices:
         say(f"make test-{choice.suite.name}: {choice.reason}")
     if options.plan:
         return
-    report = run_suites(ROOT, table, plan.choices, began)
+    report = run_suites(ROOT, table, selection.choices, began)
     for line in report.format(time.monotonic() - began):
         say(line)
     sys.exit(0 if report.passed else 1)

@@ -42,7 +42,7 @@ class Choice(NamedTuple):
     by_rotation: bool = False
 
 
-class Plan(NamedTuple):
+class Selection(NamedTuple):
     """The chosen suites, and what the change was compared with."""
 
     compared: str
@@ -121,7 +121,7 @@ def choose(table: Table, changes: Sequence[str] | None, commit: str) -> list[Cho
     return choices
 
 
-def make_plan(root: Path, table: Table, named: str) -> Plan:
+def select_suites(root: Path, table: Table, named: str) -> Selection:
     """Choose the suites of the commit that is checked out in `root`."""
     base = find_base(root, named)
     changes = list_changes(root, base) if base else None
@@ -132,4 +132,4 @@ def make_plan(root: Path, table: Table, named: str) -> Plan:
         compared = f"TUGLINE_CI_BASE is {named!r}, which is no commit of this clone"
     else:
         compared = "this clone has no commit that is four hours older"
-    return Plan(compared, choose(table, changes, commit))
+    return Selection(compared, choose(table, changes, commit))
