@@ -172,6 +172,12 @@ class Detokenizer(msgspec.Struct, gc=False):
             data = self._bytes + data
         text, used = utf_8_decode(data, "replace", False)
         self._bytes = data[used:]
+        return self.feed_text(text)
+
+    def feed_text(self, text: str) -> str:
+        """Add decoded text as the continuation of the segment."""
+        if self.matched_stop is not None:
+            return ""
         if self._preface:
             text = self._strip_preface(text)
         if self._watched:
@@ -192,12 +198,6 @@ class Detokenizer(msgspec.Struct, gc=False):
         ready = self._emit(text) if text and self.matched_stop is None else ""
         self._bytes, self._undecided, self._at_start = b"", "", True
         return ready
-
-    def cut_at_stop(self, text: str) -> str:
-        """Return the part of a whole text before the first stop string."""
-        text = self._hold_back(text) + self._undecided
-        self._undecided = ""
-        return text
 
     def skip(self, preface: str) -> None:
         """Do not emit `preface` if the next segment begins with it."""

@@ -93,6 +93,15 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False):
     arguments: str
 
 
+class MalformedCalls(StrEnum):
+    """How a tool call that cannot be parsed is delivered to the harness."""
+
+    TEXT = "text"
+    """As the text it was written as."""
+    RAW = "raw"
+    """As a call with the sampled argument text, if it names a declared tool; else as text."""
+
+
 class Image(msgspec.Struct, frozen=True, omit_defaults=True):
     """An image in a message, as a ``data:`` or ``https:`` URL."""
 
@@ -297,6 +306,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop: str | None = None
     """The stop string that ended the response."""
     outcome: CallOutcome = CallOutcome.COMPLETE
+    malformed: MalformedCalls | None = None
+    """How malformed tool calls in the response were delivered; None if there are none."""
     replayed: bool = False
     """Whether the call was copied from another session, where it was sampled and trained on."""
     engine: str

@@ -1,4 +1,4 @@
-"""Render messages to token ids and parse them back, for one model, with the `renderers` library.
+"""Render messages to token ids, for one model, with the `renderers` library.
 
 `render` renders a whole conversation. `render_extension` returns only the ids that follow existing
 ones, given the end of the prompt and the sampled ids; it returns None if the template cannot
@@ -10,14 +10,14 @@ import hashlib
 import re
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from itertools import count
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 import numpy as np
-from renderers.base import MODEL_RENDERER_MAP, ToolCallParseStatus, build_training_sample
+from renderers.base import MODEL_RENDERER_MAP, build_training_sample
 
+from tugline.chat.calls.base import ParsedCall
 from tugline.chat.model_call import (
     ChoiceMode,
     JsonObject,
@@ -27,19 +27,13 @@ from tugline.chat.model_call import (
     serialize_message,
     serialize_tool,
 )
-from tugline.chat.templates.base import (
-    Markers,
-    TailTexts,
-    Template,
-    create,
-    encode_arguments,
-    parse_json_call,
-    template,
-)
+from tugline.chat.stream_parser import StreamParser
+from tugline.chat.templates.answers import AnswerSyntax
+from tugline.chat.templates.base import TailTexts, create
 from tugline.chat.tokenizer import Tokenizer
 from tugline.chat.tokens import END
 from tugline.errors import Unsupported
-from tugline.types import Ids, Mask, Message, Role, Tool
+from tugline.types import Ids, MalformedCalls, Mask, Message, Role, Tool
 
 _CACHED = 64
 _CONTEXT = 24
@@ -47,40 +41,21 @@ _CONTEXT = 24
 _OWN_CALL_ID = re.compile(r"call_.*_(\d+)")
 _LIBRARY_ERRORS = (ValueError, TypeError, RecursionError)
 """Raised by the library for messages it cannot render, and by JSON for a huge number."""
-_WELL_FORMED = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.INVALID_JSON})
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed:
-    """A parsed answer; a malformed tool call stays in `content` as written."""
-
-    content: str
-    reasoning: str | None
-    calls: tuple[tuple[str, str], ...]
-    """Name and JSON arguments of each well-formed call."""
-
-
-class Rendering:
+class Rendering(AnswerSyntax):
     """A model's template, bound to its tokenizer."""
 
     def __init__(
         self, tokenizer: Tokenizer, renderer: str, *, thinking_retention: str = "all"
     ) -> None:
         self.name = renderer
-        self.tokenizer = tokenizer
         self.thinking_retention = thinking_retention
         self._renderer = create(tokenizer, renderer, thinking_retention)
-        self.template: Template = template(renderer)
-        self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
-        self.markers: Markers = self.template.markers(tokenizer)
-        self.marks = self.markers.ids.union(self.stop_ids) - {-1}
-        """Ids of marks, which are not text."""
-        self._is_mark = np.zeros(max(self.marks, default=0) + 2, np.bool_)
-        self._is_mark[list(self.marks)] = True
+        super().__init__(tokenizer, renderer, self._renderer.get_stop_token_ids())
         self._tools: tuple[Sequence[Tool], list[JsonObject] | None] = ((), None)
         self._tails = TailTexts(tokenizer)
         self._renders: OrderedDict[bytes, Ids] = OrderedDict()
-        self._openings: dict[tuple[int, ...], bool] = {}
 
     @classmethod
     def for_model(
@@ -91,11 +66,6 @@ class Rendering:
         if renderer is None:
             return None
         return cls(tokenizer, renderer, thinking_retention=thinking_retention)
-
-    @property
-    def incremental(self) -> bool:
-        """Whether answers can be parsed while they are sampled, not only at their end."""
-        return self.tokenizer.token_bytes is not None and self.template.incremental
 
     # ----------------------------------------------------------------------- messages to ids
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
@@ -168,7 +138,7 @@ class Rendering:
             return None
         if not len(sampled) or sampled[-1] not in self.stop_ids or any(m.images for m in tail):
             return None
-        marks = [ids[self._find_marks(ids)].tobytes() for ids in (end, sampled)]
+        marks = [ids[self.find_marks(ids)].tobytes() for ids in (end, sampled)]
         return (*marks, sampled[-2:].tobytes(), *roles)
 
     def _bridge(
@@ -216,73 +186,6 @@ class Rendering:
                 text = force.skipping + text
         return np.asarray(self.tokenizer.encode(text), np.int32)
 
-    # ----------------------------------------------------------------------- ids to messages
-    def _find_marks(self, ids: Ids) -> Mask:
-        """Return a mask of the `ids` that are `marks`."""
-        mask: Mask = self._is_mark.take(ids, mode="clip")
-        return mask
-
-    def parse(
-        self, sampled: Sequence[int], end: Ids | None = None, tools: Sequence[Tool] = ()
-    ) -> Parsed:
-        """Parse a whole answer with the library; unparsable parts stay text."""
-        ids = list(sampled)
-        parsed = self._parse(ids, None if end is None else end[-END:].tolist(), tools)
-        if parsed is None:
-            return Parsed(self.tokenizer.decode(ids).strip(), None, ())
-        texts = [str(parsed.content)]
-        calls: list[tuple[str, str]] = []
-        for call in parsed.tool_calls:
-            if _is_well_formed(call):
-                calls.append((call.name, encode_arguments(call.arguments)))
-            else:
-                texts.append(self.tokenizer.decode(ids[slice(*call.token_span)]))
-        content = "\n".join(text.strip() for text in texts if text.strip())
-        return Parsed(content, (parsed.reasoning_content or "").strip() or None, tuple(calls))
-
-    def parse_calls(
-        self, block: list[int], tools: Sequence[Tool] = ()
-    ) -> tuple[tuple[str, str], ...]:
-        """Parse a closed block to names and JSON arguments of calls; empty if malformed."""
-        if self.template.json_calls:
-            call = parse_json_call(self.tokenizer.decode_bytes(block[1:-1]))
-            if call is not None:
-                return (call,)
-        parsed = self._parse([*self.markers.lead, *block], None, tools)
-        if parsed is None or not all(_is_well_formed(call) for call in parsed.tool_calls):
-            return ()
-        return tuple((call.name, encode_arguments(call.arguments)) for call in parsed.tool_calls)
-
-    def starts_in_reasoning(self, end: Ids) -> bool:
-        """Whether an answer to a prompt that ends in `end` begins inside reasoning."""
-        ids: list[int] = end[-END:].tolist()
-        at = len(ids)
-        for token in reversed(ids):
-            if token == self.markers.think_end:
-                return False
-            if token in (self.markers.think, *self.stop_ids):
-                break
-            at -= 1
-        opening = tuple(ids[max(at - 1, 0) :])
-        known = self._openings.get(opening)
-        if known is None:
-            parsed = self._renderer.parse_response(self.tokenizer.encode("x"), prompt_ids=ids)
-            if len(self._openings) >= _CACHED:
-                self._openings.clear()
-            known = self._openings[opening] = parsed.reasoning_content is not None
-        return known
-
-    def _parse(
-        self, ids: list[int], prompt: list[int] | None = None, tools: Sequence[Tool] = ()
-    ) -> Any:
-        """Parse with the library; None if that fails."""
-        try:
-            return self._renderer.parse_response(
-                ids, tools=self._serialize_tools(tools), prompt_ids=prompt
-            )
-        except _LIBRARY_ERRORS:
-            return None
-
     # ----------------------------------------------------------------------- the library's input
     def _render_ids(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
         try:
@@ -325,20 +228,28 @@ class Rendering:
         messages = [_serialize_message(m) for m in self._place_system(tail, leading=False)]
         results = [message for message in messages if message["role"] == "tool"]
         if results and (template.named_results or template.numbered_calls):
-            parsed = self._parse(sampled.tolist(), end)
-            calls = [call for call in parsed.tool_calls if _is_well_formed(call)] if parsed else []
+            calls = self._list_calls(end, sampled, len(results))
             indices = [_call_index(result) for result in results]
             if sorted(indices) != list(range(len(calls))):
                 indices = list(range(len(results)))
             for result, index in zip(results, indices, strict=True):
                 if index < len(calls):
-                    self._link_result(result, (calls[index].name, calls[index].id))
+                    self._link_result(result, (calls[index].name, calls[index].written_id))
         if template.result_separator and len(results) > 1:
             results.sort(key=_call_index)
             joined = template.result_separator.join(result["content"] for result in results)
             others = [message for message in messages if message["role"] != "tool"]
             messages = [{**results[0], "content": joined}, *others]
         return messages
+
+    def _list_calls(self, end: list[int], sampled: Ids, results: int) -> list[ParsedCall]:
+        """List the calls of an answer, those that are malformed only if they have results."""
+        prompt = np.asarray(end, np.int32)
+        for malformed in MalformedCalls:
+            parser, _ = StreamParser.parse(self, prompt, sampled.tolist(), malformed=malformed)
+            if len(parser.output.calls) >= results:
+                break
+        return parser.output.calls
 
     def _abridge(self, sampled: Ids) -> list[int]:
         """Return the parts of an answer that a bridge reads: its start, end, and around marks.
@@ -349,7 +260,7 @@ class Rendering:
         if not self.markers.reasons or self.template.named_results:
             return ids
         result, at = ids[:_CONTEXT], _CONTEXT
-        for mark in np.flatnonzero(self._find_marks(sampled)).tolist():
+        for mark in np.flatnonzero(self.find_marks(sampled)).tolist():
             if mark + _CONTEXT > at:
                 result += ids[max(at, mark - _CONTEXT) : mark + _CONTEXT]
                 at = mark + _CONTEXT
@@ -388,11 +299,3 @@ def _call_index(result: JsonObject) -> int:
     """Return the index of the call that a result answers, from a gateway's id; else -1."""
     match = _OWN_CALL_ID.fullmatch(str(result.get("tool_call_id")))
     return int(match[1]) if match else -1
-
-
-def _is_well_formed(call: Any) -> bool:
-    """Whether a call is well-formed; arguments that violate its schema are left to the harness."""
-    named = isinstance(call.name, str) and call.name != "" and call.name.isprintable()
-    if call.status not in _WELL_FORMED or not named:
-        return False
-    return call.status is ToolCallParseStatus.OK or isinstance(call.arguments, dict)
