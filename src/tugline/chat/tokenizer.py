@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import re
 from codecs import utf_8_decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from pathlib import Path
 
 import msgspec
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as _Backend
 
 from tugline.errors import ConfigError
@@ -26,6 +28,7 @@ _PROBE = ' a  b\n\n\t{"é": 界🙂}\u00a0c'
 _SHORT = 48
 """Longest text, in characters, whose ids are cached."""
 _CACHED = 2000
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class TokenBytes(dict[int, bytes]):
@@ -116,6 +119,35 @@ class Tokenizer:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def require_mark(
+        self, tokens: AbstractSet[str], mark: str, gap: str
+    ) -> Callable[[str], list[int]]:
+        """Return an encoder for which the added `tokens` are text, except after `mark`.
+
+        It ignores `gap`, which must be inside each of `tokens` that are text.
+        """
+        backend = _Backend(self._backend.model)
+        if self._backend.normalizer is not None:
+            backend.normalizer = self._backend.normalizer
+        if self._backend.pre_tokenizer is not None:
+            backend.pre_tokenizer = self._backend.pre_tokenizer
+        ids = {}
+        for token_id, token in self._backend.get_added_tokens_decoder().items():
+            content = mark + token.content if token.content in tokens else token.content
+            ids[content] = token_id
+            flags = {flag: getattr(token, flag) for flag in _TOKEN_FLAGS}
+            backend.add_tokens([AddedToken(content, **flags)])
+        backend.add_tokens([AddedToken(gap, normalized=False)])
+
+        def encode(text: str) -> list[int]:
+            encoded = backend.encode(text.replace(gap, ""), add_special_tokens=False)
+            if not tokens.isdisjoint(encoded.tokens):  # words of the vocabulary, too
+                encoded = backend.encode(text, add_special_tokens=False)
+            pairs = zip(encoded.tokens, encoded.ids, strict=True)
+            return [ids.get(token, token_id) for token, token_id in pairs if token != gap]
+
+        return encode
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Decode `token_ids`; an incomplete character at the end decodes to U+FFFD."""

@@ -18,6 +18,7 @@ import msgspec
 from renderers import create_renderer
 from renderers.configs import RendererConfig
 
+from tugline.chat.templates.contents import ContentTokenizer
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import ConfigError
 from tugline.schema import decode, read_values
@@ -29,7 +30,7 @@ CONFIGS: dict[str, Any] = {name: cls for name, cls in _CLASSES.items() if name n
 RETENTIONS = ("all", "tool_cycle", "template")
 
 
-def create(tokenizer: Tokenizer, renderer: str, retention: str) -> Any:
+def create(tokenizer: ContentTokenizer, renderer: str, retention: str) -> Any:
     """Create the library's renderer. Raises `ConfigError`."""
     for field, name, known in (
         ("renderer", renderer, sorted(CONFIGS)),
@@ -146,6 +147,8 @@ class Template:
     """Text between results of parallel calls, for a bridge that accepts only one result."""
     late_system: bool = True
     """Whether a system message may occur anywhere."""
+    json_tools: str = ""
+    """Role of a message with JSON that declares tools whose schemas the template cannot write."""
     json_calls: bool = False
     """Whether a call is a JSON object with ``name`` and ``arguments``."""
     force: Force | None = None
