@@ -147,6 +147,8 @@ class Template:
     """Text between results of parallel calls, for a bridge that accepts only one result."""
     late_system: bool = True
     """Whether a system message may occur anywhere."""
+    lone_calls: bool = False
+    """Whether a message is either text or one call."""
     json_tools: str = ""
     """Role of a message with JSON that declares tools whose schemas the template cannot write."""
     json_calls: bool = False

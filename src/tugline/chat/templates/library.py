@@ -28,7 +28,7 @@ from tugline.chat.templates.base import Template
 from tugline.chat.templates.contents import ContentTokenizer
 from tugline.errors import Unsupported
 from tugline.schema import decode, read_values
-from tugline.types import Message, Role, Tool
+from tugline.types import Message, Role, Tool, ToolCall
 
 LIBRARY_ERRORS = (Exception,)
 """Raised by the library for what it cannot render or parse: it does not check its input."""
@@ -200,16 +200,20 @@ def find_call_index(result: JsonObject) -> int:
 # --------------------------------------------------------------------------- calls as text
 def write_malformed_calls(message: Message, template: Template, *, every: bool) -> Message:
     """Write calls whose arguments are not a JSON object (or `every` one) into the content."""
-    kept, parts = [], [message.content] if message.content else []
-    for call in message.tool_calls:
-        if not every and isinstance(decode_arguments(call.arguments), dict):
-            kept.append(call)
-        else:
-            parts.append(write_call(call.name, call.arguments, template))
-    if len(kept) == len(message.tool_calls):
+    calls = message.tool_calls
+    kept = () if every else tuple(call for call in calls if _has_object(call))
+    if template.lone_calls and (len(calls) > 1 or not kept):
+        kept = ()
+    if len(kept) == len(calls):
         return message
-    content = "\n".join(parts)
-    return msgspec.structs.replace(message, content=content, tool_calls=tuple(kept))
+    parts = [message.content] if message.content else []
+    parts += [write_call(call.name, call.arguments, template) for call in calls if call not in kept]
+    return msgspec.structs.replace(message, content="\n".join(parts), tool_calls=kept)
+
+
+def _has_object(call: ToolCall) -> bool:
+    """Whether the arguments of a call are a JSON object."""
+    return isinstance(decode_arguments(call.arguments), dict)
 
 
 def write_call(name: str, arguments: str, template: Template) -> str:
