@@ -28,6 +28,8 @@ _PROBE = ' a  b\n\n\t{"é": 界🙂}\u00a0c'
 _SHORT = 48
 """Longest text, in characters, whose ids are cached."""
 _CACHED = 2000
+_MARK = re.compile(r"[^\w\s](\S*[^\w\s])?")
+"""Text that begins and ends with punctuation, without white space, such as ``<tool_call>``."""
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -108,6 +110,15 @@ class Tokenizer:
         """Texts that are always encoded as one id, such as special tokens."""
         return [token.content for token in self._backend.get_added_tokens_decoder().values()]
 
+    @property
+    def control_tokens(self) -> set[str]:
+        """Added tokens that are special, or look like marks; the others are words of the model."""
+        return {
+            token.content
+            for token in self._backend.get_added_tokens_decoder().values()
+            if token.content and (token.special or _MARK.fullmatch(token.content))
+        }.difference(map("<0x{:02X}>".format, range(256)))
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Encode `text`; special tokens written in it become their ids."""
         if len(text) > _SHORT or add_special_tokens:
@@ -120,32 +131,35 @@ class Tokenizer:
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
-    def require_mark(
-        self, tokens: AbstractSet[str], mark: str, gap: str
-    ) -> Callable[[str], list[int]]:
-        """Return an encoder for which the added `tokens` are text, except after `mark`.
-
-        It ignores `gap`, which must be inside each of `tokens` that are text.
-        """
-        backend = _Backend(self._backend.model)
+    def require_mark(self, tokens: AbstractSet[str], mark: str) -> Callable[[str], list[int]]:
+        """Return an encoder for which the added `tokens` are text, except after `mark`."""
+        model = self._backend.model
+        backend = _Backend(model)
         if self._backend.normalizer is not None:
             backend.normalizer = self._backend.normalizer
         if self._backend.pre_tokenizer is not None:
             backend.pre_tokenizer = self._backend.pre_tokenizer
-        ids = {}
+        known, added = {}, []
         for token_id, token in self._backend.get_added_tokens_decoder().items():
             content = mark + token.content if token.content in tokens else token.content
-            ids[content] = token_id
+            known[content] = token_id
             flags = {flag: getattr(token, flag) for flag in _TOKEN_FLAGS}
-            backend.add_tokens([AddedToken(content, **flags)])
-        backend.add_tokens([AddedToken(gap, normalized=False)])
+            added.append(AddedToken(content, **flags))
+        backend.add_tokens(added)
+
+        def split(token: str, token_id: int) -> list[int]:
+            """Return the id of an encoded token, or ids of its parts if text must not form it."""
+            if token not in tokens:
+                return [known.get(token, token_id)]
+            parts = [part for text in (token[:1], token[1:]) for part in model.tokenize(text)]
+            if any(part.value == token for part in parts):  # the token of unknown text
+                return [token_id]
+            return [token_id for part in parts for token_id in split(part.value, part.id)]
 
         def encode(text: str) -> list[int]:
-            encoded = backend.encode(text.replace(gap, ""), add_special_tokens=False)
-            if not tokens.isdisjoint(encoded.tokens):  # words of the vocabulary, too
-                encoded = backend.encode(text, add_special_tokens=False)
+            encoded = backend.encode(text, add_special_tokens=False)
             pairs = zip(encoded.tokens, encoded.ids, strict=True)
-            return [ids.get(token, token_id) for token, token_id in pairs if token != gap]
+            return [token_id for pair in pairs for token_id in split(*pair)]
 
         return encode
 

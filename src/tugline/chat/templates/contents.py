@@ -10,7 +10,7 @@ a content forms with the text after it is escaped as well.
 
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from os.path import commonprefix
 from typing import Any
 
@@ -30,15 +30,16 @@ class ContentTokenizer:
         self.unk_token_id, self.eos_token_id = tokenizer.unk_token_id, tokenizer.eos_token_id
         self.decode = tokenizer.decode
         self.convert_tokens_to_ids = tokenizer.convert_tokens_to_ids
-        # White space that is a token is no control token: templates strip it, models read it.
-        tokens = {token for token in tokenizer.added_tokens if token and not token.isspace()}
+        tokens = tokenizer.control_tokens
         self._escapes = escapes and bool(tokens)
         if not self._escapes:
             return
         self._digits = f"{secrets.randbelow(10**16):016}"
         self._key, mark = f"\ufdd0{self._digits}", f"\ufdd1{self._digits}"
-        self._mark = rf"{mark}\g<0>"
-        self._encode_marked = tokenizer.require_mark(tokens, mark, self._key)
+        # Functions, because `re` hashes the whole pattern to look up a replacement text.
+        self._add_mark: Callable[[re.Match[str]], str] = lambda match: mark + match[0]
+        self._add_key: Callable[[re.Match[str]], str] = lambda match: match[0] + self._key
+        self._encode_marked = tokenizer.require_mark(tokens, mark)
         words = sorted(tokens)
         self._of_template = re.compile(f"(?:{_match_any(words)})(?!{self._key})")
         self._start = re.compile(_match_first(words))
@@ -57,7 +58,8 @@ class ContentTokenizer:
         if not self._escapes or self._digits not in text:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         text = text.replace(rf"\ufdd0{self._digits}", self._key)  # as JSON and `repr` write it
-        return self._encode_marked(self._of_template.sub(self._mark, text))
+        marked = self._of_template.sub(self._add_mark, text)
+        return self._encode_marked(marked.replace(self._key, ""))
 
     # ----------------------------------------------------------------------- contents
     def escape(self, text: str) -> str:
@@ -72,7 +74,7 @@ class ContentTokenizer:
         if starts:
             second = len(text) - len(text.lstrip()) + 1
             text = text[:second] + self._key + text[second:]
-        return self._start.sub(rf"\g<0>{self._key}", text)
+        return self._start.sub(self._add_key, text)
 
     def has_tokens(self, texts: Iterable[str]) -> bool:
         """Whether any of `texts` is changed by `escape`."""
