@@ -25,6 +25,8 @@ from tugline.errors import ConfigError
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _PROBE = ' a  b\n\n\t{"é": 界🙂}\u00a0c'
+_UNKNOWN = "\ufdd0"
+"""A character that no model has in its vocabulary."""
 _SHORT = 48
 """Longest text, in characters, whose ids are cached."""
 _CACHED = 2000
@@ -147,13 +149,13 @@ class Tokenizer:
             added.append(AddedToken(content, **flags))
         backend.add_tokens(added)
 
+        unknown = {part.value for part in model.tokenize(_UNKNOWN)}
+
         def split(token: str, token_id: int) -> list[int]:
             """Return the id of an encoded token, or ids of its parts if text must not form it."""
-            if token not in tokens:
+            if token not in tokens or token in unknown or len(token) == 1:
                 return [known.get(token, token_id)]
             parts = [part for text in (token[:1], token[1:]) for part in model.tokenize(text)]
-            if any(part.value == token for part in parts):  # the token of unknown text
-                return [token_id]
             return [token_id for part in parts for token_id in split(part.value, part.id)]
 
         def encode(text: str) -> list[int]:

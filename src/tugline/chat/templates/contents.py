@@ -40,9 +40,9 @@ class ContentTokenizer:
         self._add_mark: Callable[[re.Match[str]], str] = lambda match: mark + match[0]
         self._add_key: Callable[[re.Match[str]], str] = lambda match: match[0] + self._key
         self._encode_marked = tokenizer.require_mark(tokens, mark)
-        words = sorted(tokens)
-        self._of_template = re.compile(f"(?:{_match_any(words)})(?!{self._key})")
-        self._start = re.compile(_match_first(words))
+        ordered = sorted(tokens)
+        self._of_template = re.compile(f"(?:{_match_any(ordered)})(?!{self._key})")
+        self._start = re.compile(_match_first(ordered))
         """First character of an added token."""
         self._longest = max(map(len, tokens))
         self._heads = {token[:size] for token in tokens for size in range(1, len(token))}
@@ -80,15 +80,15 @@ class ContentTokenizer:
         """Whether any of `texts` is changed by `escape`."""
         return any(self.escape(text) != text for text in texts)
 
-    def escape_all(self, value: Any, words: frozenset[str]) -> Any:
-        """Escape the texts in a JSON value, keys included, except `words` of a format."""
+    def escape_all(self, value: Any, names: frozenset[str]) -> Any:
+        """Escape the texts in a JSON value, keys included, except `names` of a format."""
         if isinstance(value, str):
-            return value if value in words else self.escape(value)
+            return value if value in names else self.escape(value)
         if isinstance(value, list):
-            return [self.escape_all(item, words) for item in value]
+            return [self.escape_all(item, names) for item in value]
         if isinstance(value, dict):
             escape = self.escape_all
-            return {escape(key, words): escape(item, words) for key, item in value.items()}
+            return {escape(key, names): escape(item, names) for key, item in value.items()}
         return value
 
     def escape_answer(self, text: str, think: str, think_end: str) -> str:
@@ -119,21 +119,21 @@ class ContentTokenizer:
         return any(text[:size] in self._tails for size in range(1, self._longest))
 
 
-def _match_first(words: Sequence[str]) -> str:
-    """Return a pattern of the first character of each of `words`, which is fast to search."""
+def _match_first(texts: Sequence[str]) -> str:
+    """Return a pattern of the first character of each of `texts`, which is fast to search."""
     branches = []
-    for first in dict.fromkeys(word[0] for word in words):
-        rests = [word[1:] for word in words if word[0] == first]
+    for first in dict.fromkeys(word[0] for word in texts):
+        rests = [word[1:] for word in texts if word[0] == first]
         more = "" if "" in rests else f"(?={_match_any(rests)})"
         branches.append(re.escape(first) + more)
     return "|".join(branches)
 
 
-def _match_any(words: Sequence[str]) -> str:
-    """Return a pattern of `words`, the longest first, as a tree of their common starts."""
+def _match_any(texts: Sequence[str]) -> str:
+    """Return a pattern of `texts`, the longest first, as a tree of their common starts."""
     branches = []
-    for first in dict.fromkeys(word[0] for word in words):
-        group = [word for word in words if word[0] == first]
+    for first in dict.fromkeys(word[0] for word in texts):
+        group = [word for word in texts if word[0] == first]
         shared = commonprefix(group)  # noqa: RUF071 - of texts, not of paths
         rests = [word[len(shared) :] for word in group]
         more = _match_any([rest for rest in rests if rest])

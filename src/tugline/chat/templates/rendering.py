@@ -75,6 +75,11 @@ class Rendering:
         self.tokenizer = tokenizer
         self.thinking_retention = thinking_retention
         self.special_tokens_in_contents = special_tokens_in_contents
+        self.options = {
+            "thinking_retention": thinking_retention,
+            "special_tokens_in_contents": special_tokens_in_contents,
+        }
+        """Options by name, to make the same rendering elsewhere."""
         self.template: Template = template(renderer)
         # Harmony has its own encoder, which encodes contents as text.
         escapes = special_tokens_in_contents == "text" and not self.template.channels
