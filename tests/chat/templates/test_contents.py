@@ -22,6 +22,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from tiny import OFFLINE, SPECIALS, merging_tokenizer, rendering, tokenizer
+from tugline.chat.model_call import ChoiceMode, ToolChoice
 from tugline.chat.templates.contents import ContentTokenizer
 from tugline.chat.templates.library import write_call
 from tugline.chat.templates.rendering import Rendering
@@ -285,6 +286,20 @@ def test_a_tool_result_cannot_write_a_system_message() -> None:
     assert prompts == {"text": 3, "tokens": 4}
     with pytest.raises(ConfigError, match=r"special_tokens_in_contents='no'.*text, tokens"):
         Rendering(tokenizer(), "qwen3", special_tokens_in_contents="no")
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_the_name_of_a_forced_tool_adds_no_special_token(name: str) -> None:
+    """The name is the client's."""
+    of = rendering(name)
+    forced = []
+    for tool in ("name", SPECIALS[name].split()[-1], f"<{SPECIALS[name].split()[-1]}"):
+        ids = of.force_tool_call(ToolChoice(ChoiceMode.NAMED, (tool,)))
+        if ids is None:
+            return
+        assert tool in of.tokenizer.decode(ids.tolist())
+        forced.append(count_special(of, ids.tolist()))
+    assert forced[0] == forced[1] == forced[2]
 
 
 def test_words_of_the_model_stay_tokens() -> None:

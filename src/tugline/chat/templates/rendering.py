@@ -224,16 +224,17 @@ class Rendering:
             return None
         if len(choice.names) > 1 or (choice.names and force.after is None):
             return None
+        contents = self._library.contents
         text = force.opening
         if choice.names:
-            text += choice.names[0] + (force.after or "")
+            text += contents.escape(choice.names[0]) + (force.after or "")
         if force.closing or force.skipping:
             generation = self.render((Message(Role.USER, "x"),), ())[-END:]
             if self.starts_in_reasoning(generation):
                 text = force.closing + text
             elif self.markers.think_end not in generation:
                 text = force.skipping + text
-        return np.asarray(self.tokenizer.encode(text), np.int32)
+        return np.asarray(contents.encode(text), np.int32)
 
     # ----------------------------------------------------------------------- ids to messages
     def _find_marks(self, ids: Ids) -> Mask:
