@@ -201,7 +201,7 @@ class EngineContext:
             engine=wire.name,
             mode=wire.mode,
             template=rendering.name if rendering else "",
-            thinking_retention=rendering.thinking_retention if rendering else "",
+            **(rendering.options if rendering else {}),
             tokenizer=self.tokenizer,
             workdir=workdir,
             home=home,

@@ -50,6 +50,9 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     template: str = ""
     """Name of the chat template of exact mode (see `docs/templates.md`); else empty."""
     thinking_retention: str = ""
+    special_tokens_in_contents: str = ""
+    """Encoding of special tokens in contents (``text`` or ``tokens``); empty if the engine renders
+    prompts, or in recordings before this field, which have ``tokens``."""
     tokenizer: str = ""
     """SHA-256, in hex, of the ``tokenizer.json`` beside the recordings (see
     `tugline.recording.tokenizer_file`); empty if the engine renders prompts."""

@@ -106,7 +106,8 @@ def test_the_end_of_a_prompt_is_enough_to_extend_it(
 def _extend_by_library(
     made: Rendering, prompt: list[int], sampled: list[int], tail: list[Message]
 ) -> list[int] | None:
-    messages = made._serialize_tail(prompt, np.asarray(sampled, np.int32), tail)
+    serialized = made._serialize_tail(prompt, np.asarray(sampled, np.int32), tail)
+    messages = made._library.escape(serialized)
     tools = made._serialize_tools(TOOLS)
     try:
         whole = made._renderer.bridge_to_next_turn(prompt, sampled, messages, tools=tools)

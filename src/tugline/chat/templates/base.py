@@ -18,6 +18,7 @@ from renderers.configs import RendererConfig
 from tugline.chat.calls.gemma import GemmaCalls
 from tugline.chat.calls.json_calls import JsonCalls
 from tugline.chat.calls.tagged import TaggedCalls
+from tugline.chat.templates.contents import ContentTokenizer
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import ConfigError
 from tugline.schema import decode, read_values
@@ -29,14 +30,11 @@ CONFIGS: dict[str, Any] = {name: cls for name, cls in _CLASSES.items() if name n
 RETENTIONS = ("all", "tool_cycle", "template")
 
 
-def create(tokenizer: Tokenizer, renderer: str, retention: str) -> Any:
+def create(tokenizer: ContentTokenizer, renderer: str, retention: str) -> Any:
     """Create the library's renderer. Raises `ConfigError`."""
-    for field, name, known in (
-        ("renderer", renderer, sorted(CONFIGS.keys() & _TEMPLATES.keys())),
-        ("thinking_retention", retention, RETENTIONS),
-    ):
-        if name not in known:
-            raise ConfigError(f"{field}={name!r} is unknown; it must be one of {', '.join(known)}")
+    if retention not in RETENTIONS:
+        known = ", ".join(RETENTIONS)
+        raise ConfigError(f"thinking_retention={retention!r} is unknown; it must be one of {known}")
     keep = None if retention == "template" else retention
     try:
         return create_renderer(tokenizer, CONFIGS[renderer](thinking_retention=keep))
@@ -159,6 +157,12 @@ class Template:
     """Text between results of parallel calls, for a bridge that accepts only one result."""
     late_system: bool = True
     """Whether a system message may occur anywhere."""
+    encodes_contents: bool = False
+    """Whether the library has an encoder of its own that encodes contents as text (harmony)."""
+    lone_calls: bool = False
+    """Whether a message is either text or one call."""
+    json_tools: str = ""
+    """Role of a message with JSON that declares tools whose schemas the template cannot write."""
     force: Force | None = None
 
     def markers(self, tokenizer: Tokenizer) -> Markers:
@@ -201,7 +205,10 @@ _TEMPLATES = {
 
 
 def template(name: str) -> Template:
-    """Return the template `name`."""
+    """Return the template `name`. Raises `ConfigError`."""
+    if name not in _TEMPLATES:
+        known = ", ".join(sorted(_TEMPLATES))
+        raise ConfigError(f"renderer={name!r} is unknown; it must be one of {known}")
     return _TEMPLATES[name]
 
 

@@ -7,65 +7,89 @@ part (I7).
 """
 
 import hashlib
-import re
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from itertools import count
 from typing import Self
 
 import msgspec
 import numpy as np
-from renderers.base import MODEL_RENDERER_MAP, build_training_sample
+from renderers.base import MODEL_RENDERER_MAP
 
 from tugline.chat.calls.base import ParsedCall
-from tugline.chat.model_call import (
-    ChoiceMode,
-    JsonObject,
-    ToolChoice,
-    decode_arguments,
-    place_system,
-    serialize_message,
-    serialize_tool,
-)
+from tugline.chat.model_call import ChoiceMode, JsonObject, ToolChoice, serialize_tool
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.answers import AnswerSyntax
-from tugline.chat.templates.base import TailTexts, create
+from tugline.chat.templates.base import TailTexts, create, template
+from tugline.chat.templates.contents import SPECIAL_TOKENS, ContentTokenizer
+from tugline.chat.templates.library import (
+    LIBRARY_ERRORS,
+    Library,
+    find_call_index,
+    link_result,
+    place_late_system,
+    serialize_text,
+)
 from tugline.chat.tokenizer import Tokenizer
 from tugline.chat.tokens import END
-from tugline.errors import Unsupported
+from tugline.errors import ConfigError
 from tugline.types import Ids, MalformedCalls, Mask, Message, Role, Tool
 
 _CACHED = 64
 _CONTEXT = 24
 """Number of ids around a mark that a template may inspect."""
-_OWN_CALL_ID = re.compile(r"call_.*_(\d+)")
-_LIBRARY_ERRORS = (ValueError, TypeError, RecursionError)
-"""Raised by the library for messages it cannot render, and by JSON for a huge number."""
 
 
 class Rendering(AnswerSyntax):
     """A model's template, bound to its tokenizer."""
 
     def __init__(
-        self, tokenizer: Tokenizer, renderer: str, *, thinking_retention: str = "all"
+        self,
+        tokenizer: Tokenizer,
+        renderer: str,
+        *,
+        thinking_retention: str = "all",
+        special_tokens_in_contents: str = "text",
     ) -> None:
+        """Raises `ConfigError`."""
+        if special_tokens_in_contents not in SPECIAL_TOKENS:
+            msg = f"special_tokens_in_contents={special_tokens_in_contents!r} is unknown;"
+            raise ConfigError(f"{msg} it must be one of {', '.join(SPECIAL_TOKENS)}")
         self.name = renderer
         self.thinking_retention = thinking_retention
-        self._renderer = create(tokenizer, renderer, thinking_retention)
+        self.special_tokens_in_contents = special_tokens_in_contents
+        self.options = {
+            "thinking_retention": thinking_retention,
+            "special_tokens_in_contents": special_tokens_in_contents,
+        }
+        """Options by name, to make the same rendering elsewhere."""
+        escapes = special_tokens_in_contents == "text" and not template(renderer).encodes_contents
+        contents = ContentTokenizer(tokenizer, escapes=escapes)
+        self._renderer = create(contents, renderer, thinking_retention)
         super().__init__(tokenizer, renderer, self._renderer.get_stop_token_ids())
+        self._library = Library(renderer, self._renderer, self.template, contents)
         self._tools: tuple[Sequence[Tool], list[JsonObject] | None] = ((), None)
         self._tails = TailTexts(tokenizer)
         self._renders: OrderedDict[bytes, Ids] = OrderedDict()
 
     @classmethod
     def for_model(
-        cls, tokenizer: Tokenizer, model_name: str, *, thinking_retention: str = "all"
+        cls,
+        tokenizer: Tokenizer,
+        model_name: str,
+        *,
+        thinking_retention: str = "all",
+        special_tokens_in_contents: str = "text",
     ) -> Self | None:
         """Create the rendering of a published model by its exact name; None if unknown."""
         renderer = MODEL_RENDERER_MAP.get(model_name)
         if renderer is None:
             return None
-        return cls(tokenizer, renderer, thinking_retention=thinking_retention)
+        return cls(
+            tokenizer,
+            renderer,
+            thinking_retention=thinking_retention,
+            special_tokens_in_contents=special_tokens_in_contents,
+        )
 
     # ----------------------------------------------------------------------- messages to ids
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
@@ -77,7 +101,8 @@ class Rendering(AnswerSyntax):
         key = hashlib.blake2b(data, digest_size=16).digest()
         ids = self._renders.pop(key, None)
         if ids is None:
-            ids = self._render_ids(messages, tools)
+            ids = np.asarray(self._library.render(messages, tools), np.int32)
+            ids.flags.writeable = False  # shared by all callers
         self._renders[key] = ids
         if len(self._renders) > _CACHED:
             self._renders.popitem(last=False)
@@ -90,17 +115,7 @@ class Rendering(AnswerSyntax):
 
         Raises `Unsupported` as `render` does.
         """
-        try:
-            rendered = build_training_sample(
-                self._renderer,
-                self._serialize(messages),
-                role_to_mask=lambda message: message["role"] == Role.ASSISTANT,
-                tools=self._serialize_tools(tools),
-                ensure_final_stop=True,
-            )
-        except _LIBRARY_ERRORS as error:
-            msg = f"the template of {self.name} cannot render these messages: {error}"
-            raise Unsupported(msg, param="messages") from error
+        rendered = self._library.render_answers(messages, tools)
         return np.array(rendered.token_ids, np.int32), np.array(rendered.loss_mask, np.bool_)
 
     def render_extension(
@@ -110,8 +125,11 @@ class Rendering(AnswerSyntax):
 
         Returns None if the template would change existing ids.
         """
+        contents = [message.content for message in tail]
         shape = self._find_shape(end[-END:], sampled, tail)
-        known = self._tails.encode(shape, [m.content for m in tail]) if shape else None
+        if shape and self._library.contents.has_tokens(contents):
+            shape = None
+        known = self._tails.encode(shape, contents) if shape else None
         if known is not None:
             return np.asarray(known, np.int32)
         ids = self._bridge(end, sampled, tail, tools)
@@ -145,13 +163,13 @@ class Rendering(AnswerSyntax):
         self, end: Ids, sampled: Ids, tail: Sequence[Message], tools: Sequence[Tool]
     ) -> Ids | None:
         before: list[int] = end[-END:].tolist()
-        messages = self._serialize_tail(before, sampled, tail)
+        messages = self._library.escape(self._serialize_tail(before, sampled, tail))
         answer = self._abridge(sampled)
         try:
             bridged = self._renderer.bridge_to_next_turn(
                 before, answer, messages, tools=self._serialize_tools(tools)
             )
-        except _LIBRARY_ERRORS:  # a full render reports the error in the messages
+        except LIBRARY_ERRORS:  # a full render reports the error in the messages
             return None
         if bridged is None:
             return None
@@ -175,68 +193,37 @@ class Rendering(AnswerSyntax):
             return None
         if len(choice.names) > 1 or (choice.names and force.after is None):
             return None
+        contents = self._library.contents
         text = force.opening
         if choice.names:
-            text += choice.names[0] + (force.after or "")
+            text += contents.escape(choice.names[0]) + (force.after or "")
         if force.closing or force.skipping:
             generation = self.render((Message(Role.USER, "x"),), ())[-END:]
             if self.starts_in_reasoning(generation):
                 text = force.closing + text
             elif self.markers.think_end not in generation:
                 text = force.skipping + text
-        return np.asarray(self.tokenizer.encode(text), np.int32)
+        return np.asarray(contents.encode(text), np.int32)
 
     # ----------------------------------------------------------------------- the library's input
-    def _render_ids(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
-        try:
-            ids = self._renderer.render_ids(
-                self._serialize(messages),
-                tools=self._serialize_tools(tools),
-                add_generation_prompt=True,
-            )
-        except _LIBRARY_ERRORS as error:
-            msg = f"the template of {self.name} cannot render these messages: {error}"
-            raise Unsupported(msg, param="messages") from error
-        rendered = np.asarray(ids, np.int32)
-        rendered.flags.writeable = False  # shared by all callers
-        return rendered
-
-    def _serialize(self, messages: Sequence[Message]) -> list[JsonObject]:
-        """Serialize a whole conversation, with tool results linked to their calls."""
-        calls: dict[str, tuple[str, str]] = {}
-        number = count()
-        serialized: list[JsonObject] = []
-        for message in self._place_system(messages):
-            fields = _serialize_message(message)
-            for call, fields_of_call in zip(
-                message.tool_calls, fields.get("tool_calls", ()), strict=False
-            ):
-                numbered = f"functions.{call.name}:{next(number)}"
-                call_id = numbered if self.template.numbered_calls else call.id
-                calls[call.id] = (call.name, call_id)
-                fields_of_call["id"] = call_id
-            if message.tool_call_id in calls:
-                self._link_result(fields, calls[message.tool_call_id])
-            serialized.append(fields)
-        return serialized
-
     def _serialize_tail(
         self, end: list[int], sampled: Ids, tail: Sequence[Message]
     ) -> list[JsonObject]:
         """Serialize the messages after an answer, with tool results linked to its calls."""
         template = self.template
-        messages = [_serialize_message(m) for m in self._place_system(tail, leading=False)]
+        placed = place_late_system(tail, template, leading=False)
+        messages = [serialize_text(message) for message in placed]
         results = [message for message in messages if message["role"] == "tool"]
         if results and (template.named_results or template.numbered_calls):
             calls = self._list_calls(end, sampled, len(results))
-            indices = [_call_index(result) for result in results]
+            indices = [find_call_index(result) for result in results]
             if sorted(indices) != list(range(len(calls))):
                 indices = list(range(len(results)))
             for result, index in zip(results, indices, strict=True):
                 if index < len(calls):
-                    self._link_result(result, (calls[index].name, calls[index].written_id))
+                    link_result(result, (calls[index].name, calls[index].written_id), template)
         if template.result_separator and len(results) > 1:
-            results.sort(key=_call_index)
+            results.sort(key=find_call_index)
             joined = template.result_separator.join(result["content"] for result in results)
             others = [message for message in messages if message["role"] != "tool"]
             messages = [{**results[0], "content": joined}, *others]
@@ -266,19 +253,6 @@ class Rendering(AnswerSyntax):
                 at = mark + _CONTEXT
         return result + ids[max(at, len(ids) - _CONTEXT) :]
 
-    def _link_result(self, result: JsonObject, call: tuple[str, str | None]) -> None:
-        name, call_id = call
-        if self.template.named_results:
-            result["name"] = name
-        if self.template.numbered_calls and call_id:
-            result["tool_call_id"] = call_id
-
-    def _place_system(
-        self, messages: Sequence[Message], *, leading: bool = True
-    ) -> Sequence[Message]:
-        late = self.template.late_system
-        return messages if late else place_system(messages, leading=leading)
-
     def _serialize_tools(self, tools: Sequence[Tool]) -> list[JsonObject] | None:
         """Serialize the tools; cached while they are the same object."""
         known, serialized = self._tools  # large requests are rendered in threads
@@ -286,16 +260,3 @@ class Rendering(AnswerSyntax):
             serialized = [serialize_tool(tool) for tool in tools] or None
             self._tools = (tools, serialized)
         return serialized
-
-
-def _serialize_message(message: Message) -> JsonObject:
-    """Serialize a message for the library. Raises `Unsupported` for images."""
-    if message.images:
-        raise Unsupported("this model's template has no place for images", param="messages")
-    return serialize_message(message, arguments=decode_arguments)
-
-
-def _call_index(result: JsonObject) -> int:
-    """Return the index of the call that a result answers, from a gateway's id; else -1."""
-    match = _OWN_CALL_ID.fullmatch(str(result.get("tool_call_id")))
-    return int(match[1]) if match else -1
