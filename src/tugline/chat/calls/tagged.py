@@ -1,7 +1,8 @@
 """Calls whose parameters are in tags, with values that are written as they are.
 
 A closing tag ends a value only if the rest of the block then parses as a whole, so a value may hold
-tags. Which tags do so is found from the end of the block, in one pass.
+tags. Which tags do so is found from the end of the block, in one pass. A value holds no other call:
+no opening tag that is an id, and no closing tag before the opening of a function.
 """
 
 import bisect
@@ -49,6 +50,10 @@ class _TaggedGrammar(Grammar):
         self._open = re.compile(rf"\s*{re.escape(function[0])}{name}")
         self._close = re.compile(rf"\s*{re.escape(function[2])}")
         self._closes = function[2] != ""
+        others = [re.escape(parameter[0])] if tags.restore(parameter[0]) != parameter[0] else []
+        other = re.escape(function[0]) or rf"[^\s<]+\s*{key_start}"
+        others.append(rf"{re.escape(self._value_end)}\s*{other}")
+        self._other_call = re.compile("|".join(others))
 
     def parse(self, block: str, schemas: Schemas) -> list[ParsedCall] | None:
         reader = _BlockReader(block, self, schemas.list_keys())
@@ -104,6 +109,10 @@ class _TaggedGrammar(Grammar):
     def skip_value_end(self, at: int) -> int:
         """Return where a tag that begins at `at` ends."""
         return at + len(self._value_end)
+
+    def holds_call(self, block: str, start: int, end: int) -> bool:
+        """Whether the value between two positions holds the beginning of another call."""
+        return self._other_call.search(block, start, end) is not None
 
     def cut_line_break(self, text: str) -> str:
         """Remove the line break that the template writes after a value."""
@@ -171,4 +180,7 @@ class _BlockReader:
     def _find_value_end(self, start: int) -> int | None:
         """Return the first tag from `start` on that may end a value."""
         at = bisect.bisect_right(self._valid, -start) - 1
-        return -self._valid[at] if at >= 0 else None
+        end = -self._valid[at] if at >= 0 else None
+        if end is None or self._grammar.holds_call(self._block, start, end):
+            return None
+        return end

@@ -49,7 +49,7 @@ class ChannelCall(Collecting):
         closed = token not in self.marks.headers
         calls = self.parser.reader.parse(self._decode_block()) if closed else None
         if calls is not None:
-            self.output.add_calls(calls)
+            self.parser.add_calls(calls)
         else:
             self._add_malformed([token] if closed else [])
 
@@ -57,8 +57,7 @@ class ChannelCall(Collecting):
         self._add_malformed([])
 
     def _add_malformed(self, closing: list[int]) -> None:
-        written = self.decode([*self._header, *self._ids, *closing])
-        self.parser.reader.add_malformed(self._decode_block(), written)
+        self.parser.add_malformed(self._decode_block(), [*self._header, *self._ids, *closing])
 
     def _decode_block(self) -> str:
         return f"{self._name}\n{self.parser.reader.decode(self._ids)}"

@@ -144,17 +144,9 @@ class CallReader:
         """Parse a decoded block; None if any of it is malformed."""
         return self._grammar.parse(block, self._schemas)
 
-    def add_malformed(self, block: str, written: str) -> bool:
-        """Add a malformed call, and return whether it became a call.
-
-        `written` is the block with its marks, in case it becomes text.
-        """
+    def find_malformed(self, block: str) -> ParsedCall | None:
+        """Return the call that a malformed block is delivered as; None if it is text."""
+        if self._malformed is MalformedCalls.TEXT:
+            return None
         found = self._grammar.find_malformed(block, self._names)
-        raw = self._malformed is MalformedCalls.RAW and found is not None
-        if found is not None and raw:
-            self._output.add_calls([ParsedCall(*found)])
-        else:
-            self._output.finish_text()
-            self._output.write(TextDelta, written)
-        self._output.malformed += 1
-        return raw
+        return None if found is None else ParsedCall(*found)

@@ -27,6 +27,26 @@ class Parser(ABC):
         """Whether a call may open here: some templates require a section around calls."""
         self.section_used = False
         """Whether a section with calls is open."""
+        self.section_ids: list[int] = []
+        """Mark of a section before its first call; text if no call of it is well-formed."""
+
+    def add_calls(self, calls: list[ParsedCall]) -> None:
+        """Add calls; the section around them, if there is one, is no text."""
+        self.section_used = self.section_used or bool(self.section_ids)
+        self.section_ids = []
+        self.output.add_calls(calls)
+
+    def add_malformed(self, block: str, written: list[int]) -> None:
+        """Add a malformed block: as a call, or else as the text that it was written as."""
+        call = self.reader.find_malformed(block)
+        if call is not None:
+            self.add_calls([call])
+        else:
+            text = self.syntax.tokenizer.decode([*self.section_ids, *written])
+            self.section_ids = []
+            self.output.finish_text()
+            self.output.write(TextDelta, text)
+        self.output.malformed += 1
 
     @abstractmethod
     def replay(self, ids: list[int]) -> "State":
@@ -264,9 +284,9 @@ class WholeCall(Collecting):
         block = reader.decode(self._ids)
         calls = reader.parse(block) if self.parser.takes_calls else None
         if calls is not None and reader.declares(calls[0].name):
-            self.output.add_calls(calls)
+            self.parser.add_calls(calls)
         elif self.parser.takes_calls and reader.is_cut_off(block):
-            reader.add_malformed(block, self.decode(self._ids))
+            self.parser.add_malformed(block, self._ids)
         else:
             self.parser.replay(self._ids).finish()
 
@@ -277,9 +297,11 @@ class Section(Collecting):
     def mark(self, token: int) -> State:
         parser = self.parser
         if token == self.marks.block:
-            self.output.add(TextDelta, self._ids[1:])
-            parser.section_used = True
             parser.in_section = True
+            if self.decode(self._ids[1:]).strip():
+                self.finish()  # text is between the mark and the call
+            else:
+                parser.section_ids = self._ids
             return self.open_call(token)
         self.finish()
         return Text(parser).mark(token)
@@ -320,7 +342,7 @@ class Call(Collecting):
                 calls = self._parse(start, at)
                 if calls is not None:
                     self._emit_until(start)
-                    self.output.add_calls(calls)
+                    self.parser.add_calls(calls)
                     return Text(self.parser)
         self._closed.append(at)
         return self
@@ -348,9 +370,9 @@ class Call(Collecting):
             calls = None if closed is None else self._parse(start, closed)
             if calls is None:
                 block = reader.decode(ids[start + 1 : after if closed is None else closed])
-                reader.add_malformed(block, self.decode(ids[start:stop]))
+                self.parser.add_malformed(block, ids[start:stop])
             else:
-                self.output.add_calls(calls)
+                self.parser.add_calls(calls)
             self.output.add(TextDelta, ids[stop:after])
             self.output.finish_text()
 

@@ -7,7 +7,6 @@ parses as a whole.
 import re
 from itertools import pairwise
 
-from tugline.chat.calls.base import ParsedCall
 from tugline.chat.calls.tagged import TaggedCalls
 from tugline.chat.model_call import TextDelta
 from tugline.chat.parsing.output import AnswerOutput, CallReader
@@ -93,27 +92,27 @@ class TextTags:
         """Emit the text before `end`: each call up to its first closing tag, text around it."""
         text = self._text
         edges = [*self._list_openings(end), end]
-        self._write(text[: edges[0]])
+        outside = text[: edges[0]]
         for start, after in pairwise(edges):
             closed = next((at for at in self._closed if start < at <= after), None)
             stop = after if closed is None else closed
-            calls = None if closed is None else self._reader.parse(text[start:stop])
-            if calls is None:
-                self._add_malformed(text[start:stop], closed=closed is not None)
-            else:
-                self._add_calls(calls)
-            self._write(text[stop:after])
+            self._add_block(outside, text[start:stop], closed=closed is not None)
+            outside = text[stop:after]
+        self._write(outside)
         self._text = text[end:]
         self._closed = []
 
-    def _add_calls(self, calls: list[ParsedCall]) -> None:
-        self._has_call = True
+    def _add_block(self, before: str, block: str, *, closed: bool) -> None:
+        """Emit the text before a block, then its calls, or the block as malformed."""
+        calls = self._reader.parse(block) if closed else None
+        malformed = calls is None
+        if calls is None:
+            raw = self._reader.find_malformed(block.removesuffix(self._closing))
+            calls = [] if raw is None else [raw]
+        self._has_call = self._has_call or bool(calls)
+        self._write(before if calls else before + block)
         self._output.add_calls(calls)
-
-    def _add_malformed(self, block: str, *, closed: bool) -> None:
-        inside = block.removesuffix(self._closing) if closed else block
-        if self._reader.add_malformed(inside, self._reader.restore(block)):
-            self._has_call = True
+        self._output.malformed += malformed
 
     def _write(self, text: str) -> None:
         """Write text; tags of a section with calls are not text."""
