@@ -219,7 +219,7 @@ def decode_arguments(arguments: str) -> Any:
     """Decode JSON arguments; return other text unchanged."""
     try:
         return msgspec.json.decode(arguments or "{}")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return arguments
 
 

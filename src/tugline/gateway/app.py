@@ -276,7 +276,8 @@ class Gateway:
             incoming = msgspec.structs.replace(incoming, body=body)
             request, prompt, repaired = await live.prepare(dialect, incoming)
             if action is Action.COUNT:
-                await http.reply(200, dialect.encode_count(len(prompt.tokens)))
+                tokens = self._engine.count_prompt(request, prompt.tokens)
+                await http.reply(200, dialect.encode_count(tokens))
                 return
             retry = http.headers.get(_RETRY, "0") != "0"
             completion = await live.complete(request, prompt, retry=retry)

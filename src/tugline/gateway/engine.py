@@ -154,6 +154,12 @@ class EngineContext:
             msg = f"tool_choice {mode!r} cannot be honoured with this model's template"
             raise Unsupported(msg, param="tool_choice")
 
+    def count_prompt(self, request: Request, prompt: TokenSequence) -> int:
+        """Count the ids of a prompt, and those that force a tool call."""
+        rendering = self.rendering
+        forced = None if rendering is None else rendering.force_tool_call(request.tool_choice)
+        return len(prompt) + (0 if forced is None else len(forced))
+
     def remaining_window(self, length: int, *, counted: str = "") -> int | None:
         """Return the tokens that a prompt of `length` leaves for an answer; None if unknown.
 
