@@ -238,10 +238,10 @@ class Gateway:
             await self._handle(http, dialect, action, incoming, live)
         except errors.ClientGone:
             return
-        except Exception as caught:
-            if http.started:
-                raise
+        except Exception as caught:  # noqa: BLE001 - every error becomes a reply
             error = explain(caught)
+            if http.started:  # the server closes the connection of an unfinished reply
+                return
             status, headers, body = dialect.encode_error(error)
             self._engine.traffic.refused[type(error).__name__] += 1
             _log.info("refused", status=status, error=type(error).__name__, dialect=dialect.name)

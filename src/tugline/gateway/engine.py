@@ -216,11 +216,14 @@ class EngineContext:
 
 
 def explain(error: Exception) -> TuglineError:
-    """Return the error to send to a client; an unexpected one is logged and wrapped."""
+    """Return the error to send to a client; an unexpected one is logged and wrapped.
+
+    Its text is not passed on, because it may hold contents.
+    """
     if isinstance(error, TuglineError):
         return error
-    _log.error("gateway failed", exc_info=error)
-    return TuglineError(f"the gateway failed: {error!r}")
+    _log.error("gateway failed", traceback=log.describe_error(error))
+    return TuglineError(f"the gateway failed ({type(error).__name__}); its log has the place")
 
 
 # --------------------------------------------------------------------------- reports

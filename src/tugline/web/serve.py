@@ -21,7 +21,10 @@ import zstandard
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tugline import log
 from tugline.errors import ClientGone, EngineError, RequestError, TooLarge, UsageError
+
+_log = log.get("web")
 
 STOP_S = 5.0
 """Time in which open responses must finish when a server stops."""
@@ -171,6 +174,14 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+async def _run(app: Any, scope: Any, receive: Any, send: Any) -> None:
+    """Run the app; the server would log an unexpected error with its text, which has contents."""
+    try:
+        await app(scope, receive, send)
+    except Exception as error:  # noqa: BLE001 - the server ends the connection, with a 500 if it can
+        _log.error("request failed", traceback=log.describe_error(error))
+
+
 @contextlib.asynccontextmanager
 async def serve(
     app: Any,
@@ -186,8 +197,8 @@ async def serve(
     """
     sock = listen(host, port)
     config = uvicorn.Config(
-        app,
-        interface="asgi3",  # otherwise a bound method is mistaken for ASGI 2
+        partial(_run, app),
+        interface="asgi3",  # otherwise a partial function is mistaken for ASGI 2
         lifespan="off",
         access_log=False,
         log_level="warning",
