@@ -11,7 +11,8 @@ any module, task or thread, have these ids. Log records of other libraries are c
 import logging
 import sys
 import traceback
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,15 @@ class _LibraryHandler(logging.Handler):
             text = text.partition("\n")[0]  # asyncio adds a line with the error
             shown["traceback"] = describe_error(error)
         get(record.name).log(record.levelno, text, **shown)
+
+
+@contextmanager
+def isolate(event: str, *, part: str) -> Iterator[None]:
+    """Log an unexpected error as `event`, and leave the block."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - isolates one request from the next
+        get(part).error(event, traceback=describe_error(error))
 
 
 def describe_error(error: BaseException) -> str:

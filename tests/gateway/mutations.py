@@ -15,13 +15,6 @@ import yaml
 
 Json = Any
 DIALECTS = Path(__file__).parents[1] / "chat" / "dialects"
-PATHS = {
-    "anthropic": "/v1/messages",
-    "openai_chat": "/v1/chat/completions",
-    "openai_responses": "/v1/responses",
-    "openai_completions": "/v1/completions",
-    "google": "/v1beta/models/m:generateContent",
-}
 _RAW = {
     "@huge": "1e400",
     "@nan": "NaN",
@@ -64,6 +57,29 @@ def _draw_value(draw: random.Random, old: Json = None) -> Json:
 
 
 # --------------------------------------------------------------------------- bodies to mutate
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string", "description": "A file", "minLength": 1},
+        "lines": {"type": ["integer", "null"], "minimum": 0, "maximum": 1000, "default": 10},
+        "mode": {"anyOf": [{"type": "string", "enum": ["r", "w"]}, {"type": "null"}]},
+        "edits": {"type": "array", "items": {"$ref": "#/$defs/edit"}, "maxItems": 9},
+    },
+    "required": ["path"],
+    "additionalProperties": False,
+    "$defs": {"edit": {"type": "object", "properties": {"old": {"type": "string"}}}},
+}
+_READ = {"name": "read", "description": "Read a file"}
+_FUNCTION = {**_READ, "parameters": SCHEMA}
+TOOLS: dict[str, Json] = {
+    "anthropic": [{**_READ, "input_schema": SCHEMA}],
+    "openai_chat": [{"type": "function", "function": _FUNCTION}],
+    "openai_responses": [{"type": "function", **_FUNCTION}],
+    "google": [
+        {"functionDeclarations": [{**_READ, "parametersJsonSchema": SCHEMA}]},
+        {"functionDeclarations": [{"name": "write", "parameters": SCHEMA}]},
+    ],
+}
 FIELDS: dict[str, Json] = {
     "temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 3, "stop": ["END"], "max_tokens": 9,
     "user": "u", "metadata": {"a": "b"}, "parallel_tool_calls": True,
@@ -120,18 +136,19 @@ class Body:
 
 def seeds() -> list[Body]:
     """Return valid bodies of all APIs: those of the dialects' tests, with and without pictures."""
-    found = []
+    bodies = []
     for name, fields in json.loads((DIALECTS / "full.json").read_text()).items():
-        found.append(Body(name, {**fields, **MORE[name]}))
+        bodies.append(Body(name, {**fields, **MORE[name]}))
     for case in yaml.safe_load((DIALECTS / "requests.yaml").read_text()):
         if "path" not in case:
-            found += [Body(case["dialect"], fields) for fields in case["bodies"]]
+            bodies += [Body(case["dialect"], fields) for fields in case["bodies"]]
     plain = []
-    for body in found:
+    for body in bodies:
         kept = {name: item for name, item in body.fields.items() if name not in _UNSERVED}
         plain.append(Body(body.dialect, _drop_images(kept)))
-        plain.append(Body(body.dialect, {**_drop_images(kept), **MORE[body.dialect]}))
-    return found + plain * 2
+        tools = {"tools": TOOLS[body.dialect]} if body.dialect in TOOLS else {}
+        plain.append(Body(body.dialect, {**_drop_images(kept), **MORE[body.dialect], **tools}))
+    return bodies + plain * 2
 
 
 # --------------------------------------------------------------------------- mutation
@@ -178,6 +195,23 @@ def mutate(draw: random.Random, body: Body) -> bytes:
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         _mutate_once(draw, fields, body.dialect)
     return dump(fields)
+
+
+_HEADERS = (
+    *("x-codex-turn-metadata", "thread-id", "x-session-id", "x-claude-code-session-id"),
+    *("x-claude-code-agent-id", "x-codex-parent-thread-id", "x-openai-subagent"),
+    *("x-stainless-retry-count", "content-encoding", "anthropic-version", "accept"),
+)
+
+
+def draw_headers(draw: random.Random) -> dict[str, str]:
+    """Headers that clients send, in one request of four with a wrong value."""
+    headers = {"content-type": "application/json"}
+    if draw.random() < 0.25:
+        texts = [text for text in TEXTS if text.isascii() and text.isprintable()]
+        values = ['{"thread_id": "\\ud800"}', '{"thread_id": 1' + "0" * 30 + "}", "é", *texts]
+        headers[draw.choice(_HEADERS)] = draw.choice([v for v in values if len(v) < 8000])
+    return headers
 
 
 def dump(fields: Json) -> bytes:

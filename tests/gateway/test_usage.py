@@ -79,20 +79,20 @@ def recorded(calls: Sequence[Call]) -> Figures:
     return Figures(prompt, sum(counts), None)
 
 
-def told(dialect: str, reply: Any) -> Figures:
+def read_usage(dialect: str, reply: Any) -> Figures:
     """The figures in the last usage of a reply, in any API's names."""
-    found: list[Any] = []
+    usages: list[Any] = []
 
     def look(value: Any) -> None:
         for name, inner in value.items() if isinstance(value, dict) else ():
             if name in ("usage", "usageMetadata") and inner:
-                found.append(inner)
+                usages.append(inner)
             look(inner)
         for inner in value if isinstance(value, list) else ():
             look(inner)
 
     look(reply)
-    usage = found[-1]
+    usage = usages[-1]
     if dialect == "google":
         sampled = usage["candidatesTokenCount"] + usage.get("thoughtsTokenCount", 0)
         reused = usage.get("cachedContentTokenCount", 0)
@@ -150,7 +150,7 @@ async def test_usage_is_that_of_the_recording(tmp_path: Path, mode: Mode, *, str
                 continue
             before = it.calls
             reply = await ask(it, dialect, stream=stream, **choice[dialect])
-            figures = told(dialect, reply)
+            figures = read_usage(dialect, reply)
             calls = it.calls[len(before) :]
             assert figures._replace(reused=None) == recorded(calls), (dialect, name)
             assert bool(calls[0].forced) is (name in ("any", "named") and mode is Mode.EXACT)
@@ -178,7 +178,7 @@ async def test_a_count_includes_the_ids_of_a_forced_call(tmp_path: Path) -> None
             async with it.http.post(f"{it.url}/v1/messages/count_tokens", json=body) as response:
                 counted = (await response.json())["input_tokens"]
             reply = await ask(it, "anthropic", stream=False, **choice)
-            assert told("anthropic", reply).prompt == counted
+            assert read_usage("anthropic", reply).prompt == counted
 
 
 async def test_a_resumed_answer_keeps_to_its_limit(tmp_path: Path) -> None:
@@ -197,15 +197,17 @@ async def test_a_resumed_answer_keeps_to_its_limit(tmp_path: Path) -> None:
         first, second = it.calls
     data = [json.loads(line[6:]) for line in events if line.startswith("data: ")]
     assert second.resumed == len(first.sampled_ids) > 0
-    assert told("anthropic", data) == recorded([second])
+    assert read_usage("anthropic", data) == recorded([second])
     assert second.resumed + len(second.sampled_ids) == 90
 
 
 async def test_forced_ids_count_against_the_window(tmp_path: Path) -> None:
     """A prompt that fits only without them is an overflow, not an engine's refusal."""
     async with rig(tmp_path, answers()) as it:
-        plain = told("anthropic", await ask(it, "anthropic", stream=False)).prompt
-        forced = told("anthropic", await ask(it, "anthropic", stream=False, **NAMED["anthropic"]))
+        plain = read_usage("anthropic", await ask(it, "anthropic", stream=False)).prompt
+        forced = read_usage(
+            "anthropic", await ask(it, "anthropic", stream=False, **NAMED["anthropic"])
+        )
     for window in (plain + 1, forced.prompt, forced.prompt + 1):
         async with rig(tmp_path / str(window), answers(), window=window) as it:
             async with it.post({**BODIES["anthropic"], **NAMED["anthropic"]}) as response:

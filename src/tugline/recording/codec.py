@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import CaptureError
 from tugline.recording.records import Header, RecordedEvent, RecordedResult
-from tugline.types import Call, Ids, Message, Tool, decode, encode
+from tugline.types import Call, Ids, Message, Tool, encode, make_decoder
 
 _CANDIDATES = 8
 """Number of calls with which a prompt is compared."""
@@ -56,6 +56,7 @@ class CallRecord(msgspec.Struct, frozen=True, tag="call"):
 
 
 Record = Header | CallRecord | ImageRecord | RecordedEvent | RecordedResult
+_decode = make_decoder(Record).decode
 
 
 # --------------------------------------------------------------------------- writing
@@ -124,7 +125,7 @@ def _encode(record: Record) -> bytes:
     """Encode a record and decode it again: one that is not readable must not be acknowledged."""
     try:
         data = encode(record)
-        decode(data, Record)  # type: ignore[arg-type]
+        _decode(data)
     except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
         msg = f"a {type(record).__name__} cannot be recorded, because it is not readable: {error}"
         raise CaptureError(msg) from error
@@ -182,7 +183,7 @@ class Unpacker:
         Raises `msgspec.DecodeError`, `zstandard.ZstdError`, `KeyError` or `ValueError` on an
         invalid record.
         """
-        record: Record = decode(self._stream.decompress(packed), Record)  # type: ignore[arg-type]
+        record: Record = _decode(self._stream.decompress(packed))
         if isinstance(record, CallRecord):
             self._add_call(record)
         elif isinstance(record, ImageRecord):

@@ -14,5 +14,5 @@ __all__ = [
     "Limits", "LogprobMeaning", "Logprobs", "Mask", "Message", "Mode", "PluginSpec", "Policy",
     "Reason", "Reward", "Role", "Sample", "Sampling", "Session", "Span", "SpentLimit", "Stale",
     "Status", "Task", "Timings", "Tool", "ToolCall", "ToolKind", "Trace", "TraceKind", "Trajectory",
-    "VersionSpan", "Workspace", "decode", "encode", "is_pass", "shared_prefix",
+    "VersionSpan", "Workspace", "decode", "encode", "is_pass", "make_decoder", "shared_prefix",
 ]  # fmt: skip
