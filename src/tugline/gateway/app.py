@@ -238,10 +238,10 @@ class Gateway:
             await self._handle(http, dialect, action, incoming, live)
         except errors.ClientGone:
             return
-        except Exception as caught:
-            if http.started:
-                raise
+        except Exception as caught:  # noqa: BLE001 - every error becomes a reply
             error = explain(caught)
+            if http.started:  # the server closes the connection of an unfinished reply
+                return
             status, headers, body = dialect.encode_error(error)
             self._engine.traffic.refused[type(error).__name__] += 1
             _log.info("refused", status=status, error=type(error).__name__, dialect=dialect.name)
@@ -276,7 +276,8 @@ class Gateway:
             incoming = msgspec.structs.replace(incoming, body=body)
             request, prompt, repaired = await live.prepare(dialect, incoming)
             if action is Action.COUNT:
-                await http.reply(200, dialect.encode_count(len(prompt.tokens)))
+                tokens = self._engine.count_prompt(request, prompt.tokens)
+                await http.reply(200, dialect.encode_count(tokens))
                 return
             retry = http.headers.get(_RETRY, "0") != "0"
             completion = await live.complete(request, prompt, retry=retry)

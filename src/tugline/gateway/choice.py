@@ -104,10 +104,15 @@ class Choice:
 
     @property
     def usage(self) -> Usage:
-        """Token counts so far, as reported to clients; the prompt count is 0 until it is known."""
-        count = len(self._resumed) + self.sampled.length + self.sampled.unreported_tokens
+        """Token counts so far, as reported to clients; the prompt count is 0 until it is known.
+
+        They are those of the recording: forced ids are prompt, resumed and cut ones are sampled.
+        """
+        sampled = self.sampled
+        prompt = len(self.prompt.tokens) + (0 if self._forced is None else len(self._forced))
+        count = len(self._resumed) + self._counted + sampled.cut_tokens
         reasoning = self._decoder.reasoning_tokens if self._decoder is not None else 0
-        return Usage(len(self.prompt.tokens), count, self.prompt.reused, reasoning)
+        return Usage(prompt or sampled.prompt_count, count, self.prompt.reused, reasoning)
 
     def resume(self, earlier: Choice) -> None:
         """Continue the interrupted answer `earlier`: replay its pieces, use its ids as context."""
@@ -160,8 +165,6 @@ class Choice:
                 self.error = error
         except TuglineError as error:
             self.error = error
-        except OverflowError as error:  # when the id is decoded or put in an int32 array
-            self.error = EngineError(f"the engine sent an invalid token id: {error}")
         finally:
             unfinished.pop(self.number)
 
@@ -169,6 +172,9 @@ class Choice:
         """Read the engine, failing over to another replica a bounded number of times."""
         settings, avoid = self._engine.settings, list[str]()
         for fault in range(settings.failovers + 1):
+            if self._remaining_tokens() < 1:
+                self.sampled.finish = Finish.LENGTH
+                return
             self._sent_at = self._sent_at or time.time()
             self.sampled.reply_start = self.sampled.length
             deltas = self._engine.upstream.sample(
@@ -189,9 +195,6 @@ class Choice:
                 avoid = self._replicas[-1:]
                 await asyncio.sleep(settings.backoff_s * fault)
             else:
-                return
-            if self._remaining_tokens() < 1:
-                self.sampled.finish = Finish.LENGTH
                 return
 
     def _engine_request(self) -> EngineRequest:
@@ -382,7 +385,7 @@ class Choice:
 
     def _remaining_tokens(self) -> int:
         limit = self._sampling.max_tokens
-        return (_NO_LIMIT if limit is None else limit) - self.sampled.length
+        return (_NO_LIMIT if limit is None else limit) - len(self._resumed) - self.sampled.length
 
     def _request_id(self, attempt: int) -> str:
         """Return a new id per attempt: SGLang aborts a lost request by its id two seconds late."""

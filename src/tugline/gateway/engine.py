@@ -154,6 +154,12 @@ class EngineContext:
             msg = f"tool_choice {mode!r} cannot be honoured with this model's template"
             raise Unsupported(msg, param="tool_choice")
 
+    def count_prompt(self, request: Request, prompt: TokenSequence) -> int:
+        """Count the ids of a prompt, and those that force a tool call."""
+        rendering = self.rendering
+        forced = None if rendering is None else rendering.force_tool_call(request.tool_choice)
+        return len(prompt) + (0 if forced is None else len(forced))
+
     def remaining_window(self, length: int, *, counted: str = "") -> int | None:
         """Return the tokens that a prompt of `length` leaves for an answer; None if unknown.
 
@@ -210,11 +216,14 @@ class EngineContext:
 
 
 def explain(error: Exception) -> TuglineError:
-    """Return the error to send to a client; an unexpected one is logged and wrapped."""
+    """Return the error to send to a client; an unexpected one is logged and wrapped.
+
+    Its text is not passed on, because it may hold contents.
+    """
     if isinstance(error, TuglineError):
         return error
-    _log.error("gateway failed", exc_info=error)
-    return TuglineError(f"the gateway failed: {error!r}")
+    _log.error("gateway failed", traceback=log.describe_error(error))
+    return TuglineError(f"the gateway failed ({type(error).__name__}); its log has the place")
 
 
 # --------------------------------------------------------------------------- reports

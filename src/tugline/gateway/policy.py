@@ -12,6 +12,7 @@ from tugline.chat.engines.base import Feature
 from tugline.chat.model_call import ChoiceMode, Request
 from tugline.errors import Overloaded, RequestError, Unsupported
 from tugline.types import Mode, Policy, Role, Sampling, TraceKind
+from tugline.types.task import MIN_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +146,9 @@ def resolve_sampling(
     first, second = (requested, contract) if policy is Policy.ALLOW else (contract, requested)
     caps = [n for n in (requested.max_tokens, contract.max_tokens, *limits) if n is not None]
     seed = requested.seed if contract.seed is None else _derive_seed(contract.seed, number)
+    temperature = _first(first.temperature, second.temperature, 1.0)
     return Sampling(
-        temperature=_first(first.temperature, second.temperature, 1.0),
+        temperature=max(temperature, MIN_TEMPERATURE) if temperature else 0.0,
         top_p=_first(first.top_p, second.top_p, 1.0),
         top_k=int(_first(first.top_k, second.top_k, 0)),
         max_tokens=min(caps) if caps else None,

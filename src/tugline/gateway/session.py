@@ -221,7 +221,8 @@ class LiveSession:
                 return
 
     def _make_choices(self, request: Request, prompt: Prompt) -> list[Choice]:
-        window = self._engine.remaining_window(len(prompt.tokens))
+        length = self._engine.count_prompt(request, prompt.tokens)
+        window = self._engine.remaining_window(length)
         if request.n > self._engine.settings.session_answers:
             msg = f"n={request.n} is too many; the bound is {self._engine.settings.session_answers}"
             raise errors.RequestError(msg, param="n")

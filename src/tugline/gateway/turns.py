@@ -84,9 +84,9 @@ def compare_echo(turn: Turn, echoed: Message) -> tuple[EchoChange, ...]:
 def _canonical_call(call: ToolCall) -> list[Any]:
     try:
         parsed = _ARGUMENTS.decode(call.arguments or "{}")
-    except ValueError:
+        return [call.name, "json", msgspec.Raw(_SORTED.encode(parsed))]
+    except (ValueError, RecursionError):
         return [call.name, "raw", call.arguments]
-    return [call.name, "json", msgspec.Raw(_SORTED.encode(parsed))]
 
 
 def _parse_float(text: str) -> Any:

@@ -15,9 +15,7 @@ import numpy as np
 
 from tugline.errors import ContextOverflow, EngineError, RequestError
 from tugline.types import Finish, Ids, Logprobs, VersionSpan
-
-MIN_TEMPERATURE = 0.01
-"""Lowest temperature besides 0; below it float32 logits overflow."""
+from tugline.types.task import MIN_TEMPERATURE
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -120,16 +120,16 @@ class _Worker:
     async def run(self) -> None:
         """Keep a process up until cancelled."""
         while True:
-            reason: object = TimeoutError(f"it did not start within {_ANSWER_S:.0f} s")
+            reason = f"it did not start within {_ANSWER_S:.0f} s"
             try:
                 async with self._open_process() as reading:
                     await asyncio.wait({reading}, timeout=_ANSWER_S)
                     if self.ready.is_set() or reading.done():
                         await reading
             except Exception as error:  # noqa: BLE001 - logged; the process is replaced
-                reason = error
+                reason = log.describe_error(error)
             count = len(self.sessions)
-            _log.error("gateway process ended", url=self.url, sessions=count, reason=repr(reason))
+            _log.error("gateway process ended", url=self.url, sessions=count, reason=reason)
             await asyncio.sleep(_PAUSE_S)
 
     async def ask(self, name: str, *args: Any, deadline_s: float = _ANSWER_S, **named: Any) -> Any:

@@ -229,7 +229,8 @@ class _Rollout:
         try:
             await self.sandbox_stack.aclose()
         except Exception as error:  # noqa: BLE001 - also a plug-in's; `reap` cleans up later
-            _log.warning("sandbox not closed", session=self.session.id, error=str(error))
+            places = log.describe_error(error)
+            _log.warning("sandbox not closed", session=self.session.id, traceback=places)
 
     @contextlib.asynccontextmanager
     async def _stage(self, status: Status) -> AsyncIterator[None]:
@@ -253,7 +254,8 @@ class _Rollout:
                     raise _EarlyEnd(None, Status.CANCELLED) from error
                 failure = make_total_timeout(current if started else Status.READY)
                 raise _EarlyEnd(failure, Status.TIMED_OUT) from error
-            _log.warning("stage failed", session=self.session.id, stage=current, exc_info=error)
+            places = log.describe_error(error)
+            _log.warning("stage failed", session=self.session.id, stage=current, traceback=places)
             raise _EarlyEnd(classify(current, error)) from error
         finally:
             self.seconds[current.value] = time.monotonic() - began

@@ -74,6 +74,11 @@ def decode(data: bytes | memoryview, kind: type[T]) -> T:
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_wire)
 
 
+def make_decoder(kind: Any) -> "msgspec.msgpack.Decoder[Any]":
+    """Make a decoder of the output of `encode`, which is faster than `decode` for unions."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_from_wire)
+
+
 # --------------------------------------------------------------------------- messages and tools
 class Role(StrEnum):
     """Author of a message. `developer` stays distinct from `system` until a renderer maps it."""

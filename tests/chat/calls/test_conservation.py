@@ -247,7 +247,7 @@ def test_json_of_llama_is_a_call_only_as_a_whole(sampled: str, *, call: bool) ->
     [
         "<|channel|>commentary to=functions.read <|constrain|>json<|message|>{}<|call|>",
         " to=functions.read<|channel|>commentary<|message|>{}<|end|>",
-        "<|channel|>analysis<|message|>So<|channel|>commentary to=functions.read<|message|>{}<|call|>",
+        "<|channel|>final<|message|>So<|channel|>commentary to=functions.read<|message|>{}<|call|>",
         "So<|end|>assistant<|channel|>commentary to=functions.read json<|message|>{}<|end|>",
     ],
 )

@@ -24,6 +24,8 @@ from tugline.errors import EngineError, RequestError, TuglineError
 from tugline.types import Tool, TraceKind
 
 T = TypeVar("T")
+_REFUSED_REQUEST = frozenset({400, 413, 422})
+"""Statuses with which an engine refuses the content of a request."""
 CLIENT_TOOLS: Mapping[str, Tool] = msgspec.json.decode(
     (resources.files(__package__) / "client_tools.json").read_bytes(), type=dict[str, Tool]
 )
@@ -161,6 +163,8 @@ class Dialect(ABC):
         """Return the HTTP status of a failure."""
         if isinstance(error, RequestError):
             return error.status
+        if isinstance(error, EngineError) and error.status in _REFUSED_REQUEST:
+            return 400
         if isinstance(error, EngineError) and not is_refused_by_engine(error):
             return self.unavailable
         return 500

@@ -28,6 +28,7 @@ from tugline.chat.model_call import (
 )
 from tugline.errors import Unsupported
 from tugline.types import Message, Role, Tool, ToolCall, ToolKind
+from tugline.types.task import MaxTokens
 
 _REFUSALS: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
@@ -50,7 +51,7 @@ class _ChatBody(openai.ChoiceFields, kw_only=True):
     tools: Raw = decoding.ABSENT
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    max_completion_tokens: openai.Positive | None = None
+    max_completion_tokens: MaxTokens | None = None
     response_format: openai.ResponseFormat | None = None
 
 

@@ -19,6 +19,7 @@ from tugline.chat.model_call import Request
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import ContextOverflow, EngineError, TuglineError
 from tugline.types import Call, Finish, LogprobMeaning, Mode, Sampling, VersionSpan
+from tugline.types.task import BIG
 
 NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0}
 """Values sent explicitly, because a model's own defaults replace absent fields."""
@@ -263,9 +264,14 @@ def parse_finish(reason: str | None) -> Finish | None:
 
 @lru_cache(maxsize=64)
 def parse_version(version: str) -> int:
-    """Parse a weight version: ``7`` and ``v7`` are 7; one without digits is 0."""
-    digits = "".join(char for char in version if char.isdigit())
-    return int(digits) if digits else 0
+    """Parse a weight version: ``7`` and ``v7`` are 7; one without digits is 0.
+
+    Raises `EngineError` for a number above `BIG`.
+    """
+    digits = "".join(char for char in version if char in "0123456789")
+    if len(digits) > len(str(BIG)) or int(digits or 0) > BIG:
+        raise EngineError(f"the engine's weight version {version!r:.60} must be at most {BIG}")
+    return int(digits or 0)
 
 
 def parse_spans(spans: list[ReportedSpan] | None) -> tuple[VersionSpan, ...]:

@@ -12,9 +12,11 @@ class ChannelHeader(Collecting):
     """
 
     def mark(self, token: int) -> State:
-        if token == self.parser.syntax.start_id and self._ids:
+        if token in (self.parser.syntax.start_id, self.marks.body_end) and self._ids:
             self.finish()
             self._ids = []
+        if token == self.marks.body_end:
+            return self
         self.add([token])
         if token not in self.marks.bodies:
             return self
