@@ -152,13 +152,17 @@ class Reader(ABC, Generic[R]):
         one `Delta`. Raises `EngineError` for an invalid payload, or if required ids are missing,
         naming the engine flag to add.
         """
+        return self.add_all(self.decode_all(payloads))
+
+    def decode_all(self, payloads: list[bytes]) -> list[R]:
+        """Decode payloads at once, or one by one if one of them is an error, which then raises."""
         try:
             replies = self.decoder.decode_lines(b"\n".join(payloads))
         except (msgspec.DecodeError, UnicodeDecodeError):
             replies = []
         if not replies or any(map(_ERROR, replies)):
-            replies = [self.decode(payload) for payload in payloads]  # one of them raises
-        return self.add_all(replies)
+            replies = [self.decode(payload) for payload in payloads]
+        return replies
 
     def read_body(self, body: bytes) -> list[Delta]:
         """Read a reply that is not streamed. Raises `EngineError` if it contains no answer."""

@@ -104,6 +104,13 @@ class ChatReader(base.Reader[ChatReply]):
 class ObservedReader(ChatReader):
     """Reader of replies with ids and logprobs in each event."""
 
+    def decode_all(self, payloads: list[bytes]) -> list[ChatReply]:
+        """See `Reader.decode_all`; a first event with the prompt's ids is decoded by itself."""
+        if self.count or _PROMPT_IDS not in payloads[0]:
+            return super().decode_all(payloads)
+        rest = payloads[1:]
+        return [self.decode(payloads[0]), *(super().decode_all(rest) if rest else ())]
+
     def decode(self, payload: bytes) -> ChatReply:
         """Decode a reply, except the prompt's ids, which are most of a whole reply."""
         key = payload.find(_PROMPT_IDS)
