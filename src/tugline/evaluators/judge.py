@@ -167,7 +167,7 @@ class JudgeEvaluator(Evaluator):
         if reply.status == 200:
             return answer
         reason = f"HTTP {reply.status}: {answer[:300].decode(errors='replace').strip()}"
-        if is_temporary(reply.status):
+        if is_temporary(reply.status) and reply.status != 404:  # 404: the model or URL is wrong
             after = reply.headers.get("retry-after", "")
             raise _RetryableError(reason, float(after) if after.isdecimal() else 0.0)
         raise EvaluatorError(f"judge {self._url}: {reason}")

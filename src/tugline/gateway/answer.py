@@ -84,7 +84,7 @@ class AnswerLife(Progress):
         self._url = self._request_id = ""
         """Replica and id of the last request; the replica is empty for a recording."""
         self._requests = 0
-        self._heard_at = engine.upstream.gate.now()
+        self._last_at = engine.upstream.gate.now()
         """Time of the last request or data, by the gate's clock."""
         self._reading = asyncio.timeout(None)
 
@@ -112,7 +112,7 @@ class AnswerLife(Progress):
         Each request has an id of its own: SGLang aborts a lost request by its id two seconds late.
         """
         self.sent_at = self.sent_at or time.time()
-        self._heard_at = self._engine.upstream.gate.now()
+        self._last_at = self._engine.upstream.gate.now()
         suffix = f"-r{self._requests}" if self._requests else ""
         self._requests += 1
         self._url, self._request_id = url, f"{self._id}{suffix}"
@@ -130,7 +130,7 @@ class AnswerLife(Progress):
 
     def note_data(self, delta: Delta) -> None:
         """Note that a part of the answer has come."""
-        self._heard_at = self._engine.upstream.gate.now()
+        self._last_at = self._engine.upstream.gate.now()
         if self.state is AnswerState.ACCEPTED and delta.answers:
             self.replicas += [self._url] if self._url else []
             self.enter(AnswerState.SAMPLING)
@@ -158,7 +158,7 @@ class AnswerLife(Progress):
     @property
     def silent_s(self) -> float:
         """Seconds since the last request or data, without pauses; 0 before the first request."""
-        return self._engine.upstream.gate.now() - self._heard_at if self._requests else 0.0
+        return self._engine.upstream.gate.now() - self._last_at if self._requests else 0.0
 
     async def engine_answers(self) -> bool:
         """Whether the last replica answers a probe, or is paused."""

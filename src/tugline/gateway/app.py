@@ -132,6 +132,8 @@ class Gateway:
 
         `on_hang` is called with the seconds lost to a hanging engine.
         """
+        if self._sessions.get(session.id) is not None:
+            raise errors.UsageError(f"session {session.id!r} is live already")
         header = self._engine.header(session, task, terms.workdir, terms.home)
         self._upstream.open_session(header)
         path = self.recording_path(session)
@@ -146,10 +148,10 @@ class Gateway:
             on_hang=on_hang,
         )
         live.transcript.declares_tools = terms.offers_tools
-        if terms.key:
-            await asyncio.to_thread(live.restore, path)
-        secret = self._sessions.open(live, terms.key)
         try:
+            if terms.key:
+                await asyncio.to_thread(live.restore, path)
+            secret = self._sessions.open(live, terms.key)
             yield Opened(f"{self.url}/s/{session.id}", secret)
         finally:
             await asyncio.shield(self._close(live))

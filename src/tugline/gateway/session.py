@@ -21,6 +21,7 @@ from tugline import errors, log
 from tugline.chat.dialects.base import Dialect, HttpRequest, is_refused_by_engine
 from tugline.chat.model_call import Request
 from tugline.chat.tokens import mend_surrogates
+from tugline.gateway.answer import ENDED
 from tugline.gateway.choice import Choice
 from tugline.gateway.completion import Completion
 from tugline.gateway.engine import EngineContext, SessionState, Transcript
@@ -99,16 +100,19 @@ class LiveSession:
         limit = self._task.limits.max_sampled_tokens
         if limit is None:
             return None
-        reserved = sum(c.max_tokens or 0 for call in self.running for c in call.choices)
+        reserved = sum(choice.max_tokens or 0 for choice in self._unended)
         return limit - self.transcript.sampled_tokens - reserved
 
     @property
     def turns_left(self) -> int | None:
         """Model calls left, less the running ones, which are recorded if they do not fail."""
         limit = self._task.limits.max_turns
-        if limit is None:
-            return None
-        return limit - self.transcript.calls - sum(len(call.choices) for call in self.running)
+        return None if limit is None else limit - self.transcript.calls - len(self._unended)
+
+    @property
+    def _unended(self) -> list[Choice]:
+        """Answers that have not been recorded, nor failed."""
+        return [c for call in self.running for c in call.choices if c.life.state not in ENDED]
 
     def describe(self) -> SessionState:
         """Return the state. A session that ended with its last permitted call was not cut off."""
@@ -198,11 +202,14 @@ class LiveSession:
         if earlier is not None and not earlier.resumable:
             self.transcript.note(RecordedEventKind.REPEATED, call=earlier.choices[0].number)
             return earlier
+        window = self._check_size(request, prompt)
         await self._wait_for_budget(request.n)
+        if earlier is not None and not earlier.resumable:  # another request was faster
+            return await self.complete(request, prompt, retry=retry)
         with contextlib.ExitStack() as taken:
             self._admit(request.n)
             taken.enter_context(self._answers_in_flight.hold())(request.n)
-            choices = self._make_choices(request, prompt)
+            choices = self._make_choices(request, prompt, window)
             if earlier is not None:
                 choices[0].resume(earlier.choices[0])
             completion = Completion(key, choices, self._engine.settings, stream=request.stream)
@@ -224,29 +231,27 @@ class LiveSession:
     async def _wait_for_budget(self, count: int) -> None:
         """Wait while running calls, which may give some back, hold the rest of a budget."""
         within_s = self._engine.settings.pause_timeout_s
-        while self.running and not (self._has_turns(count) and self._has_tokens(count)):
+        while self.running and (_lacks(self.turns_left, count) or _lacks(self.tokens_left, count)):
             tasks = {completion.task for completion in self.running}
             if not (await asyncio.wait(tasks, timeout=within_s, return_when="FIRST_COMPLETED"))[0]:
                 return
 
-    def _make_choices(self, request: Request, prompt: Prompt) -> list[Choice]:
-        window = self._engine.remaining_window(len(prompt.tokens))
-        if request.n > self._engine.settings.session_answers:
-            msg = f"n={request.n} is too many; the bound is {self._engine.settings.session_answers}"
-            raise errors.RequestError(msg, param="n")
+    def _check_size(self, request: Request, prompt: Prompt) -> int | None:
+        """Return the tokens that the window leaves for an answer. Raises `RequestError`."""
+        if request.n > (most := self._engine.settings.session_answers):
+            raise errors.RequestError(f"n={request.n} is too many; the bound is {most}", param="n")
+        return self._engine.remaining_window(len(prompt.tokens))
+
+    def _make_choices(self, request: Request, prompt: Prompt, window: int | None) -> list[Choice]:
         left = self.tokens_left
         limits = window, None if left is None else left // request.n
         policy = self._task.sampling_policy
-        end = self._next_number + request.n
-        numbered = [
-            (n, resolve_sampling(request.sampling, self._contract, policy, limits, n))
-            for n in range(self._next_number, end)
-        ]
-        self._next_number = end
-        return [
-            Choice(number, request, prompt, sampling, self.transcript, self._engine)
-            for number, sampling in numbered
-        ]
+        choices: list[Choice] = []
+        for number in range(self._next_number, self._next_number + request.n):
+            sampling = resolve_sampling(request.sampling, self._contract, policy, limits, number)
+            choices.append(Choice(number, request, prompt, sampling, self.transcript, self._engine))
+        self._next_number += request.n
+        return choices
 
     def _find_repeated(self, key: bytes, *, stream: bool, retry: bool) -> Completion | None:
         """Return the call that a request repeats; None if it is a request for another sample.
@@ -267,12 +272,6 @@ class LiveSession:
         """Whether a later call extends one of the completion's answers."""
         return any(self.transcript.turns.is_extended(c.number) for c in completion.choices)
 
-    def _has_turns(self, count: int) -> bool:
-        return self.turns_left is None or self.turns_left >= count
-
-    def _has_tokens(self, count: int) -> bool:
-        return self.tokens_left is None or self.tokens_left >= count
-
     def _admit(self, count: int) -> None:
         """Raise `RequestError` if the session may not make this number of calls."""
         if self._ended is not None:  # ended while the request was read or prepared
@@ -280,9 +279,9 @@ class LiveSession:
         limits = self._task.limits
         if not self._next_number:  # a prewarmed session may have waited until now
             self._opened = self._clock()
-        if not self._has_turns(count):
+        if _lacks(self.turns_left, count):
             spent, words = SpentLimit.MAX_TURNS, f"{limits.max_turns} model calls"
-        elif not self._has_tokens(count):
+        elif _lacks(self.tokens_left, count):
             spent = SpentLimit.MAX_SAMPLED_TOKENS
             words = f"{limits.max_sampled_tokens} sampled tokens"
         elif limits.calls_s is not None and self._clock() - self._opened > limits.calls_s:
@@ -335,7 +334,8 @@ class Sessions:
 
     async def close(self, live: LiveSession) -> None:
         """End a session: invalidate its secret and abort its running calls."""
-        self._live.pop(live.id, None)
+        if self._live.get(live.id) is live:
+            del self._live[live.id]
         self._by_secret.pop(live.secret_digest, None)
         await live.close()
 
@@ -375,6 +375,10 @@ def _find_engine_failure(error: errors.TuglineError | None) -> Failure | None:
     refused = isinstance(error, errors.ContextOverflow) or is_refused_by_engine(error)
     cause = Cause.ENGINE if refused else Cause.ENGINE_LOST
     return Failure(HANDLING[cause].boundary, str(error), cause)
+
+
+def _lacks(left: int | None, count: int) -> bool:
+    return left is not None and left < count
 
 
 def _digest(secret: str) -> bytes:
