@@ -47,12 +47,17 @@ TRANSITIONS: Mapping[AnswerState, frozenset[AnswerState]] = {
     AnswerState.BROKEN_OFF: frozenset({AnswerState.RESUMED, AnswerState.FAILED}),
     AnswerState.DELIVERED: frozenset(),
     AnswerState.FAILED: frozenset(),
-    AnswerState.RESUMED: frozenset(),
+    AnswerState.RESUMED: frozenset({AnswerState.BROKEN_OFF}),
 }
 """Following states. An answer that moves to another replica is queued again, with its tokens. One
-without a client may fail after it broke off, if the reason was a hanging engine."""
+without a client may fail after it broke off, if the reason was a hanging engine. If the call that
+resumes it fails without a token, it can be resumed by another."""
 AT_ENGINE = frozenset({AnswerState.SENT, AnswerState.ACCEPTED, AnswerState.SAMPLING})
 """A replica has the request."""
+ACCEPTED = frozenset(
+    {AnswerState.ACCEPTED, AnswerState.SAMPLING, AnswerState.COMPLETE, AnswerState.DELIVERED}
+)
+"""A replica has accepted the request, and has not lost it."""
 ENDED = frozenset(
     {
         AnswerState.COMPLETE,

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from tugline.chat.model_call import Piece, Response, Usage
 from tugline.errors import ClientGone, TuglineError
-from tugline.gateway.answer import AnswerState
+from tugline.gateway.answer import ACCEPTED, AnswerState
 from tugline.gateway.choice import Choice
 from tugline.gateway.policy import CallSettings
 
@@ -127,7 +127,7 @@ class Completion:
         loop, settings = asyncio.get_running_loop(), self._settings
         latest = due = loop.time() + settings.headers_within_s
         while not (self.done or all(choice.begun for choice in self.choices)):
-            if AnswerState.QUEUED in self._states or AnswerState.SENT in self._states:
+            if not self._states <= ACCEPTED:
                 due = latest
             elif due == latest:
                 due = min(latest, loop.time() + settings.first_token_within_s)
