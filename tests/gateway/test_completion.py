@@ -119,7 +119,7 @@ async def test_a_lost_client_aborts_generation_and_keeps_its_tokens(
     tmp_path: Path,
     stream: bool,  # noqa: FBT001
 ) -> None:
-    """No request is left running and the call is recorded; an unstreamed one is drained first."""
+    """No request is left running and the call is recorded; an unstreamed one as well."""
     async with rig(tmp_path, says(LONG, delay_s=0.02), tuning=QUICK) as it:
         asking = asyncio.create_task(it.read() if stream else it.ask())
         await until(lambda: it.sampled > 5)

@@ -23,14 +23,7 @@ from tugline.chat.engines.base import EngineFormat, Feature
 from tugline.chat.model_call import ChoiceMode, Request
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokens import TokenSequence
-from tugline.errors import (
-    CaptureError,
-    ContextOverflow,
-    EngineError,
-    TuglineError,
-    Unsupported,
-    UsageError,
-)
+from tugline.errors import CaptureError, ContextOverflow, TuglineError, Unsupported, UsageError
 from tugline.gateway.policy import DEFAULTS, CallSettings, InFlight
 from tugline.gateway.prefix import CallTree
 from tugline.gateway.replicas import TokenSource
@@ -101,8 +94,6 @@ class EngineContext:
     """SHA-256 of the tokenizer file beside the recordings; empty until it is stored."""
     version: int = 0
     """Announced version of the weights, for engines that do not report their own."""
-    gate: asyncio.Event = field(default_factory=asyncio.Event)
-    """Clear while calls are paused."""
     traffic: Traffic = field(default_factory=Traffic)
     bytes_in_flight: InFlight = field(init=False)
     """Bytes of request bodies in flight, of all sessions."""
@@ -180,14 +171,7 @@ class EngineContext:
 
     async def wait_until_resumed(self) -> None:
         """Wait while calls are paused. Raises `EngineError` after `pause_timeout_s`."""
-        if self.gate.is_set():
-            return
-        try:
-            async with asyncio.timeout(self.settings.pause_timeout_s):
-                await self.gate.wait()
-        except TimeoutError as error:
-            msg = f"the engine was paused for more than {self.settings.pause_timeout_s:.0f} s"
-            raise EngineError(msg, status=503, retry_after=5.0) from error
+        await self.upstream.gate.wait(self.settings.pause_timeout_s)
 
     def keep_tokenizer(self, folder: Path) -> None:
         """Store the tokenizer in `folder`, because reading the recordings there needs it."""
@@ -342,6 +326,8 @@ class Transcript:
         self.writer = writer
         self.several = asyncio.Semaphore(engine.settings.several_sampled)
         """Held by each answer of a request with ``n`` > 1 while it is sampled."""
+        self.calls = 0
+        """Number of recorded calls."""
         self.sampled_tokens = 0
         self.declares_tools = False
         """Whether a request declared tools, or the harness is known to declare them."""
@@ -354,6 +340,7 @@ class Transcript:
 
     def restore(self, calls: Sequence[Call]) -> None:
         """Continue after calls that another process recorded."""
+        self.calls = len(calls)
         self.sampled_tokens = sum(len(c.sampled_ids) + c.unreported_tokens for c in calls)
         self.declares_tools = self.declares_tools or any(call.tools for call in calls)
         self.turns.restore(calls)
@@ -363,8 +350,9 @@ class Transcript:
 
         `tokens` are the ids of prompt and answer.
         """
-        self.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens
         self.writer.append(call, tokens)
+        self.calls += 1
+        self.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens
         self._traffic.add(call, len(tokens) - len(call.sampled_ids))
 
     def note(self, kind: RecordedEventKind, detail: str = "", *, call: int | None = None) -> None:

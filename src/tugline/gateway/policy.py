@@ -37,8 +37,11 @@ class CallSettings:
     gateway_answers: int = 4096
     """Answers that all sessions may have in flight."""
     body_timeout_s: float = 60.0
-    headers_within_s: float = 2.0
-    """Longest wait of a stream's headers for the first token, so that early faults get a status."""
+    headers_within_s: float = 45.0
+    """Longest wait of a stream's headers for a replica to accept the request, so that refusals get
+    a status; some clients give up after a minute without a byte."""
+    first_token_within_s: float = 2.0
+    """Longest further wait for the first token, so that faults just after that get one, too."""
     keep_alive_s: float = 15.0
     """Silence in a stream after which a keep-alive is sent."""
     recent_calls: int = 8
@@ -51,8 +54,8 @@ class CallSettings:
     # One completion
     grace_s: float = 0.6
     """Time for which an answer without a client is still sampled, in case the client retries."""
-    partial_answer_s: float = 0.8
-    """Longest wait for the engine to return the sampled part of an aborted answer."""
+    stream_interval: int = 32
+    """Tokens of an event of the engine's stream, if the client does not stream."""
     cancel_timeout_s: float = 10.0
     """Longest wait for a cancelled call to be recorded."""
     pause_timeout_s: float = 900.0
@@ -66,7 +69,7 @@ class CallSettings:
     backoff_s: float = 0.25
     """First delay between attempts; it doubles."""
     longest_retry_after_s: float = 20.0
-    """A ``Retry-After`` beyond this is passed on to the client."""
+    """Time for which refusals are retried; a longer ``Retry-After`` is passed on at once."""
     eject_after: int = 2
     """Consecutive faults after which a replica is ejected."""
     probe_every_s: float = 1.0

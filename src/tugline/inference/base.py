@@ -38,6 +38,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Identifies the request to `GenerationEngine.abort`."""
     stream: bool = True
     """False: a single chunk at the end, with less work for the event loop."""
+    stream_interval: int = 1
+    """Minimum tokens of a chunk; the first chunk has one, and the last the rest."""
 
 
 class SampledChunk(msgspec.Struct, frozen=True):

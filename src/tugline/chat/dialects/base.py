@@ -9,6 +9,7 @@ value and valid values (never a 500).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -181,7 +182,7 @@ class Dialect(ABC):
 
 def is_refused_by_engine(error: TuglineError) -> bool:
     """Whether the engine would refuse the same prompt again."""
-    return isinstance(error, EngineError) and 400 <= (error.status or 0) < 429
+    return isinstance(error, EngineError) and not error.temporary
 
 
 def retry_headers(error: TuglineError) -> dict[str, str]:
@@ -189,7 +190,7 @@ def retry_headers(error: TuglineError) -> dict[str, str]:
     if isinstance(error, RequestError) or is_refused_by_engine(error):
         return {"x-should-retry": "false"}
     if isinstance(error, EngineError) and error.retry_after is not None:
-        return {"retry-after": f"{error.retry_after:.0f}"}
+        return {"retry-after": str(math.ceil(error.retry_after))}
     return {}
 
 
