@@ -28,7 +28,7 @@ from tugline.gateway.session import LiveSession
 from tugline.inference.server import create_app
 from tugline.recording.file import Recording, read
 from tugline.testing import Reply, ScriptedEngine
-from tugline.types import Call, Ids, Limits, Mode, Policy, Sampling, Session
+from tugline.types import Call, Ids, Limits, MalformedCalls, Mode, Policy, Sampling, Session
 from tugline.web.engine_http import ModelCard
 from tugline.web.serve import serve
 from waiting import until
@@ -178,6 +178,7 @@ async def rig(
     limits: Limits | None = None,
     sampling: Sampling | None = None,
     policy: Policy = Policy.ENFORCE,
+    malformed: MalformedCalls = MalformedCalls.RAW,
     spent_status: int = 400,
     wire: EngineFormat | None = None,
     tuning: CallSettings = DEFAULTS,
@@ -198,7 +199,7 @@ async def rig(
         if not isinstance(play, str)
     ]
     given = {"limits": limits or Limits(), "sampling": sampling or Sampling()}
-    task = a_task("t", instruction="", sampling_policy=policy, **given)
+    task = a_task("t", instruction="", sampling_policy=policy, malformed=malformed, **given)
     async with contextlib.AsyncExitStack() as stack:
         urls = [play for play in plays if isinstance(play, str)]
         for engine in engines:

@@ -11,7 +11,17 @@ from typing import Any
 
 import msgspec
 
-from tugline.types import Finish, Image, Message, Role, Sampling, Tool, ToolCall, TraceKind
+from tugline.types import (
+    Finish,
+    Image,
+    MalformedCalls,
+    Message,
+    Role,
+    Sampling,
+    Tool,
+    ToolCall,
+    TraceKind,
+)
 
 _SYSTEM = frozenset({Role.SYSTEM, Role.DEVELOPER})
 
@@ -88,6 +98,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     kept_from: int | None = None
     """Index of the first message stored under the response's id, for later requests; else None."""
     dialect: str = ""
+    malformed: MalformedCalls = MalformedCalls.TEXT
+    """How a malformed tool call of the response is delivered."""
 
 
 # --------------------------------------------------------------------------- responses

@@ -345,6 +345,7 @@ class Choice:
             finish=sampled.finish or Finish.ABORT,
             stop=sampled.stop,
             outcome=outcome,
+            malformed=None if self._decoder is None else self._decoder.malformed,
             engine=wire.name,
             replicas=tuple(self.life.replicas),
             timings=Timings(self.received, self.life.sent_at, sampled.first_at, sampled.last_at),
@@ -388,6 +389,7 @@ class Choice:
             stops=self._sampling.stop,
             forced=self._forced,
             tools=self._request.tools,
+            malformed=self._request.malformed,
         )
 
     def _context(self) -> TokenSequence:

@@ -36,7 +36,7 @@ from tugline.gateway.prefix import Prompt, WholePrompt
 from tugline.recording import file as recordings
 from tugline.recording.file import Writer
 from tugline.recording.records import Header, RecordedEventKind
-from tugline.types import HANDLING, Cause, Failure, SpentLimit
+from tugline.types import HANDLING, Cause, Failure, MalformedCalls, SpentLimit
 from tugline.web.serve import Http
 
 _MANY_OBJECTS = 1000
@@ -186,7 +186,13 @@ class LiveSession:
                 prompt = self.transcript.turns.match(request.messages, request.tools, thread)
         except RecursionError as error:
             raise errors.RequestError("the request is nested too deeply") from error
-        request = msgspec.structs.replace(request, thread=prompt.thread, dialect=dialect.name)
+        carried = dialect.carries_malformed(request)
+        request = msgspec.structs.replace(
+            request,
+            thread=prompt.thread,
+            dialect=dialect.name,
+            malformed=self._task.malformed if carried else MalformedCalls.TEXT,
+        )
         return request, prompt, repaired
 
     async def complete(self, request: Request, prompt: Prompt, *, retry: bool) -> Completion:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tugline.types.task import Sampling
+from tugline.types.task import MalformedCalls, Sampling
 
 Ids = npt.NDArray[np.int32]
 """Token ids, shape ``(n,)``, contiguous."""
@@ -96,15 +96,6 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False):
     id: str
     name: str
     arguments: str
-
-
-class MalformedCalls(StrEnum):
-    """How a tool call that cannot be parsed is delivered to the harness."""
-
-    TEXT = "text"
-    """As the text it was written as."""
-    RAW = "raw"
-    """As a call with the sampled argument text, if it names a declared tool; else as text."""
 
 
 class Image(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -142,6 +142,15 @@ class Callback(msgspec.Struct, frozen=True):
     """``http://`` or ``https://``."""
 
 
+class MalformedCalls(StrEnum):
+    """How a tool call that cannot be parsed is delivered to the harness."""
+
+    TEXT = "text"
+    """As the text it was written as."""
+    RAW = "raw"
+    """As a call with the sampled argument text, if it names a declared tool; else as text."""
+
+
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """A problem to be attempted `samples` times (the GRPO group)."""
 
@@ -169,6 +178,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The sampling contract; a field that is None leaves the choice to the harness."""
     sampling_policy: Policy = Policy.ENFORCE
     """Handling of requests with other sampling parameters."""
+    malformed: MalformedCalls = MalformedCalls.RAW
+    """How a tool call that cannot be parsed is delivered to the harness, in exact mode."""
     tenant: Tenant = "default"
     """Account for scheduling: tenants share the nodes by their weights."""
     priority: Annotated[int, Meta(ge=-10, le=10)] = 0

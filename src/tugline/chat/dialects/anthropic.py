@@ -122,6 +122,10 @@ class Anthropic(base.Dialect):
         """Return ``x-api-key``, or a bearer token."""
         return headers.get("x-api-key") or base.bearer(headers)
 
+    def carries_malformed(self, request: Request) -> bool:
+        """Only in a stream, whose clients keep an input that is not JSON."""
+        return request.stream
+
     def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
         """See `Dialect.parse`."""
         counting = self.match(request) is base.Action.COUNT

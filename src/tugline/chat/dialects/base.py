@@ -128,6 +128,10 @@ class Dialect(ABC):
         """Return the session secret, from where this dialect's clients send it."""
         return bearer(headers)
 
+    def carries_malformed(self, request: Request) -> bool:
+        """Whether the response can carry a tool call whose arguments are not JSON."""
+        return False
+
     @abstractmethod
     def parse(self, request: HttpRequest, cache: ParseCache) -> Request:
         """Parse a request, also for `Action.COUNT`. Raises `RequestError` naming the field."""

@@ -108,6 +108,10 @@ class OpenAIChat(openai.OpenAIDialect):
         """Return true, because this dialect is matched last."""
         return True
 
+    def carries_malformed(self, request: Request) -> bool:
+        """Arguments are text in this API."""
+        return True
+
     def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
         """See `Dialect.parse`."""
         body, items = cache.decode_body(request.body, _decoder, "messages")

@@ -105,6 +105,10 @@ class OpenAIResponses(openai.OpenAIDialect):
         "max_tokens": "max_output_tokens",
     }
 
+    def carries_malformed(self, request: Request) -> bool:
+        """Arguments are text in this API."""
+        return True
+
     def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
         """See `Dialect.parse`."""
         body, items = cache.decode_body(request.body, _decoder, "input")

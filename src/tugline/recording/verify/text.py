@@ -18,7 +18,7 @@ from tugline.chat.tokens import END
 from tugline.errors import ConfigError
 from tugline.recording.records import Header
 from tugline.recording.tokenizer_file import load_tokenizer
-from tugline.types import Call, CallOutcome, Message, Mode, Role
+from tugline.types import Call, CallOutcome, MalformedCalls, Message, Mode, Role
 
 
 class TextVerifier:
@@ -90,6 +90,7 @@ def _decode(rendering: Rendering, call: Call) -> Message:
         stops=call.sampling.stop,
         forced=call.prompt_ids[forced:resumed] if call.forced else None,
         tools=call.tools,
+        malformed=call.malformed or MalformedCalls.TEXT,
     )
     pieces = decoder.feed([*call.prompt_ids[resumed:].tolist(), *call.sampled_ids.tolist()])
     if call.outcome is CallOutcome.CLIENT_GONE:
