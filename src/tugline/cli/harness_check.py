@@ -20,7 +20,7 @@ from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.schema import decode, read_values
 from tugline.testing import ScriptedTurn, serve_scripted_model
-from tugline.traces.lineage import Continuation, trace_lineage
+from tugline.traces.lineage import Continuation, mark_side_calls, trace_lineage
 from tugline.types import (
     Call,
     CallOutcome,
@@ -113,7 +113,8 @@ class CheckResult(msgspec.Struct, frozen=True):
 
 def main_calls(calls: Sequence[Call]) -> list[Call]:
     """Return the calls of the conversation, without side calls and abandoned responses."""
-    return [c for c in calls if c.kind is not TraceKind.SIDE and c.outcome is CallOutcome.COMPLETE]
+    marked = mark_side_calls(calls)
+    return [c for c in marked if c.kind is not TraceKind.SIDE and c.outcome is CallOutcome.COMPLETE]
 
 
 def find_forks(calls: Sequence[Call]) -> str | None:
