@@ -13,10 +13,11 @@ import aiohttp
 from msgspec.structs import replace
 
 from leased import a_task
-from tiny import rendering
+from tiny import rendering as make_rendering
 from tugline.chat.engines.base import EngineFormat, EngineRequest, Feature, Post
 from tugline.chat.engines.generate import Embedded
 from tugline.chat.model_call import Constraint
+from tugline.chat.templates.rendering import Rendering
 from tugline.gateway.app import Gateway
 from tugline.gateway.engine import SessionTerms
 from tugline.gateway.policy import DEFAULTS, CallSettings
@@ -31,7 +32,7 @@ from tugline.web.serve import serve
 from waiting import until
 
 __all__ = ["until"]
-RENDERING = rendering()
+RENDERING = make_rendering()
 TOOLS = [{"name": "read", "description": "Read", "input_schema": {"type": "object"}}]
 ASK = [{"role": "user", "content": "Mend it."}]
 Play = Callable[[Ids, str], Reply]
@@ -179,6 +180,7 @@ async def rig(
     wire: EngineFormat | None = None,
     tuning: CallSettings = DEFAULTS,
     card: ModelCard | None = None,
+    rendering: Rendering | None = RENDERING,
     idle_s: float = 300.0,
     on_hang: Callable[[float], None] = lambda _seconds: None,
     **options: Any,
@@ -202,7 +204,7 @@ async def rig(
             urls.append(await stack.enter_async_context(serve(app)))
         upstream = Upstream(urls, wire or Embedded(), card=card, idle_s=idle_s, settings=tuning)
         gateway = await stack.enter_async_context(
-            Gateway(upstream, RENDERING, folder, settings=tuning, **options)
+            Gateway(upstream, rendering, folder, settings=tuning, **options)
         )
         opened = await stack.enter_async_context(
             gateway.open(

@@ -24,7 +24,7 @@ import numpy as np
 
 from tugline.chat.model_call import Piece, ReasoningDelta, TextDelta
 from tugline.chat.templates.base import DSML_CALL, DSML_SECTION
-from tugline.chat.templates.rendering import Rendering
+from tugline.chat.templates.rendering import Parsed, Rendering
 from tugline.chat.tokenizer import Detokenizer
 from tugline.types import Ids, Message, Role, Tool, ToolCall
 
@@ -96,7 +96,8 @@ class StreamParser:
 
     `end` holds the last ids of the prompt, `forced` the forced first ids of the answer. After a
     prompt without a template, `end` is None, and the answer is plain text without marks. `tools`
-    declare which arguments are text, for templates without JSON. Text ends before a stop string.
+    declare which arguments are text, for templates without JSON; None if calls are forbidden, and
+    so are text as they were written. Text ends before a stop string.
     """
 
     def __init__(
@@ -107,10 +108,12 @@ class StreamParser:
         *,
         stops: Sequence[str] = (),
         forced: Ids | None = None,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Tool] | None = (),
     ) -> None:
         watched = tuple(stop for stop in stops if stop)
-        self.rendering, self.tools = rendering, tools
+        self.rendering, self.tools = rendering, tools or ()
+        self.calls_allowed = tools is not None
+        self.forbidden_calls = 0
         self.output = _Output(rendering, call_prefix, watched)
         self.output.text.verbatim = end is None
         self.in_section = rendering.markers.block == rendering.markers.call
@@ -163,6 +166,17 @@ class StreamParser:
         self._state = _Text(self)
         self._walk(ids, self._position - len(ids))
         return self._state
+
+    def parse_calls(self, block: list[int]) -> Sequence[tuple[str, str]]:
+        """Parse a closed block of calls; empty if it is malformed, or calls are forbidden."""
+        return self.permit(self.rendering.parse_calls(block, self.tools))
+
+    def permit(self, calls: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
+        """Return `calls`; none, after counting them, if calls are forbidden."""
+        if self.calls_allowed:
+            return calls
+        self.forbidden_calls += len(calls)
+        return ()
 
     def cut_back(self, count: int) -> None:
         """End the answer `count` ids earlier."""
@@ -422,7 +436,7 @@ class _Call(_Collecting):
         self._ids.append(token)
         if token != self.marks.call_end:
             return self
-        calls = self.parser.rendering.parse_calls(self._ids, self.parser.tools)
+        calls = self.parser.parse_calls(self._ids)
         self.output.add_calls(calls)
         if not calls:
             self.finish()
@@ -459,30 +473,47 @@ class _Held(_Collecting):
 
     def _parse_dsml(self) -> None:
         rendering = self.parser.rendering
-        stops = (at for at, token in enumerate(self._ids) if token in rendering.stop_ids)
-        text = rendering.tokenizer.decode(self._ids[: next(stops, len(self._ids))])
+        text = self._decode()
         end = 0
         for match in DSML_CALL.finditer(text):
-            calls = rendering.parse_calls(rendering.tokenizer.encode(match[0]), self.parser.tools)
+            calls = self.parser.parse_calls(rendering.tokenizer.encode(match[0]))
             if calls:
                 self._write(text[end : match.start()])
                 self.output.add_calls(calls)
                 end = match.end()
         self._write(text[end:])
 
+    def _decode(self) -> str:
+        """Decode the ids up to a stop id."""
+        rendering = self.parser.rendering
+        stops = (at for at, token in enumerate(self._ids) if token in rendering.stop_ids)
+        return rendering.tokenizer.decode(self._ids[: next(stops, len(self._ids))])
+
+    def _decode_behind_reasoning(self, parsed: Parsed) -> str:
+        """Decode the text and the calls of an answer as they were written."""
+        text = self._decode()
+        if parsed.reasoning:
+            text = text.rpartition(parsed.reasoning)[2]
+            text = text.removeprefix(self.template.think_end)
+        return text[max(0, text.find(parsed.content)) :]
+
     def _write(self, text: str) -> None:
-        self.output.write(TextDelta, DSML_SECTION.sub("", text))
+        written = DSML_SECTION.sub("", text) if self.parser.calls_allowed else text
+        self.output.write(TextDelta, written)
 
     def _parse(self, end: Ids) -> None:
         rendering, tools, output = self.parser.rendering, self.parser.tools, self.output
         parsed = rendering.parse(self._ids, end, tools)
+        calls = self.parser.permit(parsed.calls)
+        forbidden = len(calls) < len(parsed.calls)
+        content = self._decode_behind_reasoning(parsed) if forbidden else parsed.content
         if parsed.reasoning:
             output.reasoning_tokens += len(rendering.tokenizer.encode(parsed.reasoning))
             output.write(ReasoningDelta, parsed.reasoning)
-        output.write(TextDelta, output.text.cut_at_stop(parsed.content))
+        output.write(TextDelta, output.text.cut_at_stop(content))
         stop = output.text.matched_stop
         if stop is None:
-            output.add_calls(parsed.calls)
+            output.add_calls(calls)
             return
 
         def has_stop(count: int) -> bool:

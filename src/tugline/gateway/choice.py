@@ -212,7 +212,7 @@ class Choice:
             sampling=msgspec.structs.replace(self._sampling, max_tokens=self._remaining_tokens()),
             prompt=prompt.extend(self.sampled.join()[0]) if self.sampled.length else prompt,
             stop_ids=(*stops, markers.call_end) if one_call else stops,
-            banned=(markers.call,) if self._tools_banned and markers.call >= 0 else (),
+            banned=self._engine.find_banned(request),
         )
 
     def _take(self, delta: Delta) -> list[Piece]:
@@ -318,7 +318,8 @@ class Choice:
             tools=request.tools,
             sampling=self._sampling,
             requested=request.sampling,
-            constrained=self._tools_banned or request.constraint is not None,
+            constrained=engine.is_constrained(request),
+            forbidden_calls=0 if self._decoder is None else self._decoder.forbidden_calls,
             prompt_ids=_NO_IDS,
             forced=0 if self._forced is None else len(self._forced),
             resumed=len(self._resumed),
@@ -355,10 +356,6 @@ class Choice:
         return self.sampled.length + self.sampled.unreported_tokens
 
     @property
-    def _tools_banned(self) -> bool:
-        return self._request.tool_choice.mode is ChoiceMode.NONE and bool(self._request.tools)
-
-    @property
     def _unsampled_ids(self) -> list[Ids]:
         """Leading ids of the answer that this call does not sample: forced and resumed ones."""
         return [ids for ids in (self._forced, self._resumed) if ids is not None and len(ids)]
@@ -367,13 +364,14 @@ class Choice:
         """Create the decoder of exact mode; None in other modes, where the engine sends text."""
         if self._engine.rendering is None:
             return None
+        forbidden = self._request.tool_choice.mode is ChoiceMode.NONE
         return StreamParser(
             self._engine.rendering,
             None if self._request.prompt is not None else self.prompt.tokens.to_array(END),
             f"{self.number}",
             stops=self._sampling.stop,
             forced=self._forced,
-            tools=self._request.tools,
+            tools=None if forbidden else self._request.tools,
         )
 
     def _context(self) -> TokenSequence:

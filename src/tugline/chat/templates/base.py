@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
+import numpy as np
 from renderers import create_renderer
 from renderers.configs import RendererConfig
 
+from tugline.chat.model_call import JsonObject, decode_arguments, serialize_message
 from tugline.chat.tokenizer import Tokenizer
-from tugline.errors import ConfigError
+from tugline.errors import ConfigError, Unsupported
 from tugline.schema import decode, read_values
+from tugline.types import Ids, Message
 
 _CLASSES = {cls.model_fields["name"].default: cls for cls in get_args(get_args(RendererConfig)[0])}
 _GENERIC = {"auto", "default", "custom"}
@@ -142,6 +145,9 @@ class Template:
     """Whether call ids are ``functions.name:number``."""
     gap: str = ""
     """Text after a sampled turn that the library's bridge omits."""
+    reopening: str = ""
+    """Text after a last message of the assistant, up to the model's answer, that the library
+    omits."""
     result_separator: str = ""
     """Text between results of parallel calls, for a bridge that accepts only one result."""
     late_system: bool = True
@@ -227,6 +233,36 @@ def encode_arguments(arguments: Any) -> str:
 DSML_CALL = re.compile(r'<｜DSML｜invoke name="[^"]*">\n.*?</｜DSML｜invoke>', re.DOTALL)
 DSML_SECTION = re.compile(r"</?｜DSML｜(?:tool_calls|toolcalls|tool)>")
 """Pattern of a tag that opens or closes a section of calls."""
+
+
+# --------------------------------------------------------------------------- messages
+_OWN_CALL_ID = re.compile(r"call_.*_(\d+)")
+
+
+def serialize_text(message: Message) -> JsonObject:
+    """Serialize a message for the library. Raises `Unsupported` for images."""
+    if message.images:
+        raise Unsupported("this model's template has no place for images", param="messages")
+    return serialize_message(message, arguments=decode_arguments)
+
+
+def find_call_index(result: JsonObject) -> int:
+    """Return the index of the call that a result answers, from a gateway's id; else -1."""
+    match = _OWN_CALL_ID.fullmatch(str(result.get("tool_call_id")))
+    return int(match[1]) if match else -1
+
+
+def find_opening(closed: Ids, text: str, sampled: Ids, tokenizer: Tokenizer) -> Ids | None:
+    """Return the ids that open an answer right after the answer `sampled`.
+
+    `closed` is a prompt whose last message is the answer `text`. None unless `sampled` ends with
+    the id that closes an answer.
+    """
+    ends = np.flatnonzero(closed == sampled[-1]).tolist() if len(sampled) else []
+    if not ends or not tokenizer.decode(closed[: ends[-1]].tolist()).rstrip().endswith(text):
+        return None
+    opening = closed[ends[-1] + 1 :]
+    return opening if len(opening) else None
 
 
 # --------------------------------------------------------------------------- text around messages

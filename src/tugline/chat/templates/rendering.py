@@ -7,7 +7,6 @@ part (I7).
 """
 
 import hashlib
-import re
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -19,13 +18,12 @@ import numpy as np
 from renderers.base import MODEL_RENDERER_MAP, ToolCallParseStatus, build_training_sample
 
 from tugline.chat.model_call import (
-    ChoiceMode,
+    FORCING,
     JsonObject,
     ToolChoice,
-    decode_arguments,
     place_system,
-    serialize_message,
     serialize_tool,
+    start_with_user,
 )
 from tugline.chat.templates.base import (
     Markers,
@@ -33,7 +31,10 @@ from tugline.chat.templates.base import (
     Template,
     create,
     encode_arguments,
+    find_call_index,
+    find_opening,
     parse_json_call,
+    serialize_text,
     template,
 )
 from tugline.chat.tokenizer import Tokenizer
@@ -44,7 +45,6 @@ from tugline.types import Ids, Mask, Message, Role, Tool
 _CACHED = 64
 _CONTEXT = 24
 """Number of ids around a mark that a template may inspect."""
-_OWN_CALL_ID = re.compile(r"call_.*_(\d+)")
 _LIBRARY_ERRORS = (ValueError, TypeError, RecursionError)
 """Raised by the library for messages it cannot render, and by JSON for a huge number."""
 _WELL_FORMED = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.INVALID_JSON})
@@ -138,8 +138,12 @@ class Rendering:
     ) -> Ids | None:
         """Render `tail` after a prompt ending in `end` and its answer `sampled`.
 
-        Returns None if the template would change existing ids.
+        Without a tail the model answers again. Returns None if the template would change existing
+        ids.
         """
+        if not tail:
+            closed = self.render((Message(Role.USER, "u"), Message(Role.ASSISTANT, "a")), ())
+            return find_opening(closed, "a", sampled, self.tokenizer)
         shape = self._find_shape(end[-END:], sampled, tail)
         known = self._tails.encode(shape, [m.content for m in tail]) if shape else None
         if known is not None:
@@ -201,7 +205,7 @@ class Rendering:
         the arguments (`ChoiceMode.NAMED`). A choice among several names cannot be forced.
         """
         force = self.template.force
-        if force is None or choice.mode not in (ChoiceMode.REQUIRED, ChoiceMode.NAMED):
+        if force is None or choice.mode not in FORCING:
             return None
         if len(choice.names) > 1 or (choice.names and force.after is None):
             return None
@@ -285,6 +289,7 @@ class Rendering:
 
     # ----------------------------------------------------------------------- the library's input
     def _render_ids(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
+        """Render a conversation; where a template needs a user's message, an empty one is added."""
         try:
             ids = self._renderer.render_ids(
                 self._serialize(messages),
@@ -292,8 +297,12 @@ class Rendering:
                 add_generation_prompt=True,
             )
         except _LIBRARY_ERRORS as error:
+            if (started := start_with_user(messages)) is not None:
+                return self._render_ids(started, tools)
             msg = f"the template of {self.name} cannot render these messages: {error}"
             raise Unsupported(msg, param="messages") from error
+        if messages[-1].role is Role.ASSISTANT and self.template.reopening:
+            ids = [*ids, *self.tokenizer.encode(self.template.reopening)]
         rendered = np.asarray(ids, np.int32)
         rendered.flags.writeable = False  # shared by all callers
         return rendered
@@ -304,7 +313,7 @@ class Rendering:
         number = count()
         serialized: list[JsonObject] = []
         for message in self._place_system(messages):
-            fields = _serialize_message(message)
+            fields = serialize_text(message)
             for call, fields_of_call in zip(
                 message.tool_calls, fields.get("tool_calls", ()), strict=False
             ):
@@ -322,19 +331,19 @@ class Rendering:
     ) -> list[JsonObject]:
         """Serialize the messages after an answer, with tool results linked to its calls."""
         template = self.template
-        messages = [_serialize_message(m) for m in self._place_system(tail, leading=False)]
+        messages = [serialize_text(m) for m in self._place_system(tail, leading=False)]
         results = [message for message in messages if message["role"] == "tool"]
         if results and (template.named_results or template.numbered_calls):
             parsed = self._parse(sampled.tolist(), end)
             calls = [call for call in parsed.tool_calls if _is_well_formed(call)] if parsed else []
-            indices = [_call_index(result) for result in results]
+            indices = [find_call_index(result) for result in results]
             if sorted(indices) != list(range(len(calls))):
                 indices = list(range(len(results)))
             for result, index in zip(results, indices, strict=True):
                 if index < len(calls):
                     self._link_result(result, (calls[index].name, calls[index].id))
         if template.result_separator and len(results) > 1:
-            results.sort(key=_call_index)
+            results.sort(key=find_call_index)
             joined = template.result_separator.join(result["content"] for result in results)
             others = [message for message in messages if message["role"] != "tool"]
             messages = [{**results[0], "content": joined}, *others]
@@ -375,19 +384,6 @@ class Rendering:
             serialized = [serialize_tool(tool) for tool in tools] or None
             self._tools = (tools, serialized)
         return serialized
-
-
-def _serialize_message(message: Message) -> JsonObject:
-    """Serialize a message for the library. Raises `Unsupported` for images."""
-    if message.images:
-        raise Unsupported("this model's template has no place for images", param="messages")
-    return serialize_message(message, arguments=decode_arguments)
-
-
-def _call_index(result: JsonObject) -> int:
-    """Return the index of the call that a result answers, from a gateway's id; else -1."""
-    match = _OWN_CALL_ID.fullmatch(str(result.get("tool_call_id")))
-    return int(match[1]) if match else -1
 
 
 def _is_well_formed(call: Any) -> bool:
