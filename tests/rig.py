@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from chat_engine import create_chat_app
 from leased import a_task
-from tiny import rendering as tiny_rendering
+from tiny import rendering as make_rendering
 from tugline.chat.engines.base import EngineFormat, EngineRequest, Feature, Post
 from tugline.chat.engines.chat import TextChat, VllmChat
 from tugline.chat.engines.generate import Embedded
@@ -34,7 +34,7 @@ from tugline.web.serve import serve
 from waiting import until
 
 __all__ = ["until"]
-RENDERING = tiny_rendering()
+RENDERING = make_rendering()
 TOOLS = [{"name": "read", "description": "Read", "input_schema": {"type": "object"}}]
 ASK = [{"role": "user", "content": "Mend it."}]
 Play = Callable[[Ids, str], Reply]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -131,6 +132,26 @@ def test_an_answer_is_parsed_into_its_parts(
     if made.incremental and made.markers.reasons and name != "deepseek-v4":
         inside = len(made.tokenizer.encode(thought or ""))
         assert parser.reasoning_tokens - inside in (0, len(made.template.preface))
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_forbidden_calls_are_text(name: str) -> None:
+    """Each is counted and stays in the text as it was written, behind text and reasoning."""
+    made = rendering(name)
+    thought = "Hm" if made.markers.reasons or name == "inkling" else None
+    text, paths = ("", ["a"]) if name == "llama-3" else ("Yes", ["a", "b"])
+    calls = written(name, paths)
+    ids = [*made.tokenizer.encode(answered(name, thought, text, calls)), made.stop_ids[0]]
+    parser = StreamParser(made, prompt(name)[-64:], "0", tools=TOOLS, forbidden=True)
+    message = finish(parser, *([one] for one in ids))
+    assert (message.tool_calls, parser.forbidden_calls) == ((), len(paths))
+    assert message.reasoning == thought
+    marks = map(re.escape, (made.template.section, made.template.section_end))
+    sections = "|".join([*marks, r"\s"])
+    kept = re.sub(sections, "", message.content)
+    assert kept.startswith(text)
+    assert kept.endswith(re.sub(sections, "", calls))
+    assert len(kept) == len(text + re.sub(sections, "", calls)) or name == "inkling"
 
 
 @pytest.mark.parametrize("name", OFFLINE)

@@ -52,3 +52,34 @@ async def test_a_damaged_installation_is_reported() -> None:
     again = tugline("install", "pi", "--version", "0.90.0")
     assert (again.returncode, again.stdout) == (1, "")
     assert "pi 0.90.0 was changed: remove" in again.stderr
+
+
+AGENT = Path(__file__).resolve().parents[2] / "examples" / "agents" / "openai_loop.py"
+
+
+def test_a_harness_of_ones_own_is_checked() -> None:
+    """With the tool that runs a command; a real agent passes all checks."""
+    options = json.dumps({"command": ["python3", str(AGENT)]})
+    own = ("tugline.harnesses.shell:Shell", "--tool", "bash", "--options", options)
+    done = tugline("check", *own, "--runtime", "local", "--json")
+    (result,) = json.loads(done.stdout)["results"]
+    assert (done.returncode, set(result["checks"].values())) == (0, {"pass"}), result
+    assert (result["dialect"], result["turns"], result["exact_turns"]) == ("openai_chat", 4, 4)
+    other = tugline("check", *own, "--argument", "cmd", "--runtime", "local", "--json")
+    (result,) = json.loads(other.stdout)["results"]
+    assert other.returncode == 1
+    assert result["checks"]["tool_call_executed"].startswith("fail: ")
+
+
+def test_a_check_without_a_tool_says_what_to_give() -> None:
+    """For a harness that is not a preset; wrong values are named."""
+    name = "tugline.harnesses.shell:Shell"
+    for given, error in (
+        ((name,), f"harness '{name}' has no known tool"),
+        ((name, "--tool", "x", "--arguments", "[]"), "--arguments: the body is [], must be"),
+        ((name, "--tool", "x", "--options", "{"), "--options is not valid JSON"),
+        ((name, "--tool", "x"), "it needs 'command'"),
+        (("nothing:Such", "--tool", "x"), "harness 'nothing:Such' cannot be loaded"),
+    ):
+        done = tugline("check", *given)
+        assert (done.returncode, error in done.stderr) == (2, True), done

@@ -35,6 +35,10 @@ class ChoiceMode(StrEnum):
     NAMED = "named"
 
 
+FORCING = frozenset({ChoiceMode.REQUIRED, ChoiceMode.NAMED})
+"""Modes that demand a tool call."""
+
+
 class ToolChoice(msgspec.Struct, frozen=True, gc=False):
     """The client's tool choice; `names` are the tools that must (one) or may be called."""
 
@@ -249,6 +253,17 @@ def place_system(messages: Sequence[Message], *, leading: bool = True) -> list[M
         late = message.role in _SYSTEM
         placed.append(msgspec.structs.replace(message, role=Role.USER) if late else message)
     return placed
+
+
+def start_with_user(messages: Sequence[Message]) -> Sequence[Message] | None:
+    """Put an empty user message before an assistant message that begins the conversation.
+
+    None if another message begins it, system messages aside.
+    """
+    start = next((at for at, m in enumerate(messages) if m.role not in _SYSTEM), 0)
+    if messages[start].role is not Role.ASSISTANT:
+        return None
+    return (*messages[:start], Message(Role.USER), *messages[start:])
 
 
 def serialize_message(

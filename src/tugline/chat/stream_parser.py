@@ -30,7 +30,8 @@ class StreamParser(Parser):
 
     `end` holds the last ids of the prompt, `forced` the forced first ids of the answer. After a
     prompt without a template, `end` is None, and the answer is plain text without marks. `tools`
-    are the declared ones; None accepts calls of any tool. Text ends before a stop string.
+    are the declared ones; None accepts calls of any tool. Forbidden calls are counted, and are
+    text. Text ends before a stop string.
     """
 
     def __init__(  # noqa: PLR0913 - the prompt, the request and a setting
@@ -43,12 +44,13 @@ class StreamParser(Parser):
         forced: Ids | None = None,
         tools: Sequence[Tool] | None = None,
         malformed: MalformedCalls = MalformedCalls.TEXT,
+        forbidden: bool = False,
     ) -> None:
         takes_calls = end is not None and (tools is None or len(tools) > 0)
         watched = tuple(stop for stop in stops if stop)
         output = AnswerOutput(syntax, call_prefix, watched, guarded=takes_calls)
         output.text.verbatim = end is None
-        reader = CallReader(syntax, output, tools, malformed)
+        reader = CallReader(syntax, tools, malformed, forbidden=forbidden)
         super().__init__(syntax, output, reader, takes_calls=takes_calls)
         self._stop_ids = frozenset(syntax.stop_ids)
         self._marks = self._stop_ids if end is None else syntax.marks
@@ -95,6 +97,11 @@ class StreamParser(Parser):
     def malformed(self) -> MalformedCalls | None:
         """How malformed calls were delivered; None if there were none."""
         return self.reader.malformed
+
+    @property
+    def forbidden_calls(self) -> int:
+        """Number of forbidden calls, which became text."""
+        return self.reader.forbidden_calls
 
     @property
     def length(self) -> int:

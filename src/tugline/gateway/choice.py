@@ -225,7 +225,7 @@ class Choice:
             sampling=msgspec.structs.replace(self._sampling, max_tokens=self._remaining_tokens()),
             prompt=prompt.extend(self.sampled.join()[0]) if self.sampled.length else prompt,
             stop_ids=(*stops, markers.call_end) if one_call else stops,
-            banned=(markers.call,) if self._tools_banned and markers.call >= 0 else (),
+            banned=self._engine.find_banned(request),
         )
 
     def _take(self, delta: Delta) -> None:
@@ -333,7 +333,8 @@ class Choice:
             tools=request.tools,
             sampling=self._sampling,
             requested=request.sampling,
-            constrained=self._tools_banned or request.constraint is not None,
+            constrained=engine.is_constrained(request),
+            forbidden_calls=0 if self._decoder is None else self._decoder.forbidden_calls,
             prompt_ids=_NO_IDS,
             forced=0 if self._forced is None else len(self._forced),
             resumed=len(self._resumed),
@@ -370,10 +371,6 @@ class Choice:
         return self.sampled.length + self.sampled.unreported_tokens
 
     @property
-    def _tools_banned(self) -> bool:
-        return self._request.tool_choice.mode is ChoiceMode.NONE and bool(self._request.tools)
-
-    @property
     def _unsampled_ids(self) -> list[Ids]:
         """Leading ids of the answer that this call does not sample: forced and resumed ones."""
         return [ids for ids in (self._forced, self._resumed) if ids is not None and len(ids)]
@@ -390,6 +387,7 @@ class Choice:
             forced=self._forced,
             tools=self._request.tools,
             malformed=self._request.malformed,
+            forbidden=self._request.tool_choice.mode is ChoiceMode.NONE,
         )
 
     def _context(self) -> TokenSequence:

@@ -20,7 +20,7 @@ from tugline import log
 from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.engines import ROUTES
 from tugline.chat.engines.base import EngineFormat, Feature
-from tugline.chat.model_call import ChoiceMode, Request
+from tugline.chat.model_call import FORCING, ChoiceMode, Request
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import CaptureError, ContextOverflow, TuglineError, Unsupported, UsageError
@@ -31,7 +31,7 @@ from tugline.histogram import MOMENTS, Distribution
 from tugline.recording.file import Writer
 from tugline.recording.records import Header, RecordedEvent, RecordedEventKind
 from tugline.recording.tokenizer_file import save_tokenizer
-from tugline.types import Call, Failure, LogprobMeaning, Mode, Session, SpentLimit, Task
+from tugline.types import Call, Failure, LogprobMeaning, Mode, Session, SpentLimit, Task, TraceKind
 from tugline.web.engine_http import ModelCard
 
 
@@ -133,13 +133,8 @@ class EngineContext:
     def check_tool_choice(self, request: Request) -> None:
         """Raise `Unsupported` if the template cannot enforce the tool choice."""
         rendering, choice = self.rendering, request.tool_choice
-        if rendering is None or choice.mode is ChoiceMode.AUTO or not request.tools:
+        if rendering is None or choice.mode not in FORCING:
             return
-        if choice.mode is ChoiceMode.NONE:
-            if Feature.BAN in self.upstream.wire.features and rendering.markers.call >= 0:
-                return
-            msg = "tool_choice 'none' cannot be honoured here; send the request without tools"
-            raise Unsupported(msg, param="tool_choice")
         if rendering.force_tool_call(choice) is None:
             mode = choice.mode.value
             msg = f"tool_choice {mode!r} cannot be honoured with this model's template"
@@ -150,6 +145,24 @@ class EngineContext:
         rendering = self.rendering
         forced = None if rendering is None else rendering.force_tool_call(request.tool_choice)
         return len(prompt) + (0 if forced is None else len(forced))
+
+    def find_banned(self, request: Request) -> tuple[int, ...]:
+        """Return the ids that must not be sampled: those that open forbidden tool calls.
+
+        None where the engine or the template cannot ban calls. A compaction is sampled freely,
+        because a summary under a ban could not be trained.
+        """
+        forbidden = request.tool_choice.mode is ChoiceMode.NONE and bool(request.tools)
+        if self.rendering is None or not forbidden or request.thread.kind is TraceKind.COMPACTION:
+            return ()
+        opening = self.rendering.markers.call
+        can_ban = Feature.BAN in self.upstream.wire.features and opening >= 0
+        return (opening,) if can_ban else ()
+
+    def is_constrained(self, request: Request) -> bool:
+        """Whether the answer is sampled under a ban, a grammar, or the engine's forced choice."""
+        forced = self.rendering is None and request.tool_choice.mode in FORCING
+        return forced or request.constraint is not None or bool(self.find_banned(request))
 
     def remaining_window(self, length: int, *, counted: str = "") -> int | None:
         """Return the tokens that a prompt of `length` leaves for an answer; None if unknown.

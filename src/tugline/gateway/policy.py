@@ -9,7 +9,7 @@ from operator import attrgetter
 import msgspec
 
 from tugline.chat.engines.base import Feature
-from tugline.chat.model_call import ChoiceMode, Request
+from tugline.chat.model_call import FORCING, ChoiceMode, Request
 from tugline.errors import Overloaded, RequestError, Unsupported
 from tugline.types import Mode, Policy, Role, Sampling, TraceKind
 from tugline.types.task import MIN_TEMPERATURE
@@ -169,7 +169,7 @@ def check_request(request: Request, mode: Mode, features: frozenset[Feature]) ->
         _refuse("messages", "images", "this model's prompts are text only")
     if request.constraint is not None and Feature.STRUCTURED not in features:
         _refuse("response format", "structured output", "this engine has no constrained decoding")
-    forced = request.tool_choice.mode in {ChoiceMode.REQUIRED, ChoiceMode.NAMED}
+    forced = request.tool_choice.mode in FORCING
     if forced and not request.tools:
         msg = "tool_choice asks for a tool call, but no tools are given"
         raise RequestError(msg, param="tool_choice")
@@ -190,8 +190,10 @@ _SUMMARISE = (
     "produce the <state_snapshot>",
     "generate the updated <state_snapshot>",
     "evaluate the <state_snapshot>",
+    "history is being compacted",
+    "provide a concise summary of our conversation so far",
 )
-"""Phrases in the compaction prompts of Claude Code, Qwen Code and Gemini CLI."""
+"""Phrases in the compaction prompts of Claude Code, Qwen Code, Gemini CLI, Copilot and Continue."""
 _SIDE_CALLS = ("Git commit messages", "summarize this partial conversation")
 """Phrases in the side calls of aider, which never declares tools."""
 

@@ -22,7 +22,7 @@ from tugline import errors, log
 from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.gateway.app import Gateway
 from tugline.gateway.engine import Opened, SessionTerms
-from tugline.harnesses.base import Launch, LaunchContext
+from tugline.harnesses.base import Launch, LaunchContext, prepare
 from tugline.recording.records import RecordedResult
 from tugline.rollout.parts import Parts, PrewarmedSandbox, TaskSandboxes, read_tail
 from tugline.rollout.stages import StageSlots, classify, make_failure, make_total_timeout
@@ -150,7 +150,7 @@ class _Rollout:
                         model=MODEL,
                     )
                 )
-                await sandbox.put(sandbox.home, launch.files)
+                await prepare(sandbox, launch)
         self.slots.agent_log = sandbox.logs / "agent.log"
         return sandbox, launch
 

@@ -229,7 +229,7 @@ class EchoChange(StrEnum):
     IDS = "ids"
     """Tool calls have different ids."""
     TEXT = "text"
-    """White space around the text differs."""
+    """The text of a response with tool calls is left out, or white space around it differs."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, gc=False):
@@ -283,7 +283,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     requested: Sampling = Sampling()
     """Sampling parameters that the harness requested."""
     constrained: bool = False
-    """Whether a grammar or a token ban constrained the response, and so its logprobs."""
+    """Whether a grammar, a token ban or the engine's forced tool choice constrained the response,
+    and so its logprobs."""
+    forbidden_calls: int = 0
+    """Number of tool calls in the response although the request forbade them (``tool_choice:
+    none``) where nothing could ban them; the harness received them as text."""
     prompt_ids: Ids
     """All ids before the sampled ones; the last may begin the answer: see `forced`, `resumed`."""
     forced: int = 0

@@ -17,6 +17,7 @@ from tugline.chat.model_call import ChoiceMode, ToolChoice
 from tugline.chat.templates.base import CONFIGS, template
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
+from tugline.chat.tokens import count_shared
 from tugline.errors import ConfigError, Unsupported
 from tugline.types import Ids, Image, Message, Role, Tool, ToolCall
 
@@ -68,6 +69,25 @@ def test_equal_conversations_render_once() -> None:
     assert made.render((HELLO,), ()).tolist() != first.tolist()
 
 
+SYSTEM = Message(Role.SYSTEM, "You help.")
+SUMMARY = Message(Role.ASSISTANT, "So far: one file read.")
+
+
+@pytest.mark.parametrize("tools", [(), TOOLS], ids=["no tools", "tools"])
+@pytest.mark.parametrize("name", OFFLINE)
+def test_a_last_message_of_the_assistant_is_a_closed_turn(name: str, tools: Any) -> None:
+    """It is written as before another message, and the model's answer is opened behind it."""
+    made, hello = rendering(name), HELLO.content.strip()
+    opening = text_of(made, made.render((SYSTEM, HELLO), tools)).rpartition(hello)[2]
+    for history in ([SYSTEM], [SYSTEM, HELLO], [HELLO], [], [SYSTEM, HELLO, SUMMARY, HELLO]):
+        whole = text_of(made, made.render((*history, SUMMARY), tools))
+        closed = text_of(made, made.render((*history, SUMMARY, HELLO), tools))
+        end, next_end = (text.rpartition(SUMMARY.content)[2] for text in (whole, closed))
+        opened = end[count_shared(end, next_end) :]
+        assert opened
+        assert opening.endswith(opened)
+
+
 @pytest.mark.parametrize("name", OFFLINE)
 @pytest.mark.parametrize("merges", ["none", "words", "lines"])
 @settings(max_examples=30, deadline=None)
@@ -101,6 +121,24 @@ def test_the_end_of_a_prompt_is_enough_to_extend_it(
         extension = made.render_extension(prompt[-64:], sampled, tail, TOOLS)
         expected = _extend_by_library(made, prompt.tolist(), sampled.tolist(), tail)
         assert (None if extension is None else extension.tolist()) == expected
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_an_answer_that_ends_a_prompt_is_followed_by_another(name: str) -> None:
+    """The ids of a closed answer stay, and what follows is the template's; else there is none."""
+    made = rendering(name)
+    prompt = made.render((HELLO,), TOOLS)
+    whole = made.render((HELLO, SUMMARY), TOOLS)
+    answer = made.tokenizer.encode(SUMMARY.content)
+    assert made.render_extension(prompt[-64:], np.asarray(answer, np.int32), (), TOOLS) is None
+    extensions = [
+        made.render_extension(prompt[-64:], np.asarray([*answer, stop], np.int32), (), TOOLS)
+        for stop in made.stop_ids
+    ]
+    found = [ids for ids in extensions if ids is not None]
+    assert all(whole.tolist()[-len(ids) :] == ids.tolist() for ids in found)
+    closes_by_role = name.startswith("glm") or name == "inkling"
+    assert len(found) == (0 if closes_by_role else 1)
 
 
 def _extend_by_library(

@@ -139,6 +139,8 @@ class Anthropic(base.Dialect):
         if body.thread is not None and body.thread.type == "continue":
             before, tools = cache.recall(body.thread.previous_message_id, _PREVIOUS)
             messages = (*before, *messages)
+        if not counting:
+            decoding.refuse_prefill(messages)
         choice = body.tool_choice or _ToolChoiceBody("auto")
         return Request(
             model=body.model,

@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Meta
 
 from tugline.errors import RequestError, Unsupported
-from tugline.types import Message, Tool
+from tugline.types import Message, Role, Tool
 from tugline.types.task import BIG, MAX_STOP_LENGTH, MAX_STOPS
 
 T = TypeVar("T")
@@ -42,6 +42,14 @@ def unsupported(value: object, path: str, advice: str, *, param: str | None = No
     """Make the error for a well-formed value that cannot be honoured."""
     msg = f"{path}={value!r:.60} cannot be honoured here{advice}"
     return Unsupported(msg, param=param or path)
+
+
+def refuse_prefill(messages: Sequence[Message]) -> None:
+    """Raise `Unsupported` if the last message is the assistant's, for APIs that continue it."""
+    if messages and messages[-1].role is Role.ASSISTANT:
+        msg = "the last message is the assistant's: continuing an answer that was not sampled here"
+        msg += " is not supported; end with a user or tool message"
+        raise Unsupported(msg, param="messages")
 
 
 def decoder_with_refusals(

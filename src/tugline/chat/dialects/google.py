@@ -195,6 +195,8 @@ class Google(base.Dialect):
             raise decoding.unsupported(cached, "cachedContent", advice)
         system = _either(body.system_instruction, body.system_snake)
         messages = items.fold(google_messages.fold_content, [bytes(system)], counted)
+        if method != "countTokens":  # the API's models continue a model's turn, or refuse it
+            decoding.refuse_prefill(messages)
         config = _parse_config(_either(body.generation_config, body.generation_snake))
         tool_config = _either(body.tool_config, body.choice_snake)
         choice = decoding.decode(tool_config, decoding.ANY, "toolConfig")

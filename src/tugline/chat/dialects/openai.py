@@ -45,6 +45,8 @@ REFUSALS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
 }
 """Fields of the APIs, and of vLLM and SGLang, that change the response, with harmless values, for
 `check_refusals`."""

@@ -42,6 +42,8 @@ _REFUSALS: dict[str, tuple[Any, ...]] = {
 
 _REASONING = ("reasoning_content", "reasoning", "reasoning_text")
 """Field names that clients use for an echoed answer's reasoning."""
+_PREFILLS = ("prefix", "partial")
+"""Fields of DeepSeek, Mistral and Kimi for a last message that the model continues."""
 _ROLES = frozenset(Role)
 _TEXTS = {"text": "text", "refusal": "refusal"}
 
@@ -178,6 +180,10 @@ def _fold_message(messages: list[Message], item: Any, index: int) -> None:
         if item.get(field) is not None:
             msg = f"{where}.{field} is not supported here; use text and tool_calls"
             raise Unsupported(msg, param=f"{where}.{field}")
+    for field in _PREFILLS:
+        if item.get(field) is True:
+            advice = ": answers are not continued; leave it out, and the message is a closed turn"
+            raise decoding.unsupported(value=True, path=f"{where}.{field}", advice=advice)
     content = _parse_content(item.get("content"), f"{where}.content")
     calls = decoding.require(item, "tool_calls", list, where) if item.get("tool_calls") else None
     answers = decoding.require(item, "tool_call_id", str, where) if role is Role.TOOL else None

@@ -59,7 +59,7 @@ class ChannelCall(Collecting):
         self._add_malformed([])
 
     def _add_malformed(self, closing: list[int]) -> None:
-        self.parser.add_malformed(self._decode_block(), [*self._header, *self._ids, *closing])
+        self.parser.add_rest(self._decode_block(), [*self._header, *self._ids, *closing])
 
     def _decode_block(self) -> str:
         return f"{self._name}\n{self.parser.reader.decode(self._ids)}"

@@ -31,8 +31,6 @@ class AnswerOutput:
             TextDelta: self.text,
         }
         self.reasoning_tokens = 0
-        self.malformed = 0
-        """Number of malformed calls, also of those that became text."""
         self.unread = 0
         """Ids after a stop string, in a vocabulary that cannot be decoded id by id."""
         self.calls: list[ParsedCall] = []
@@ -101,25 +99,26 @@ class AnswerOutput:
 
 
 class CallReader:
-    """Reads blocks of calls with the tools of one request, and adds them to an answer."""
+    """Reader of blocks of calls, with the tools of one request."""
 
     def __init__(
         self,
         syntax: AnswerSyntax,
-        output: AnswerOutput,
         tools: Sequence[Tool] | None,
         malformed: MalformedCalls,
+        *,
+        forbidden: bool,
     ) -> None:
         """`tools` are the declared ones; None accepts malformed calls of any tool."""
-        self._grammar, self._output = syntax.grammar, output
+        self._grammar = syntax.grammar
         self._schemas = Schemas(tools or ())
         self._names = None if tools is None else frozenset(tool.name for tool in tools)
-        self._malformed = malformed
-
-    @property
-    def malformed(self) -> MalformedCalls | None:
+        self._malformed = MalformedCalls.TEXT if forbidden else malformed
+        self._forbidden = forbidden
+        self.forbidden_calls = 0
+        """Number of well-formed calls that became text, because calls are forbidden."""
+        self.malformed: MalformedCalls | None = None
         """How malformed calls were delivered; None if there were none."""
-        return self._malformed if self._output.malformed else None
 
     def declares(self, name: str) -> bool:
         """Whether the request declares a tool."""
@@ -141,12 +140,22 @@ class CallReader:
         return self._grammar.tags.restore(text)
 
     def parse(self, block: str) -> list[ParsedCall] | None:
-        """Parse a decoded block; None if any of it is malformed."""
-        return self._grammar.parse(block, self._schemas)
+        """Parse a decoded block; None if any of it is malformed, or calls are forbidden."""
+        return None if self._forbidden else self._grammar.parse(block, self._schemas)
 
-    def find_malformed(self, block: str) -> ParsedCall | None:
-        """Return the call that a malformed block is delivered as; None if it is text."""
-        if self._malformed is MalformedCalls.TEXT:
-            return None
-        found = self._grammar.find_malformed(block, self._names)
+    def forbids(self, block: str) -> bool:
+        """Whether a block is well-formed, and calls are forbidden."""
+        return self._forbidden and self._grammar.parse(block, self._schemas) is not None
+
+    def take_rest(self, block: str) -> ParsedCall | None:
+        """Return the call that a block without well-formed calls is delivered as; None if text."""
+        if self._forbidden:
+            calls = self._grammar.parse(block, self._schemas)
+            self.forbidden_calls += len(calls or ())
+            if calls is not None:
+                return None
+        self.malformed = self._malformed
+        found = None
+        if self._malformed is MalformedCalls.RAW:
+            found = self._grammar.find_malformed(block, self._names)
         return None if found is None else ParsedCall(*found)

@@ -36,9 +36,9 @@ class Parser(ABC):
         self.section_ids = []
         self.output.add_calls(calls)
 
-    def add_malformed(self, block: str, written: list[int]) -> None:
-        """Add a malformed block: as a call, or else as the text that it was written as."""
-        call = self.reader.find_malformed(block)
+    def add_rest(self, block: str, written: list[int]) -> None:
+        """Add a malformed or forbidden block: as a call, or as the text that it was written as."""
+        call = self.reader.take_rest(block)
         if call is not None:
             self.add_calls([call])
         else:
@@ -46,7 +46,6 @@ class Parser(ABC):
             self.section_ids = []
             self.output.finish_text()
             self.output.write(TextDelta, text)
-        self.output.malformed += 1
 
     @abstractmethod
     def replay(self, ids: list[int]) -> "State":
@@ -285,8 +284,8 @@ class WholeCall(Collecting):
         calls = reader.parse(block) if self.parser.takes_calls else None
         if calls is not None and reader.declares(calls[0].name):
             self.parser.add_calls(calls)
-        elif self.parser.takes_calls and reader.is_cut_off(block):
-            self.parser.add_malformed(block, self._ids)
+        elif self.parser.takes_calls and (reader.is_cut_off(block) or reader.forbids(block)):
+            self.parser.add_rest(block, self._ids)
         else:
             self.parser.replay(self._ids).finish()
 
@@ -370,7 +369,7 @@ class Call(Collecting):
             calls = None if closed is None else self._parse(start, closed)
             if calls is None:
                 block = reader.decode(ids[start + 1 : after if closed is None else closed])
-                self.parser.add_malformed(block, ids[start:stop])
+                self.parser.add_rest(block, ids[start:stop])
             else:
                 self.parser.add_calls(calls)
             self.output.add(TextDelta, ids[stop:after])

@@ -7,6 +7,7 @@ parses as a whole.
 import re
 from itertools import pairwise
 
+from tugline.chat.calls.base import ParsedCall
 from tugline.chat.calls.tagged import TaggedCalls
 from tugline.chat.model_call import TextDelta
 from tugline.chat.parsing.output import AnswerOutput, CallReader
@@ -105,14 +106,17 @@ class TextTags:
     def _add_block(self, before: str, block: str, *, closed: bool) -> None:
         """Emit the text before a block, then its calls, or the block as malformed."""
         calls = self._reader.parse(block) if closed else None
-        malformed = calls is None
         if calls is None:
-            raw = self._reader.find_malformed(block.removesuffix(self._closing))
-            calls = [] if raw is None else [raw]
+            raw = self._reader.take_rest(block)
+            calls = [] if raw is None else [self._cut_closing(raw)]
         self._has_call = self._has_call or bool(calls)
         self._write(before if calls else before + block)
         self._output.add_calls(calls)
-        self._output.malformed += malformed
+
+    def _cut_closing(self, raw: ParsedCall) -> ParsedCall:
+        """Leave out the closing tag of a malformed call."""
+        closing = self._reader.restore(self._closing)
+        return raw._replace(arguments=raw.arguments.removesuffix(closing))
 
     def _write(self, text: str) -> None:
         """Write text; tags of a section with calls are not text."""

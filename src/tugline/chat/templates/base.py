@@ -153,6 +153,9 @@ class Template:
     """Whether call ids are ``functions.name:number``."""
     gap: str = ""
     """Text after a sampled turn that the library's bridge omits."""
+    reopening: str = ""
+    """Text after a last message of the assistant, up to the model's answer, that the library
+    omits."""
     result_separator: str = ""
     """Text between results of parallel calls, for a bridge that accepts only one result."""
     late_system: bool = True

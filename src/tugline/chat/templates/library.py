@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from renderers.base import build_training_sample
 
 from tugline.chat.model_call import (
@@ -23,12 +24,14 @@ from tugline.chat.model_call import (
     place_system,
     serialize_message,
     serialize_tool,
+    start_with_user,
 )
 from tugline.chat.templates.base import Template
 from tugline.chat.templates.contents import ContentTokenizer
+from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import Unsupported
 from tugline.schema import decode, read_values
-from tugline.types import Message, Role, Tool, ToolCall
+from tugline.types import Ids, Message, Role, Tool, ToolCall
 
 LIBRARY_ERRORS = (Exception,)
 """Raised by the library for what it cannot render or parse: it does not check its input."""
@@ -65,9 +68,21 @@ class Library:
         self._declared: tuple[Sequence[Tool], list[JsonObject], list[JsonObject]] = ((), [], [])
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Render a conversation and the start of the next turn. Raises `Unsupported`."""
+        """Render a conversation and the start of the next turn. Raises `Unsupported`.
+
+        Where a template needs a user's message, an empty one is added.
+        """
         render = partial(self._renderer.render_ids, add_generation_prompt=True)
-        ids: list[int] = self._call(render, self.escape, messages, tools)
+        ids: list[int]
+        try:
+            ids = self._call(render, self.escape, messages, tools)
+        except Unsupported:
+            started = start_with_user(messages)
+            if started is None:
+                raise
+            ids = self._call(render, self.escape, started, tools)
+        if messages[-1].role is Role.ASSISTANT and self._template.reopening:
+            ids = [*ids, *self.contents.encode(self._template.reopening)]
         return ids
 
     def render_answers(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Any:
@@ -195,6 +210,19 @@ def find_call_index(result: JsonObject) -> int:
     """Return the index of the call that a result answers, from a gateway's id; else -1."""
     match = _OWN_CALL_ID.fullmatch(str(result.get("tool_call_id")))
     return int(match[1]) if match else -1
+
+
+def find_opening(closed: Ids, text: str, sampled: Ids, tokenizer: Tokenizer) -> Ids | None:
+    """Return the ids that open an answer right after the answer `sampled`.
+
+    `closed` is a prompt whose last message is the answer `text`. None unless `sampled` ends with
+    the id that closes an answer.
+    """
+    ends = np.flatnonzero(closed == sampled[-1]).tolist() if len(sampled) else []
+    if not ends or not tokenizer.decode(closed[: ends[-1]].tolist()).rstrip().endswith(text):
+        return None
+    opening = closed[ends[-1] + 1 :]
+    return opening if len(opening) else None
 
 
 # --------------------------------------------------------------------------- calls as text

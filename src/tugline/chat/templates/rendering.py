@@ -16,7 +16,7 @@ import numpy as np
 from renderers.base import MODEL_RENDERER_MAP
 
 from tugline.chat.calls.base import ParsedCall
-from tugline.chat.model_call import ChoiceMode, JsonObject, ToolChoice, serialize_tool
+from tugline.chat.model_call import FORCING, JsonObject, ToolChoice, serialize_tool
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.answers import AnswerSyntax
 from tugline.chat.templates.base import TailTexts, create, template
@@ -25,6 +25,7 @@ from tugline.chat.templates.library import (
     LIBRARY_ERRORS,
     Library,
     find_call_index,
+    find_opening,
     link_result,
     place_late_system,
     serialize_text,
@@ -123,8 +124,12 @@ class Rendering(AnswerSyntax):
     ) -> Ids | None:
         """Render `tail` after a prompt ending in `end` and its answer `sampled`.
 
-        Returns None if the template would change existing ids.
+        Without a tail the model answers again. Returns None if the template would change existing
+        ids.
         """
+        if not tail:
+            closed = self.render((Message(Role.USER, "u"), Message(Role.ASSISTANT, "a")), ())
+            return find_opening(closed, "a", sampled, self.tokenizer)
         contents = [message.content for message in tail]
         shape = self._find_shape(end[-END:], sampled, tail)
         if shape and self._library.contents.has_tokens(contents):
@@ -189,7 +194,7 @@ class Rendering(AnswerSyntax):
         the arguments (`ChoiceMode.NAMED`). A choice among several names cannot be forced.
         """
         force = self.template.force
-        if force is None or choice.mode not in (ChoiceMode.REQUIRED, ChoiceMode.NAMED):
+        if force is None or choice.mode not in FORCING:
             return None
         if len(choice.names) > 1 or (choice.names and force.after is None):
             return None

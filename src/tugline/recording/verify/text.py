@@ -91,6 +91,7 @@ def _decode(rendering: Rendering, call: Call) -> Message:
         forced=call.prompt_ids[forced:resumed] if call.forced else None,
         tools=call.tools,
         malformed=call.malformed or MalformedCalls.TEXT,
+        forbidden=call.forbidden_calls > 0,
     )
     pieces = decoder.feed([*call.prompt_ids[resumed:].tolist(), *call.sampled_ids.tolist()])
     if call.outcome is CallOutcome.CLIENT_GONE:
