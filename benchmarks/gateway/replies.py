@@ -18,9 +18,11 @@ from typing import Any
 import msgspec
 from script import SAMPLED, Script, ScriptedAnswer, compact
 
+from tugline.gateway.policy import DEFAULTS
+
 GENERATE = "/inference/v1/generate"
 CHAT = "/v1/chat/completions"
-INTERVAL = 32
+INTERVAL = DEFAULTS.stream_interval
 """Tokens of an event in a coarse stream, which the gateway requests for unstreamed calls."""
 _DONE = b"data: [DONE]\n\n"
 
