@@ -8,11 +8,15 @@ SPREAD := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # Tests of `make test` and harnesses wait for much of their time, so two share a core.
 SHARED := -n $(shell $(PYTHON) -c "import os; print(min(8, 2 * os.cpu_count()))") --dist loadfile
 
+# CORE=1 runs the core of a long suite: without the tests that are marked nightly, and what they need.
+ONLY_CORE := $(if $(CORE),--core)
+SUITES := test test-browser test-sandboxes test-chaos test-slow test-harnesses test-engines
+
 # Every process of every test would compile the package anew where this is set.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e test-chaos test-slow test-harnesses test-engines test-browser test-sandboxes test-cluster docs bench console lock clean
+.PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e test-all test-chaos test-slow test-harnesses test-engines test-browser test-sandboxes test-cluster docs bench console lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | awk -F'|' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -59,21 +63,24 @@ unit: $(STAMP) ## tests without a real harness
 e2e: $(STAMP) ## tests with the real pi harness
 	@$(BIN)/pytest -m "pi and not slow and not harness" $(ARGS)
 
+test-all: $(STAMP) ## every suite, whole, one after the other: one and a half to two hours
+	@$(MAKE) --no-print-directory --keep-going $(SUITES)
+
 test-chaos: $(STAMP) ## everything killed with kill -9, frozen or without disk, on both stores
-	@$(BIN)/pytest -m slow tests/chaos $(ARGS)
+	@$(BIN)/pytest -m slow tests/chaos $(ONLY_CORE) $(ARGS)
 
 test-slow: $(STAMP) ## the other long tests: small benchmarks, several processes, the built package, SLURM, Maven
-	@$(BIN)/python tools/slurm.py
-	@$(BIN)/python tools/builds.py
-	@$(BIN)/pytest $(SPREAD) -m "slow or cluster" --ignore=tests/chaos --timeout 300 $(ARGS)
+	@[ "$(CORE)" ] || $(BIN)/python tools/slurm.py
+	@[ "$(CORE)" ] || $(BIN)/python tools/builds.py
+	@$(BIN)/pytest $(SPREAD) -m "slow or cluster" --ignore=tests/chaos --timeout 300 $(ONLY_CORE) $(ARGS)
 
 test-harnesses: $(STAMP) ## every real harness and many agent frameworks against the gateway and a scripted model, without internet
-	@$(BIN)/python tools/podman.py
-	@$(BIN)/pytest $(SHARED) --dist worksteal -m harness --timeout 300 $(ARGS)
+	@[ "$(CORE)" ] || $(BIN)/python tools/podman.py
+	@$(BIN)/pytest $(SHARED) --dist worksteal -m harness --timeout 300 $(ONLY_CORE) $(ARGS)
 
 test-engines: $(STAMP) ## real vLLM and SGLang servers, verl and Tinker on CPU (6 GB on first use)
-	@$(BIN)/python tools/engines.py
-	@$(BIN)/pytest $(SPREAD) -m engines --timeout 300 $(ARGS)
+	@$(BIN)/python tools/engines.py $(if $(CORE),vllm)
+	@$(BIN)/pytest $(SPREAD) -m engines --timeout 300 $(ONLY_CORE) $(ARGS)
 
 test-browser: $(STAMP) ## the console and the page of a session in a real Chromium (root on Debian gets one installed)
 	@$(BIN)/python tools/browser.py
@@ -83,7 +90,7 @@ test-browser: $(STAMP) ## the console and the page of a session in a real Chromi
 test-sandboxes: $(STAMP) ## the tests that run containers, with a real Podman (root on Debian gets one installed)
 	@$(BIN)/python tools/podman.py
 	@$(BIN)/python tools/builds.py
-	@$(BIN)/pytest $(SPREAD) -m "podman and not harness" --timeout 300 $(ARGS)
+	@$(BIN)/pytest $(SPREAD) -m "podman and not harness" --timeout 300 $(ONLY_CORE) $(ARGS)
 
 test-cluster: $(STAMP) ## a real SLURM of three nodes (root on Debian gets one installed), and a real Ray of four
 	@$(BIN)/python tools/slurm.py

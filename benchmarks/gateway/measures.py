@@ -67,12 +67,14 @@ SIZES = {
     ),
     "quick": Size(
         rounds=3,
-        calls=180,
+        calls=90,
         rate=90,
         memory_calls=1_920,
         growth_rounds=2,
-        open_sessions=100,
-        openings=12,
+        open_sessions=40,
+        openings=6,
+        paced_turns=1,
+        connections=(16,),
     ),
     "smoke": Size(
         rounds=2,

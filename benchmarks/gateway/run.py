@@ -39,6 +39,8 @@ from tugline.web.serve import raise_file_limit
 
 PARTS = ("results", "growth", "workers", "open", "memory")
 """Measurements besides the modes."""
+NOT_QUICK = ("growth", "workers", "memory")
+"""Parts that need many calls; `--quick` measures them only if they are named."""
 
 
 async def measure(rig: Rig, mode: Mode, size: Size) -> tuple[dict[str, Any], list[float], float]:
@@ -217,13 +219,16 @@ def main() -> None:
         action="store_const",
         const="quick",
         dest="size",
-        help="fewer calls, rougher figures",
+        help="fewer calls, rougher figures, within a minute",
     )
     parser.add_argument("--size", choices=SIZES, help=argparse.SUPPRESS)
     names = [*(mode.name for mode in MODES), *PARTS]
     parser.add_argument("--only", nargs="+", choices=names, help="only these modes and parts")
-    parser.set_defaults(size="full", only=names)
+    parser.set_defaults(size="full")
     options = parser.parse_args()
+    if options.only is None:
+        quick = options.size == "quick"
+        options.only = [name for name in names if not (quick and name in NOT_QUICK)]
     raise_file_limit()
     try:
         result = uvloop.run(run(options.size, options.only))

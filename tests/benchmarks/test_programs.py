@@ -118,6 +118,7 @@ def test_the_server_benchmark_reports_its_figures() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_fleet_is_reported() -> None:
     """All sessions are committed, nodes keep their leases, and the storm ends in time."""
     report = measure("cluster", "run.py", "--json", "--quick")
@@ -188,6 +189,7 @@ def test_utilisation_depends_on_the_number_of_agents() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_no_attack_affects_another_session() -> None:
     """Every attack is refused or bounded; all calls and sessions of the others succeed."""
@@ -205,6 +207,7 @@ def test_no_attack_affects_another_session() -> None:
 
 # --------------------------------------------------------------------------- learning
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.pi
 @pytest.mark.timeout(600)
 def test_a_policy_is_made_trained_and_evaluated(tmp_path: Path) -> None:
@@ -227,6 +230,7 @@ def test_a_policy_is_made_trained_and_evaluated(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_shortcut_is_only_rewarded_by_the_naive_evaluator() -> None:
     """Both runs take the shortcut; the evaluator `tests` only rewards changes of the code."""

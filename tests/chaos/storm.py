@@ -92,6 +92,7 @@ class Storm:
                 time.time() >= due and self._ended >= share * self.sessions * 0.9
             ), 120.0, f"sessions to end (strike {number})")  # fmt: skip
             strike()
+        self._strike_undisturbed()
         self._all_struck.set()
         with contextlib.suppress(TimeoutError):  # the audit reports what is missing
             self._wait(self._is_over, SETTLE_S, "the last sessions to end")
@@ -195,6 +196,17 @@ class Storm:
             self._kill_agent()
             return
         self.log.strikes.append(Strike(time.time(), "agent", "killed"))
+
+    def _strike_undisturbed(self) -> None:
+        """Freeze a node while the server runs, so that a requeue is measured in any storm."""
+
+        def is_quiet() -> bool:
+            ready = self.fleet.outages[-1].ready
+            names = [node.name for node in self.fleet.nodes]
+            return bool(ready) and time.time() - ready > 2.0 and self._are_running(names)
+
+        self._wait(is_quiet, 30.0, "server and a node to run")
+        self.freeze_a_node()
 
     def freeze_a_node(self) -> None:
         """SIGSTOP a node until after its lease has ended."""

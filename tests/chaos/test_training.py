@@ -122,6 +122,7 @@ class Training:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_kill_9_of_any_program_loses_no_training(tmp_path: Path) -> None:
     """Two strikes in each of ten steps: while it is sampled, and after its update."""

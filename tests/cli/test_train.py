@@ -104,7 +104,7 @@ def test_a_dry_run_prints_the_plan(tmp_path: Path, run_here: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+@pytest.mark.parametrize("lora", [None, pytest.param({"rank": 4}, marks=pytest.mark.nightly)])
 async def test_two_processes_fine_tune_like_one(
     tmp_path: Path, lora: dict[str, int] | None
 ) -> None:
@@ -123,6 +123,7 @@ async def test_two_processes_fine_tune_like_one(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 async def test_a_killed_fine_tuning_resumes(tmp_path: Path) -> None:
     """Killed with kill -9, it makes every update once and writes a complete model."""

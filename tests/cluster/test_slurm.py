@@ -30,6 +30,7 @@ FLAGS = {f"--{name.lower()}": name for name in ("RUN", "TASKS", "SETTINGS", "ENG
 FLAGS["--engine-command"] = "ENGINE"
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.nightly,
     pytest.mark.timeout(300),
     pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle() or "SLURM can run"),
 ]

@@ -19,7 +19,7 @@ from rig import in_turn, rig
 from tugline.errors import HarnessError
 from tugline.types import Branch
 
-pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.harness, pytest.mark.nightly, pytest.mark.timeout(900)]
 SCRIPTS = Path(__file__).with_name("frameworks")
 REQUIREMENTS = SCRIPTS / "requirements.txt"
 AI_SDK = (

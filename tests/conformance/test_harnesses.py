@@ -14,6 +14,8 @@ from tugline.cli.harness_check import CASES, Case, cases_of
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
 AS_USED = msgspec.structs.replace(cases_of("claude_code")[0], options={"lean": False})
 """Claude Code with default options: moving cache markers, late system messages, all tools."""
+NATIVE = [cases_of(name)[0] for name in dict.fromkeys(case.harness for case in CASES)]
+"""Every harness in its own dialect."""
 IN_THE_HARNESS = {"mini_swe_agent": {"streaming": "fail: the answer came whole"}}
 """Known failures, as in docs/harnesses.md: it requests whole answers only."""
 
@@ -23,6 +25,7 @@ def not_passed(checks: dict[str, str]) -> dict[str, str]:
     return {name: result for name, result in checks.items() if result != "pass"}
 
 
+@pytest.mark.nightly
 async def test_a_first_token_after_seventy_seconds() -> None:
     """Headers are sent early enough for harnesses with a timeout of 60 s."""
     cases = [cases_of(name)[0] for name in ("gemini_cli", "qwen_code")]
@@ -30,10 +33,18 @@ async def test_a_first_token_after_seventy_seconds() -> None:
     assert await asyncio.gather(*(check(case, slow=True) for case in cases)) == [passed] * 2
 
 
+def name_case(case: Case) -> str:
+    """The id of its test."""
+    return f"{case.harness}-{case.dialect}{' as used' if case is AS_USED else ''}"
+
+
 @pytest.mark.parametrize(
     "case",
-    [*(case for case in CASES if case.harness != "pi"), AS_USED],
-    ids=lambda case: f"{case.harness}-{case.dialect}{' as used' if case is AS_USED else ''}",
+    [
+        pytest.param(case, marks=() if case in NATIVE else pytest.mark.nightly, id=name_case(case))
+        for case in (*CASES, AS_USED)
+        if case.harness != "pi"
+    ],
 )
 async def test_every_check_passes(case: Case) -> None:
     """But for known failures of the harness."""

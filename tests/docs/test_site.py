@@ -14,6 +14,7 @@ NAVIGATION = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(500)
 def test_the_site_is_built(tmp_path: Path) -> None:
     """Without warnings, with its references, and without resources of other hosts."""

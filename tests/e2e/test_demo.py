@@ -28,7 +28,12 @@ OWN = f"{sys.executable} examples/agents/openai_loop.py"
     ("options", "harness", "version"),
     [
         pytest.param((), "pi", "0.87.1", marks=pytest.mark.pi),
-        pytest.param(("--harness", "shell", "--command", OWN), "shell", "", marks=pytest.mark.slow),
+        pytest.param(
+            ("--harness", "shell", "--command", OWN),
+            "shell",
+            "",
+            marks=[pytest.mark.slow, pytest.mark.nightly],
+        ),
     ],
     ids=["pi", "script"],
 )

@@ -54,7 +54,14 @@ def folders() -> Folders:
     return tool_model.make()
 
 
-@pytest.fixture(scope="module", params=list(servers.COMMANDS))
+OTHERS = [name for name in servers.COMMANDS if name != "vllm"]
+"""Engines that the core of the suite leaves out."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=["vllm", *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)],
+)
 def served(
     request: pytest.FixtureRequest, folders: Folders, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:

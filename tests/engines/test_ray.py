@@ -28,7 +28,7 @@ END_S = 240.0
 NOTHING: Mapping[str, str] = MappingProxyType({})
 LOSS = ("n2 is gone", "n2: The actor died")
 """Log messages about the killed machine, of which the first detected is logged."""
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engines, pytest.mark.nightly, pytest.mark.timeout(420)]
 
 
 @pytest.fixture(scope="module")

@@ -35,8 +35,10 @@ ADAPTER: Runs = [
     ("name", "flags", "runs"),
     [
         ("vllm", (), MERGED),
-        ("sglang", (), MERGED),
-        ("vllm", ("--enable-lora", "--max-lora-rank", "8"), ADAPTER),
+        pytest.param("sglang", (), MERGED, marks=pytest.mark.nightly),
+        pytest.param(
+            "vllm", ("--enable-lora", "--max-lora-rank", "8"), ADAPTER, marks=pytest.mark.nightly
+        ),
     ],
     ids=["vllm", "sglang", "vllm-adapter"],
 )

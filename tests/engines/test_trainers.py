@@ -33,7 +33,7 @@ REWARDS: dict[str, float | None] = {
 }
 """By task, which is named after the prompt and the session that verl requests."""
 PARTS = Path(__file__).parent / "parts"
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engines, pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
 async def run(url: str, folder: Path, trainer: str, script: str, *arguments: str | Path) -> Any:

@@ -112,7 +112,11 @@ def use_maven(folder: Path) -> Tool:
 
 
 @pytest.fixture(
-    params=[use_make, use_cargo, pytest.param(use_maven, marks=pytest.mark.slow)],
+    params=[
+        use_make,
+        use_cargo,
+        pytest.param(use_maven, marks=[pytest.mark.slow, pytest.mark.nightly]),
+    ],
     ids=["make", "cargo", "maven"],
 )
 def tool(request: pytest.FixtureRequest, tmp_path: Path) -> Tool:

@@ -146,6 +146,7 @@ async def test_added_files_do_not_change_the_tests(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("driver", ["local"], indirect=True)

@@ -181,6 +181,7 @@ def test_datasets_reads_chats_with_different_tools(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:.*deprecated and will be removed:FutureWarning")  # TRL's calls
 def test_trl_trains_on_its_table(

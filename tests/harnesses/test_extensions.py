@@ -111,6 +111,7 @@ async def mcp_url() -> AsyncIterator[str]:
         yield str(server.make_url("/mcp"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", WITH_MCP)
 async def test_a_server_is_called_over_http_with_its_headers(
     name: str, mcp_url: str, tmp_path: Path
@@ -121,6 +122,7 @@ async def test_a_server_is_called_over_http_with_its_headers(
     assert "phase_of_moon" in request_text(ran, 0), ran.log[-2000:]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", WITH_SKILLS)
 async def test_a_skill_is_announced(name: str, tmp_path: Path) -> None:
     """Its description is in the first request."""

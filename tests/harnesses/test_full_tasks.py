@@ -43,7 +43,11 @@ def script(case: Case) -> tuple[ScriptedTurn, ...]:
 
 
 @pytest.fixture(
-    params=["bubblewrap", pytest.param("container", marks=[pytest.mark.podman])], scope="module"
+    params=[
+        "bubblewrap",
+        pytest.param("container", marks=[pytest.mark.podman, pytest.mark.nightly]),
+    ],
+    scope="module",
 )
 def runtime(request: pytest.FixtureRequest) -> PluginSpec:
     """A runtime that isolates agents."""
@@ -125,6 +129,7 @@ async def test_the_right_patch_earns_its_reward(
     assert any(LAST_WORDS in path.read_text(errors="replace") for path in kept)
 
 
+@pytest.mark.nightly
 async def test_a_timeout_keeps_what_was_sampled(
     case: Case, runtime: PluginSpec, tmp_path: Path
 ) -> None:
@@ -137,6 +142,7 @@ async def test_a_timeout_keeps_what_was_sampled(
     assert done.reward.value == 0.0
 
 
+@pytest.mark.nightly
 @pytest.mark.podman
 async def test_a_minimal_image_is_enough(case: Case, podman: str) -> None:  # noqa: F811
     """An image with busybox alone, without a C library, runs the program."""

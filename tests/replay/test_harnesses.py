@@ -18,7 +18,8 @@ from tugline.replay.source import Live
 from tugline.testing import ScriptedTurn, serve_scripted_model
 from tugline.types import Role
 
-HARNESSES = ("codex", "claude_code", "qwen_code", "gemini_cli", "opencode", "mini_swe_agent", "pi")
+CORE = ("codex", "claude_code")
+OTHERS = ("qwen_code", "gemini_cli", "opencode", "mini_swe_agent", "pi")
 
 
 def with_slow_commands(case: Case) -> Scenario:
@@ -51,7 +52,9 @@ def plain_sessions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.harness
-@pytest.mark.parametrize("name", HARNESSES)
+@pytest.mark.parametrize(
+    "name", [*CORE, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)]
+)
 async def test_every_harness_repeats_its_requests(
     name: str, plain_sessions: Path, tmp_path: Path
 ) -> None:
@@ -74,6 +77,7 @@ async def test_every_harness_repeats_its_requests(
 
 
 @pytest.mark.harness
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["codex", "claude_code", "pi"])
 async def test_a_harness_can_be_forked(name: str, plain_sessions: Path, tmp_path: Path) -> None:
     """Two recorded answers, then live ones, with a history that continues exactly."""
@@ -92,6 +96,7 @@ async def test_a_harness_can_be_forked(name: str, plain_sessions: Path, tmp_path
 
 
 @pytest.mark.harness
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "scenario", "answers"),
     [

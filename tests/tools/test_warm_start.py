@@ -220,6 +220,7 @@ def test_text_shared_by_two_sessions_has_few_tokens() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_the_warm_start_can_be_rebuilt(tmp_path: Path) -> None:
     """The command, with a real script and a few steps per phase, writes a usable model.

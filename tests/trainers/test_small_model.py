@@ -41,6 +41,7 @@ def fetch_model(scratch: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_real_model_is_fine_tuned_and_trained(tmp_path: Path) -> None:
     """With the files of the example; both runs are shorter."""

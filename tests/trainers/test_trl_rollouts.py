@@ -126,6 +126,7 @@ def plain_varlen(
     return torch.cat(parts)
 
 
+@pytest.mark.nightly
 def test_asynchronous_steps_of_trl_equal_those_of_our_trainer(
     tmp_path: Path, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
