@@ -21,7 +21,6 @@ from tugline.types import Branch
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
 SCRIPTS = Path(__file__).with_name("frameworks")
-REQUIREMENTS = SCRIPTS / "requirements.txt"
 AI_SDK = (
     "ai@7.0.173",
     "@ai-sdk/openai@4.0.118",
@@ -31,7 +30,7 @@ AI_SDK = (
 )
 PIP = (
     *(sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-compile", "--no-deps"),
-    *("--target", ".", "-r", REQUIREMENTS),
+    *("--target", ".", "-r"),
 )
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "1", "HF_HUB_OFFLINE": "1"}
 CHAT, RESPONSES, ANTHROPIC, GOOGLE = "openai_chat", "openai_responses", "anthropic", "google"
@@ -45,6 +44,8 @@ class Framework(NamedTuple):
     only_calls: bool = False
     """Whether every answer must be a tool call (``tool_choice: required``), the last one of
     ``final_answer``, and each call goes back as text of the framework's own."""
+    streamed: tuple[bool, ...] = (False, True)
+    requirements: str = "requirements.txt"
 
 
 FRAMEWORKS = (
@@ -55,6 +56,10 @@ FRAMEWORKS = (
     Framework("smolagents.py", (CHAT,), only_calls=True),
     Framework("llama_index.py", (CHAT, RESPONSES)),
     Framework("google_genai.py", (GOOGLE,)),
+    Framework("deepagents.py", (CHAT,)),
+    Framework("agent_framework.py", (CHAT, RESPONSES)),
+    Framework("llm.py", (CHAT,)),
+    Framework("strands.py", (CHAT,), streamed=(True,), requirements="requirements-crewai.txt"),
     Framework("ai_sdk.mjs", (CHAT, RESPONSES, ANTHROPIC, GOOGLE)),
 )
 
@@ -73,7 +78,8 @@ async def play(framework: Framework, sessions: Sequence[tuple[str, str, str, boo
     if framework.script.endswith(".mjs"):
         return await run_on_node("frameworks-npm", AI_SDK, script, argument)
     kind = f"frameworks-{sys.version_info.major}.{sys.version_info.minor}"
-    folder = await install(kind, REQUIREMENTS.read_bytes(), *PIP)
+    requirements = SCRIPTS / framework.requirements
+    folder = await install(kind, requirements.read_bytes(), *PIP, requirements)
     path = f"{folder}{os.pathsep}{SCRIPTS / 'shared'}"
     return await run([sys.executable, "-S", "-P", script, argument], PYTHONPATH=path, **QUIET)
 
@@ -87,7 +93,7 @@ async def test_three_turns_with_tools(tmp_path: Path, framework: Framework) -> N
         turns = [CALLS, one, call("final_answer", answer="Done.")]
         turns = [turn.removeprefix('<tool_call>\n{"name": "') for turn in turns]
     edited = Branch.HISTORY_EDITED if framework.only_calls else None
-    kinds = [(api, streamed) for api in framework.apis for streamed in (False, True)]
+    kinds = [(api, streamed) for api in framework.apis for streamed in framework.streamed]
     async with contextlib.AsyncExitStack() as stack:
         rigs = [
             await stack.enter_async_context(rig(tmp_path / str(number), in_turn(*turns)))
