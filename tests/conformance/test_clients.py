@@ -21,7 +21,7 @@ from tugline.harnesses.install import find_node
 from tugline.sandbox.processes import run_command
 from tugline.schema import decode, read_values
 from tugline.testing import Reply
-from tugline.types import Call, CallOutcome, Ids, TraceKind
+from tugline.types import Branch, Call, CallOutcome, Ids, TraceKind
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
 TASK = "Read a.txt, then say what is in it."
@@ -157,3 +157,50 @@ async def test_an_overloaded_engine_is_asked_again(tmp_path: Path, client: Clien
     assert run.code == 0, run
     assert LAST_WORDS in run.output, run
     assert [call.branch for call in calls] == [None, None]
+
+
+@each_client
+async def test_a_malformed_call_does_not_end_the_session(tmp_path: Path, client: Client) -> None:
+    """The client gets the call with the arguments as they were sampled, refuses it and goes on.
+
+    The clients write other arguments into the history: none, the repaired ones, or the text.
+    """
+    bad = client.call().replace("}}\n</tool_call>", ', "limit": oops}}\n</tool_call>')
+    turns = (f"I look.\n{client.call()}", f"Again.\n{bad}", f"Now.\n{client.call()}", LAST_WORDS)
+    async with rig(tmp_path / "rig", model(*turns), window=400_000) as it:
+        run = await play(client, it, tmp_path)
+        calls = main_calls(it)
+    assert run.code == 0, run
+    assert LAST_WORDS in run.output, run
+    assert [call.branch for call in calls] == [None] * len(turns)
+    assert exact(calls)
+
+
+@each_client
+async def test_a_busy_engine_is_asked_again(tmp_path: Path, client: Client) -> None:
+    """Refusals that outlast the gateway's wait for headers still reach the client as a status."""
+    refusals = [Reply(status=429, retry_after_s=1.0)] * 5
+    turns = model(f"I look.\n{client.call()}", LAST_WORDS, refusals=refusals)
+    async with rig(tmp_path / "rig", turns, window=400_000) as it:
+        run = await play(client, it, tmp_path)
+        calls = main_calls(it)
+    assert run.code == 0, run
+    assert LAST_WORDS in run.output, run
+    assert [call.branch for call in calls] == [None, None]
+
+
+@pytest.mark.parametrize(("name", "window"), [("continue", 16_000), ("copilot", 24_000)])
+async def test_a_compaction_is_followed_by_more_turns(
+    tmp_path: Path, name: str, window: int
+) -> None:
+    """Continue's history ends in the summary, Copilot bans calls in its request for one."""
+    client = CLIENTS[name]
+    turns = [f"Look {number}.\n{client.call('big.txt')}" for number in range(5)]
+    async with rig(tmp_path / "rig", model(*turns, LAST_WORDS), window=400_000) as it:
+        run = await play(client, it, tmp_path, window)
+        calls = it.calls
+    assert run.code == 0, run
+    assert LAST_WORDS in run.output, run
+    assert {call.outcome for call in calls} == {CallOutcome.COMPLETE}
+    assert TraceKind.COMPACTION in {call.kind for call in calls}
+    assert Branch.COMPACTED in {call.branch for call in calls}

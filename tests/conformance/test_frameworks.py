@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from conformance.programs import CALLS, THINKS, exact, install, run, run_on_node
-from rig import in_turn, rig
+from rig import RENDERING, Play, in_turn, rig
 from tugline.errors import HarnessError
-from tugline.types import Branch
+from tugline.testing import Reply
+from tugline.types import Branch, CallOutcome, Ids
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
 SCRIPTS = Path(__file__).with_name("frameworks")
@@ -60,8 +61,13 @@ FRAMEWORKS = (
     Framework("agent_framework.py", (CHAT, RESPONSES)),
     Framework("llm.py", (CHAT,)),
     Framework("strands.py", (CHAT,), streamed=(True,), requirements="requirements-crewai.txt"),
+    Framework("crewai.py", (CHAT,), requirements="requirements-crewai.txt"),
     Framework("ai_sdk.mjs", (CHAT, RESPONSES, ANTHROPIC, GOOGLE)),
 )
+SCRIPTS_THAT_RETRY = ("deepagents.py", "agent_framework.py", "strands.py", "crewai.py", "llm.py")
+RETRYING = [framework for framework in FRAMEWORKS if framework.script in SCRIPTS_THAT_RETRY]
+GOING_ON = [framework for framework in RETRYING if framework.script != "llm.py"]
+"""Not llm: it ends with a `JSONDecodeError` at arguments that are not JSON, whoever sends them."""
 
 
 def call(name: str, **arguments: str) -> str:
@@ -114,3 +120,48 @@ async def test_three_turns_with_tools(tmp_path: Path, framework: Framework) -> N
         assert branches == [(branch, kind[0]) for branch in (None, edited, edited)]
         assert sum(len(call.sampled_ids) for call in recorded) == sampled
         assert edited or exact(recorded), kind
+
+
+async def run_streamed(framework: Framework, folder: Path, play_turns: Play) -> tuple[Any, Any]:
+    """One streamed session over Chat Completions; return the framework's report and the calls."""
+    async with rig(folder, play_turns) as it:
+        try:
+            (report,) = await play(framework, [(it.url, it.key, CHAT, True)])
+        except HarnessError as error:
+            pytest.skip(f"the frameworks cannot be installed: {error}")
+        return report, it.calls
+
+
+@pytest.mark.parametrize("framework", GOING_ON, ids=lambda it: Path(it.script).stem)
+async def test_a_malformed_call_does_not_end_the_session(
+    tmp_path: Path, framework: Framework
+) -> None:
+    """The agent gets the call with the arguments as they were sampled, and goes on."""
+    good = call("read", path="a.py")
+    bad = good.replace("}}", ', "limit": oops}}')
+    turns = in_turn(f"I look.\n{good}", f"Again.\n{bad}", f"Now.\n{good}", "Done.")
+    report, calls = await run_streamed(framework, tmp_path, turns)
+    assert report["text"] == "Done."
+    assert [each.branch for each in calls] == [None] * 4
+    assert exact(calls)
+
+
+@pytest.mark.parametrize("framework", RETRYING, ids=lambda it: Path(it.script).stem)
+@pytest.mark.parametrize(
+    "refusal", [Reply(status=503), Reply(status=429, retry_after_s=1.0)], ids=["503", "429"]
+)
+async def test_a_busy_engine_is_asked_again(
+    tmp_path: Path, framework: Framework, refusal: Reply
+) -> None:
+    """More refusals than the gateway's own tries reach the client as a status, which it retries."""
+    turns = in_turn(f"I look.\n{call('read', path='a.py')}", "Done.")
+    refusals = [refusal] * 5
+
+    def reply(prompt: Ids, request: str) -> Reply:
+        answered = "a.py is there" in RENDERING.tokenizer.decode(prompt.tolist())
+        return refusals.pop() if answered and refusals else turns(prompt, request)
+
+    report, calls = await run_streamed(framework, tmp_path, reply)
+    assert report["text"] == "Done."
+    complete = [each for each in calls if each.outcome is CallOutcome.COMPLETE]
+    assert [each.branch for each in complete] == [None, None]
