@@ -27,7 +27,7 @@ def test_every_harness_is_listed_with_its_version() -> None:
     assert done.returncode == 0
     rows = {line.split()[0]: line for line in done.stdout.splitlines()[1:] if line.strip()}
     assert set(rows) >= set(BUILT_IN["harness"])
-    assert "0.169.0" in rows["codex"]
+    assert "0.171.0" in rows["codex"]
     assert "openai_responses" in rows["codex"]
 
 
@@ -37,21 +37,21 @@ async def test_a_damaged_installation_is_reported() -> None:
     async def fill(fresh: Path) -> None:
         (fresh / "program").write_text("right")
 
-    for version in ("0.87.1", "0.90.0"):
+    for version in ("1.6.0", "1.7.0"):
         await install_once(install_dir() / f"pi-{version}", fill)
-    (install_dir() / "pi-0.90.0" / "program").write_text("wrong")
+    (install_dir() / "pi-1.7.0" / "program").write_text("wrong")
     done = tugline("list", "--json")
     assert done.returncode == 1
     report = [row for row in json.loads(done.stdout)["harnesses"] if row["name"] == "pi"]
     assert [(row["version"], row["pinned"], row["sound"]) for row in report] == [
-        ("0.87.1", True, True),
-        ("0.90.0", False, False),
+        ("1.6.0", True, True),
+        ("1.7.0", False, False),
     ]
     assert report[0]["bytes"] == len("right")
     assert tugline("list").returncode == 1
-    again = tugline("install", "pi", "--version", "0.90.0")
+    again = tugline("install", "pi", "--version", "1.7.0")
     assert (again.returncode, again.stdout) == (1, "")
-    assert "pi 0.90.0 was changed: remove" in again.stderr
+    assert "pi 1.7.0 was changed: remove" in again.stderr
 
 
 AGENT = Path(__file__).resolve().parents[2] / "examples" / "agents" / "openai_loop.py"
