@@ -11,7 +11,7 @@ import pytest
 from gateway.test_usage import PATHS, ask
 from rig import ids, rig, says
 from tugline.recording.verify.text import TextVerifier
-from tugline.types import MalformedCalls, Session, ToolCall
+from tugline.types import EchoChange, MalformedCalls, Session, ToolCall
 
 BROKEN = '{"path": "a.py" "b.py"}'
 ANSWER = f'<tool_call>\n{{"name": "read", "arguments": {BROKEN}}}\n</tool_call>'
@@ -79,15 +79,28 @@ async def test_a_call_that_is_cut_is_malformed(tmp_path: Path, malformed: Malfor
         assert it.calls[0].malformed is malformed
 
 
-async def test_an_echoed_malformed_call_is_its_recorded_ids(tmp_path: Path) -> None:
-    """The next prompt continues the answer exactly, with the result of the malformed call."""
+ECHOES = {
+    "as it was": None,
+    "empty": "{}",
+    "wrapped": json.dumps({"value": BROKEN}),
+    "repaired": '{"path": "a.py"}',
+}
+"""Arguments with which clients echo a call whose arguments are not JSON."""
+
+
+@pytest.mark.parametrize("how", ECHOES)
+async def test_an_echoed_malformed_call_is_its_recorded_ids(tmp_path: Path, how: str) -> None:
+    """The next prompt continues the answer exactly, whatever the client made of the arguments."""
     async with rig(tmp_path, says(ANSWER)) as it:
         first = await ask(it, "chat", stream=False)
         message = first["choices"][0]["message"]
+        function = message["tool_calls"][0]["function"]
+        function["arguments"] = ECHOES[how] or function["arguments"]
         result = {"role": "tool", "tool_call_id": "call_0_0", "content": "not JSON"}
         asked = [{"role": "user", "content": "Mend it."}]
         await ask(it, "chat", stream=False, messages=[*asked, message, result])
         before, after = it.calls
         known = [*before.prompt_ids.tolist(), *before.sampled_ids.tolist()]
-        assert (after.parent, after.branch, after.echo_changes) == (0, None, ())
+        changes = () if ECHOES[how] is None else (EchoChange.ARGUMENTS,)
+        assert (after.parent, after.branch, after.echo_changes) == (0, None, changes)
         assert after.prompt_ids.tolist()[: len(known)] == known

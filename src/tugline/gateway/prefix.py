@@ -270,7 +270,7 @@ class CallTree:
             if turn is not None and turn.answer == message:  # an unchanged echo
                 digests.append(turn.digest)
             else:
-                digests.append(turns.digest_message(self._restore_text(message), positions))
+                digests.append(turns.digest_message(self._restore_answer(message), positions))
             chain.append(turns.chain_digest(chain[-1], digests[-1]))
             if message.tool_calls:
                 positions = turns.call_positions(message)
@@ -279,12 +279,21 @@ class CallTree:
         self._requests = [request, *others][:_REMEMBERED]
         return request
 
-    def _restore_text(self, message: Message) -> Message:
-        """Return an echoed answer with its text, if only that was left out of it."""
+    def _restore_answer(self, message: Message) -> Message:
+        """Return an echoed answer as it was sampled, if only this was changed.
+
+        Clients leave out the text beside calls. Of arguments that are not JSON they keep a part,
+        repair it, or write an empty object.
+        """
         turn = self._by_calls.get(turns.list_call_ids(message)) if message.tool_calls else None
-        if turn is None or turns.strip_text(message.content):
+        if turn is None:
             return message
-        restored = replace(message, content=turn.answer.content)
+        dropped = not turns.strip_text(message.content)
+        restored = replace(
+            message,
+            content=turn.answer.content if dropped else message.content,
+            tool_calls=turns.restore_malformed(message.tool_calls, turn.answer.tool_calls),
+        )
         same = turns.digest_message(restored, {}) == turn.digest
         return restored if same else message
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tugline.chat.model_call import UNNAMED, ThreadInfo
+from tugline.chat.model_call import UNNAMED, ThreadInfo, decode_arguments
 from tugline.chat.tokens import TokenSequence, count_shared
 from tugline.types import Branch, EchoChange, Message, Role, Tool, ToolCall, TraceKind
 
@@ -54,6 +54,16 @@ def strip_text(text: str) -> str:
 def list_call_ids(message: Message) -> tuple[str, ...]:
     """List the ids of an answer's tool calls."""
     return tuple([call.id for call in message.tool_calls])
+
+
+def restore_malformed(
+    echoed: Sequence[ToolCall], sampled: Sequence[ToolCall]
+) -> tuple[ToolCall, ...]:
+    """Return echoed calls, those with the sampled arguments whose arguments are not an object."""
+    return tuple(
+        call if isinstance(decode_arguments(original.arguments), dict) else original
+        for call, original in zip(echoed, sampled, strict=True)
+    )
 
 
 def call_positions(message: Message) -> dict[str, int]:
