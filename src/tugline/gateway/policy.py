@@ -8,10 +8,18 @@ from operator import attrgetter
 
 import msgspec
 
+from tugline.chat.dialects.base import is_refused_by_engine
 from tugline.chat.engines.base import Feature
 from tugline.chat.model_call import FORCING, ChoiceMode, Request
-from tugline.errors import Overloaded, RequestError, Unsupported
-from tugline.types import Mode, Policy, Role, Sampling, TraceKind
+from tugline.errors import (
+    ContextOverflow,
+    EngineError,
+    Overloaded,
+    RequestError,
+    TuglineError,
+    Unsupported,
+)
+from tugline.types import HANDLING, Cause, Failure, Mode, Policy, Role, Sampling, TraceKind
 from tugline.types.task import MIN_TEMPERATURE
 
 
@@ -244,3 +252,12 @@ def _first(first: float | None, second: float | None, default: float) -> float:
     if first is not None:
         return first
     return default if second is None else second
+
+
+def find_engine_failure(error: TuglineError | None) -> Failure | None:
+    """Return the session's failure if its last call ended with `error`; None if it is none."""
+    if not isinstance(error, ContextOverflow | EngineError):
+        return None
+    refused = isinstance(error, ContextOverflow) or is_refused_by_engine(error)
+    cause = Cause.ENGINE if refused else Cause.ENGINE_LOST
+    return Failure(HANDLING[cause].boundary, str(error), cause)

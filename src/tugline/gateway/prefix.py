@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from tugline.chat.model_call import UNNAMED, Piece, ThreadInfo, decode_arguments
+from tugline.chat.model_call import UNNAMED, Piece, ThreadInfo
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokens import END, TokenSequence, count_shared, decode_ids
 from tugline.errors import RequestError, Unsupported
@@ -37,8 +37,6 @@ from tugline.types import (
 )
 
 _EMPTY = TokenSequence(np.empty(0, np.int32))
-_SHORTEST_TASK = 12
-"""Minimum characters of an argument that is recognized as the task of a sub-agent."""
 _Messages = tuple[Message, ...]
 _REMEMBERED = 4
 """Number of requests whose digests are kept: one per thread, of threads that alternate."""
@@ -320,7 +318,7 @@ class CallTree:
         answers = [(turn.thread, turn.answer.tool_calls) for turn in self._turns]
         for thread, calls in (*answers, *list(self.unfinished.values())):
             for call in calls:
-                if isinstance(call, ToolCall) and _gives_task(call, task):
+                if isinstance(call, ToolCall) and turns.gives_task(call, task):
                     return ThreadInfo(call.id, thread.id, TraceKind.SUBAGENT)
         return UNNAMED
 
@@ -382,17 +380,6 @@ def _inherit_thread(thread: ThreadInfo, turn: turns.Turn | None) -> ThreadInfo:
     """Return `turn`'s thread for an unnamed thread that continues a sub-agent, else `thread`."""
     goes_on = turn is not None and turn.thread.kind is TraceKind.SUBAGENT and thread.id is None
     return turn.thread if turn is not None and goes_on else thread
-
-
-def _gives_task(call: ToolCall, task: str) -> bool:
-    """Whether `task`, or its last lines, are an argument of `call`."""
-    arguments = decode_arguments(call.arguments)
-    return isinstance(arguments, dict) and any(
-        isinstance(value, str)
-        and len(value.strip()) >= _SHORTEST_TASK
-        and task.endswith(f"\n{value.strip()}")
-        for value in arguments.values()
-    )
 
 
 def _select_by_call_ids(candidates: Sequence[turns.Turn], echoed: Message) -> turns.Turn:

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from tugline import errors, log
-from tugline.chat.dialects.base import Dialect, HttpRequest, is_refused_by_engine
+from tugline.chat.dialects.base import Dialect, HttpRequest
 from tugline.chat.model_call import Request
 from tugline.chat.tokens import mend_surrogates
 from tugline.gateway.answer import ENDED
@@ -29,6 +29,7 @@ from tugline.gateway.policy import (
     InFlight,
     check_request,
     contract_for,
+    find_engine_failure,
     find_kind,
     resolve_sampling,
 )
@@ -36,7 +37,7 @@ from tugline.gateway.prefix import Prompt, WholePrompt
 from tugline.recording import file as recordings
 from tugline.recording.file import Writer
 from tugline.recording.records import Header, RecordedEventKind
-from tugline.types import HANDLING, Cause, Failure, MalformedCalls, SpentLimit
+from tugline.types import MalformedCalls, SpentLimit
 from tugline.web.serve import Http
 
 _MANY_OBJECTS = 1000
@@ -121,7 +122,7 @@ class LiveSession:
         if isinstance(error, errors.ContextOverflow) and self.transcript.sampled_tokens:
             error = None
         spent = self._refused_by or (SpentLimit.MAX_SAMPLED_TOKENS if cut else None)
-        return SessionState(self.transcript.writer.path, _find_engine_failure(error), spent)
+        return SessionState(self.transcript.writer.path, find_engine_failure(error), spent)
 
     def restore(self, path: Path) -> None:
         """Continue from the calls that an earlier process recorded. Raises `CaptureError`."""
@@ -373,15 +374,6 @@ class Sessions:
         dirty = [live.transcript.writer for live in self if live.transcript.writer.dirty]
         if dirty:
             await asyncio.to_thread(_flush, dirty)
-
-
-def _find_engine_failure(error: errors.TuglineError | None) -> Failure | None:
-    """Return the session's failure if its last call ended with `error`; None if it is none."""
-    if not isinstance(error, errors.ContextOverflow | errors.EngineError):
-        return None
-    refused = isinstance(error, errors.ContextOverflow) or is_refused_by_engine(error)
-    cause = Cause.ENGINE if refused else Cause.ENGINE_LOST
-    return Failure(HANDLING[cause].boundary, str(error), cause)
 
 
 def _lacks(left: int | None, count: int) -> bool:

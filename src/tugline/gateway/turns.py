@@ -24,6 +24,8 @@ from tugline.chat.model_call import UNNAMED, ThreadInfo, decode_arguments
 from tugline.chat.tokens import TokenSequence, count_shared
 from tugline.types import Branch, EchoChange, Message, Role, Tool, ToolCall, TraceKind
 
+_SHORTEST_TASK = 12
+"""Minimum characters of an argument that is recognized as the task of a sub-agent."""
 MessageDigest = bytes
 """Digest of one message's meaning."""
 
@@ -63,6 +65,17 @@ def restore_malformed(
     return tuple(
         call if isinstance(decode_arguments(original.arguments), dict) else original
         for call, original in zip(echoed, sampled, strict=True)
+    )
+
+
+def gives_task(call: ToolCall, task: str) -> bool:
+    """Whether `task`, or its last lines, are an argument of `call`."""
+    arguments = decode_arguments(call.arguments)
+    return isinstance(arguments, dict) and any(
+        isinstance(value, str)
+        and len(value.strip()) >= _SHORTEST_TASK
+        and task.endswith(f"\n{value.strip()}")
+        for value in arguments.values()
     )
 
 

@@ -65,9 +65,9 @@ def is_allowed(tool: Tool, arguments: Any) -> bool:
     return bool(jsonschema.Draft202012Validator(tool.parameters).is_valid(arguments))
 
 
-def same(one: Any, other: Any) -> bool:
+def same(first: Any, second: Any) -> bool:
     """Whether two JSON values are equal in value and type; keys may be in another order."""
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+    return json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
 
 
 @pytest.mark.parametrize("name", OFFLINE)
