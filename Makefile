@@ -10,13 +10,13 @@ SHARED := -n $(shell $(PYTHON) -c "import os; print(min(8, 2 * os.cpu_count()))"
 
 # CORE=1 runs the core of a long suite: without the tests that are marked nightly, and what they need.
 ONLY_CORE := $(if $(CORE),--core)
-SUITES := test test-browser test-sandboxes test-chaos test-slow test-harnesses test-engines
+SUITES := test test-properties test-browser test-sandboxes test-chaos test-slow test-harnesses test-engines
 
 # Every process of every test would compile the package anew where this is set.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e test-all test-chaos test-slow test-harnesses test-engines test-browser test-sandboxes test-cluster docs bench console lock clean
+.PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e test-all test-properties test-chaos test-slow test-harnesses test-engines test-browser test-sandboxes test-cluster docs bench console lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | awk -F'|' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -65,6 +65,9 @@ e2e: $(STAMP) ## tests with the real pi harness
 
 test-all: $(STAMP) ## every suite, whole, one after the other: one and a half to two hours
 	@$(MAKE) --no-print-directory --keep-going $(SUITES)
+
+test-properties: $(STAMP) ## tool calls of every template, and mutated requests, with 2,000 and 10,000 examples: half an hour
+	@TUGLINE_CALL_EXAMPLES=2000 TUGLINE_MUTATIONS=10000 $(BIN)/pytest -n auto --timeout 1800 tests/chat/calls tests/gateway/test_mutations.py $(ARGS)
 
 test-chaos: $(STAMP) ## everything killed with kill -9, frozen or without disk, on both stores
 	@$(BIN)/pytest -m slow tests/chaos $(ONLY_CORE) $(ARGS)

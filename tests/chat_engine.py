@@ -1,12 +1,16 @@
-"""An engine with vLLM's chat route, which renders prompts itself, over a scripted engine."""
+"""An engine with vLLM's chat route, which renders prompts itself, over a scripted engine.
+
+Like vLLM it answers 400 to a field out of its bounds, and to messages that it cannot render.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from renderers import Qwen3RendererConfig, create_renderer
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -19,24 +23,47 @@ from tugline.inference.server import create_app
 from tugline.testing import ScriptedEngine
 
 
+class ChatBody(msgspec.Struct):
+    """The fields of a request that vLLM checks."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    stream: bool = False
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: list[Annotated[str, Meta(min_length=1)]] = []
+    tools: list[dict[str, Any]] | None = None
+
+
 def create_chat_app(engine: ScriptedEngine, tokenizer: Tokenizer) -> Starlette:
     """The scripted engine's app with ``/v1/chat/completions``; a stream has one event."""
     renderer = create_renderer(tokenizer, Qwen3RendererConfig(thinking_retention="all"))
     stops = tuple(renderer.get_stop_token_ids())
 
     async def complete_chat(request: Request) -> Response:
-        body = await request.json()
-        tools = [tool["function"] for tool in body.get("tools") or ()] or None
-        prompt = renderer.render_ids(body["messages"], tools=tools, add_generation_prompt=True)
+        try:
+            body = msgspec.json.decode(await request.body(), type=ChatBody)
+            tools = [tool["function"] for tool in body.tools or ()] or None
+            prompt = renderer.render_ids(body.messages, tools=tools, add_generation_prompt=True)
+        except Exception as error:  # noqa: BLE001 - whatever the template raises
+            return JSONResponse({"error": {"message": str(error), "code": 400}}, 400)
         ids = np.array(prompt, np.int32)
-        limit = body.get("max_tokens") or engine.max_model_len
+        if len(ids) >= engine.max_model_len:
+            message = f"maximum context length is {engine.max_model_len} tokens, not {len(ids)}"
+            return JSONResponse({"error": {"message": message, "code": 400}}, 400)
+        limit = min(body.max_tokens or engine.max_model_len, engine.max_model_len)
         generation = GenerateRequest(prompt_ids=ids, max_tokens=limit, stop_ids=stops)
         answer = join([chunk async for chunk in engine.generate(generation)])
         message = parse(answer, tools)
-        field = "delta" if body["stream"] else "message"
+        field = "delta" if body.stream else "message"
         choices = [choice(answer) | {field: message}]
-        reply = {"id": "1", "model": body["model"], "prompt_token_ids": prompt, "choices": choices}
-        if not body["stream"]:
+        usage = {"prompt_tokens": len(ids), "completion_tokens": len(answer.ids)}
+        reply = {"id": "1", "model": body.model, "choices": choices, "usage": usage}
+        reply["prompt_token_ids"] = prompt
+        if not body.stream:
             return JSONResponse(reply)
         events = [b"data: " + msgspec.json.encode(reply) + b"\n\n", b"data: [DONE]\n\n"]
         return StreamingResponse(iter(events), media_type="text/event-stream")

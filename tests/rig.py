@@ -12,11 +12,14 @@ from typing import Any
 import aiohttp
 from msgspec.structs import replace
 
+from chat_engine import create_chat_app
 from leased import a_task
-from tiny import rendering
+from tiny import rendering as make_rendering
 from tugline.chat.engines.base import EngineFormat, EngineRequest, Feature, Post
+from tugline.chat.engines.chat import TextChat, VllmChat
 from tugline.chat.engines.generate import Embedded
 from tugline.chat.model_call import Constraint
+from tugline.chat.templates.rendering import Rendering
 from tugline.gateway.app import Gateway
 from tugline.gateway.engine import SessionTerms
 from tugline.gateway.policy import DEFAULTS, CallSettings
@@ -25,13 +28,13 @@ from tugline.gateway.session import LiveSession
 from tugline.inference.server import create_app
 from tugline.recording.file import Recording, read
 from tugline.testing import Reply, ScriptedEngine
-from tugline.types import Call, Ids, Limits, Policy, Sampling, Session
+from tugline.types import Call, Ids, Limits, MalformedCalls, Mode, Policy, Sampling, Session
 from tugline.web.engine_http import ModelCard
 from tugline.web.serve import serve
 from waiting import until
 
 __all__ = ["until"]
-RENDERING = rendering()
+RENDERING = make_rendering()
 TOOLS = [{"name": "read", "description": "Read", "input_schema": {"type": "object"}}]
 ASK = [{"role": "user", "content": "Mend it."}]
 Play = Callable[[Ids, str], Reply]
@@ -175,11 +178,13 @@ async def rig(
     limits: Limits | None = None,
     sampling: Sampling | None = None,
     policy: Policy = Policy.ENFORCE,
+    malformed: MalformedCalls = MalformedCalls.RAW,
     spent_status: int = 400,
     wire: EngineFormat | None = None,
     tuning: CallSettings = DEFAULTS,
     card: ModelCard | None = None,
     idle_s: float = 300.0,
+    rendering: Rendering | None = RENDERING,
     on_hang: Callable[[float], None] = lambda _seconds: None,
     **options: Any,
 ) -> AsyncIterator[Rig]:
@@ -194,7 +199,7 @@ async def rig(
         if not isinstance(play, str)
     ]
     given = {"limits": limits or Limits(), "sampling": sampling or Sampling()}
-    task = a_task("t", instruction="", sampling_policy=policy, **given)
+    task = a_task("t", instruction="", sampling_policy=policy, malformed=malformed, **given)
     async with contextlib.AsyncExitStack() as stack:
         urls = [play for play in plays if isinstance(play, str)]
         for engine in engines:
@@ -202,7 +207,7 @@ async def rig(
             urls.append(await stack.enter_async_context(serve(app)))
         upstream = Upstream(urls, wire or Embedded(), card=card, idle_s=idle_s, settings=tuning)
         gateway = await stack.enter_async_context(
-            Gateway(upstream, RENDERING, folder, settings=tuning, **options)
+            Gateway(upstream, rendering, folder, settings=tuning, **options)
         )
         opened = await stack.enter_async_context(
             gateway.open(
@@ -224,6 +229,23 @@ async def rig(
             )
         )
         yield Rig(engines, upstream, gateway, opened.base_url, opened.key, http)
+
+
+@contextlib.asynccontextmanager
+async def rig_of(folder: Path, play: Play, mode: Mode, **options: Any) -> AsyncIterator[Rig]:
+    """One engine in a mode: in those other than exact it renders the prompts itself."""
+    if mode is Mode.EXACT:
+        async with rig(folder, play, **options) as it:
+            yield it
+        return
+    tokenizer = RENDERING.tokenizer
+    engine = ScriptedEngine(play, vocab_size=tokenizer.size, max_model_len=20_000)
+    wire = VllmChat() if mode is Mode.OBSERVED else TextChat()
+    async with (
+        serve(create_chat_app(engine, tokenizer)) as url,
+        rig(folder, url, wire=wire, rendering=None, **options) as it,
+    ):
+        yield it
 
 
 def text_of(stream: str) -> str:

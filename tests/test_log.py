@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,20 +81,46 @@ async def test_bound_ids_reach_tasks_and_threads(lines: Lines) -> None:
 
 
 async def test_records_of_libraries_are_converted(lines: Lines) -> None:
-    """A server's unexpected exception with its traceback, and a formatted warning."""
+    """An unexpected exception with its places but without its text, and a formatted warning."""
 
     async def app(_scope: dict[str, Any], _receive: Any, _send: Any) -> None:
-        raise ZeroDivisionError
+        raise ZeroDivisionError("walrus")
 
     async with serve(app) as url, aiohttp.ClientSession() as http, http.get(url) as answer:
         assert answer.status == 500
     logging.getLogger("other.part").warning("it %s", "broke")
-    failed, warned = lines()
-    assert (failed["part"], failed["level"]) == ("uvicorn.error", "error")
-    assert "ZeroDivisionError" in failed["exception"]
+    loop = asyncio.get_running_loop()
+    error = RuntimeError("walrus")
+    loop.call_exception_handler({"message": "lost", "exception": error, "future": error})
+    failed, server, warned, lost = lines()
+    assert (failed["part"], failed["level"]) == ("web", "error")
+    assert "test_log.py" in failed["exception"]
+    assert failed["exception"].endswith("ZeroDivisionError")
+    assert (server["part"], server["level"]) == ("uvicorn.error", "error")
     assert (warned["part"], warned["level"], warned["event"]) == (
         ("other.part", "warning", "it broke")
     )
+    assert (lost["part"], lost["event"], lost["exception"]) == ("asyncio", "lost", "RuntimeError")
+
+
+def test_errors_are_described_without_their_texts() -> None:
+    """Causes, contexts and groups have their types and source lines."""
+    cause = KeyError("walrus")
+    error = ExceptionGroup("walrus", [ValueError("walrus"), cause])
+    error.__cause__ = cause
+    text = log.describe_error(error)
+    assert "walrus" not in text
+    names = ["KeyError", "which led to:", "ExceptionGroup", "ValueError", "of:", "KeyError"]
+    at = 0
+    for name in names:
+        at = text.index(name, at)
+
+
+def test_no_error_is_logged_with_its_local_variables() -> None:
+    """Such as `structlog` prints for ``exc_info`` unless it is configured otherwise."""
+    for path in (Path(__file__).parents[1] / "src").rglob("*.py"):
+        found = re.findall(r"exc_info=|_log\.exception\(", path.read_text())
+        assert not found, f"{path}: use log.describe_error"
 
 
 def test_colours_need_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import cast
 
 import msgspec
 import uvloop
-from replies import Replies, Streamed
+from replies import INTERVAL, Replies, Streamed
 
 WINDOW = 2_000_000
 PACED = 500_000
@@ -31,6 +31,7 @@ SPACING_S = 0.0015
 
 _NUMBER = re.compile(rb'"max_(?:completion_)?tokens": ?(\d{6})')
 _STREAM = re.compile(rb'"stream": ?true')
+_COARSE = re.compile(rb'"stream_interval": ?%d\b' % INTERVAL)
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _MODELS = {"object": "list", "data": [{"id": "stub", "object": "model", "max_model_len": WINDOW}]}
 
@@ -81,8 +82,12 @@ class Engine(asyncio.Protocol):
             return
         number = int(match[1]) - BASE
         turn = number % 1000
-        if not _STREAM.search(request[:2000]) and not _STREAM.search(request[-20_000:]):
+        ends = request[:2000], request[-20_000:]
+        if not any(map(_STREAM.search, ends)):
             self._transport.write(replies.whole[turn])
+        elif any(map(_COARSE.search, ends)):
+            streamed = replies.coarse[turn]
+            self._transport.write(b"".join([streamed.head, *streamed.chunks, b"0\r\n\r\n"]))
         elif number < PACED:
             self._times.append(time.monotonic())
             streamed = replies.streamed[turn]

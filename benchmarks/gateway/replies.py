@@ -2,21 +2,28 @@
 
 There are two routes: ``/inference/v1/generate``, which takes token ids, and
 ``/v1/chat/completions``, which returns prompt ids, sampled ids and logprobs. A streamed answer has
-one event for each token, a usage event and ``[DONE]``: 514 events, each in its own HTTP chunk.
+one event for each token, a usage event and ``[DONE]``: 514 events, each in its own HTTP chunk. With
+a `stream_interval` of `INTERVAL`, an event has that many tokens, except the first, which has one.
 """
 
 # ruff: noqa: INP001 - programs, not a package
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 from script import SAMPLED, Script, ScriptedAnswer, compact
 
+from tugline.gateway.policy import DEFAULTS
+
 GENERATE = "/inference/v1/generate"
 CHAT = "/v1/chat/completions"
+INTERVAL = DEFAULTS.stream_interval
+"""Tokens of an event in a coarse stream, which the gateway requests for unstreamed calls."""
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -34,6 +41,7 @@ class Replies(msgspec.Struct, frozen=True):
 
     whole: list[bytes]
     streamed: list[Streamed]
+    coarse: list[Streamed]
 
 
 def write(script: Script, routes: Sequence[str]) -> dict[str, Replies]:
@@ -42,11 +50,20 @@ def write(script: Script, routes: Sequence[str]) -> dict[str, Replies]:
     written: dict[str, Replies] = {}
     if GENERATE in routes:
         whole = [_complete(_generated(script, turn)) for turn in turns]
-        written[GENERATE] = Replies(whole, [_generated_stream(script, turn) for turn in turns])
+        written[GENERATE] = Replies(whole, *_streams(_generated_stream, script))
     if CHAT in routes:
         whole = [_complete(_completed(script, turn)) for turn in turns]
-        written[CHAT] = Replies(whole, [_completed_stream(script, turn) for turn in turns])
+        written[CHAT] = Replies(whole, *_streams(_completed_stream, script))
     return written
+
+
+def _streams(
+    make: Callable[[Script, int, Sequence[int]], Streamed], script: Script
+) -> tuple[list[Streamed], list[Streamed]]:
+    """Make fine and coarse streams; `make` gets the numbers of tokens after each event."""
+    fine, coarse = range(1, SAMPLED + 1), [*range(1, SAMPLED, INTERVAL), SAMPLED]
+    turns = range(script.turns)
+    return [make(script, t, fine) for t in turns], [make(script, t, coarse) for t in turns]
 
 
 def _complete(body: dict[str, Any]) -> bytes:
@@ -57,13 +74,15 @@ def _complete(body: dict[str, Any]) -> bytes:
     return head.encode() + data
 
 
-def _streamed(script: Script, turn: int, events: list[dict[str, Any]]) -> Streamed:
+def _streamed(
+    script: Script, turn: int, events: list[dict[str, Any]], ends: Sequence[int]
+) -> Streamed:
     chunks = [b"data: " + compact(event) + b"\n\n" for event in events] + [_DONE]
-    leading = len(events) - SAMPLED - 1  # a role event before the first token, on the chat route
+    leading = len(events) - len(ends) - 1  # a role event before the first token, on the chat route
     return Streamed(
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n",
         [b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks],
-        leading + _visible(script, script.answers[turn]),
+        leading + bisect_right(ends, _visible(script, script.answers[turn])),
     )
 
 
@@ -91,14 +110,15 @@ def _generated(script: Script, turn: int) -> dict[str, Any]:
     }
 
 
-def _generated_stream(script: Script, turn: int) -> Streamed:
+def _generated_stream(script: Script, turn: int, ends: Sequence[int]) -> Streamed:
     start = {"request_id": f"generate-tokens-{turn}"}
     answer = script.answers[turn]
     events: list[dict[str, Any]] = [
-        {**start, "choices": [_generated_choice(answer, i, i + 1)]} for i in range(SAMPLED)
+        {**start, "choices": [_generated_choice(answer, begin, end)]}
+        for begin, end in pairwise([0, *ends])
     ]
     events.append({**start, "choices": [], "usage": _usage(script, turn)})
-    return _streamed(script, turn, events)
+    return _streamed(script, turn, events, ends)
 
 
 def _generated_choice(answer: ScriptedAnswer, start: int, end: int) -> dict[str, Any]:
@@ -174,7 +194,25 @@ def _completed(script: Script, turn: int) -> dict[str, Any]:
     }
 
 
-def _completed_stream(script: Script, turn: int) -> Streamed:
+def _spoken(answer: ScriptedAnswer, turn: int, begin: int, end: int) -> dict[str, Any]:
+    """Spread reasoning over the first half of the tokens and text over the second; calls follow."""
+    half = SAMPLED // 2
+    parts: dict[str, Any] = {}
+    for name, text, start in (
+        ("reasoning", f"\n{answer.reasoning}\n", 0),
+        ("content", f"\n\n{answer.text}\n", half),
+    ):
+        low, high = (min(max(at - start, 0), half) * len(text) // half for at in (begin, end))
+        if low < high:
+            parts[name] = text[low:high]
+    if end == SAMPLED:
+        function = {"name": answer.name, "arguments": json.dumps(answer.arguments)}
+        call = {"index": 0, "id": f"chatcmpl-tool-{turn:032x}", "type": "function"}
+        parts["tool_calls"] = [{**call, "function": function}]
+    return parts
+
+
+def _completed_stream(script: Script, turn: int, ends: Sequence[int]) -> Streamed:
     answer = script.answers[turn]
     head = _head(turn, "chat.completion.chunk")
     first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
@@ -185,16 +223,16 @@ def _completed_stream(script: Script, turn: int) -> Streamed:
             "prompt_token_ids": script.prompts[turn].tolist(),
         }
     ]
-    for i in range(SAMPLED):
-        last = i == SAMPLED - 1
+    for begin, end in pairwise([0, *ends]):
+        last, ids = end == SAMPLED, answer.ids[begin:end].tolist()
         choice = {
             "index": 0,
-            "delta": {} if last else {"content": script.tokenizer.decode([int(answer.ids[i])])},
-            "logprobs": _logprobs(script, answer, i, i + 1),
+            "delta": _spoken(answer, turn, begin, end),
+            "logprobs": _logprobs(script, answer, begin, end),
             "finish_reason": "stop" if last else None,
-            "stop_reason": int(answer.ids[i]) if last else None,
-            "token_ids": [int(answer.ids[i])],
+            "stop_reason": ids[-1] if last else None,
+            "token_ids": ids,
         }
         events.append({**head, "choices": [choice]})
     events.append({**head, "choices": [], "usage": _usage(script, turn)})
-    return _streamed(script, turn, events)
+    return _streamed(script, turn, events, ends)

@@ -166,6 +166,17 @@ class ClientGone(RequestError):
     code = "client_gone"
 
 
+_TEMPORARY = frozenset({404, 408, 409, 425, 429})
+
+
+def is_temporary(status: int) -> bool:
+    """Whether a model server's HTTP status says nothing about the request, so a retry may help.
+
+    404 is the answer of a server that is loading the model, or of a proxy in front of one.
+    """
+    return status >= 500 or status in _TEMPORARY
+
+
 class EngineError(TuglineError):
     """The engine failed; `status` is its HTTP status, None if it could not be reached."""
 
@@ -175,6 +186,11 @@ class EngineError(TuglineError):
         super().__init__(message)
         self.status = status
         self.retry_after = retry_after
+
+    @property
+    def temporary(self) -> bool:
+        """Whether the same request may succeed later, or elsewhere."""
+        return self.status is None or is_temporary(self.status)
 
 
 class Overloaded(EngineError):

@@ -1,4 +1,8 @@
-"""Structured logging to stderr or a file: an event name, then key=value. Prompts are never logged.
+"""Structured logging to stderr or a file: an event name, then key=value.
+
+Keys and contents of sessions are never logged, however logging is configured: an unexpected error
+is logged as its `describe_error`, never as ``exc_info``, whose default format in structlog has the
+local variables of each frame.
 
 Code that starts the work of a node or a session binds ids once, with `about`; all later events, in
 any module, task or thread, have these ids. Log records of other libraries are converted.
@@ -6,7 +10,9 @@ any module, task or thread, have these ids. Log records of other libraries are c
 
 import logging
 import sys
-from contextlib import AbstractContextManager
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +27,9 @@ _VISIBLE = {"\n": NEWLINE, "\t": "⇥", " ": " "}
 def configure(*, level: str = "warning", path: Path | None = None) -> None:
     """Write events of at least `level` to `path` as JSON lines, or to stderr as text for people."""
     configured.update(level=level, path=path)
-    renderer: Any = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    renderer: Any = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )
     # Looked up for each event, so that a replaced sys.stderr is honoured.
     factory: Any = lambda *_: structlog.WriteLogger(sys.stderr)  # noqa: E731
     if path is not None:
@@ -32,7 +40,7 @@ def configure(*, level: str = "warning", path: Path | None = None) -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
+            _show_traceback,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(
@@ -46,11 +54,45 @@ def configure(*, level: str = "warning", path: Path | None = None) -> None:
         root.addHandler(_LibraryHandler())
 
 
+def _show_traceback(_logger: object, _method: str, event: Any) -> Any:
+    """Rename a traceback to the key that renderers print below the event."""
+    if "traceback" in event:
+        event["exception"] = event.pop("traceback")
+    return event
+
+
 class _LibraryHandler(logging.Handler):
     """Handler that logs records of libraries as events, with ``part`` set to the logger's name."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        get(record.name).log(record.levelno, record.getMessage(), exc_info=record.exc_info)
+        error = record.exc_info[1] if record.exc_info else None
+        text, shown = record.getMessage(), {}
+        if error is not None:
+            text = text.partition("\n")[0]  # asyncio adds a line with the error
+            shown["traceback"] = describe_error(error)
+        get(record.name).log(record.levelno, text, **shown)
+
+
+@contextmanager
+def isolate(event: str, *, part: str) -> Iterator[None]:
+    """Log an unexpected error as `event`, and leave the block."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - isolates one request from the next
+        get(part).error(event, traceback=describe_error(error))
+
+
+def describe_error(error: BaseException) -> str:
+    """Describe an error by the types and source lines of its chain.
+
+    Its text and its local variables are left out, because they may hold keys and contents.
+    """
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    parts = [] if before is None else [describe_error(before), "\nwhich led to:\n"]
+    parts += traceback.format_tb(error.__traceback__)
+    parts.append(type(error).__name__)
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return "".join([*parts, *(f"\nof:\n{describe_error(each)}" for each in inner)])
 
 
 def get(name: str) -> Any:

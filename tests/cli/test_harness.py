@@ -27,7 +27,7 @@ def test_every_harness_is_listed_with_its_version() -> None:
     assert done.returncode == 0
     rows = {line.split()[0]: line for line in done.stdout.splitlines()[1:] if line.strip()}
     assert set(rows) >= set(BUILT_IN["harness"])
-    assert "0.169.0" in rows["codex"]
+    assert "0.171.0" in rows["codex"]
     assert "openai_responses" in rows["codex"]
 
 
@@ -37,18 +37,49 @@ async def test_a_damaged_installation_is_reported() -> None:
     async def fill(fresh: Path) -> None:
         (fresh / "program").write_text("right")
 
-    for version in ("0.87.1", "0.90.0"):
+    for version in ("1.6.0", "1.7.0"):
         await install_once(install_dir() / f"pi-{version}", fill)
-    (install_dir() / "pi-0.90.0" / "program").write_text("wrong")
+    (install_dir() / "pi-1.7.0" / "program").write_text("wrong")
     done = tugline("list", "--json")
     assert done.returncode == 1
     report = [row for row in json.loads(done.stdout)["harnesses"] if row["name"] == "pi"]
     assert [(row["version"], row["pinned"], row["sound"]) for row in report] == [
-        ("0.87.1", True, True),
-        ("0.90.0", False, False),
+        ("1.6.0", True, True),
+        ("1.7.0", False, False),
     ]
     assert report[0]["bytes"] == len("right")
     assert tugline("list").returncode == 1
-    again = tugline("install", "pi", "--version", "0.90.0")
+    again = tugline("install", "pi", "--version", "1.7.0")
     assert (again.returncode, again.stdout) == (1, "")
-    assert "pi 0.90.0 was changed: remove" in again.stderr
+    assert "pi 1.7.0 was changed: remove" in again.stderr
+
+
+AGENT = Path(__file__).resolve().parents[2] / "examples" / "agents" / "openai_loop.py"
+
+
+def test_a_harness_of_ones_own_is_checked() -> None:
+    """With the tool that runs a command; a real agent passes all checks."""
+    options = json.dumps({"command": ["python3", str(AGENT)]})
+    own = ("tugline.harnesses.shell:Shell", "--tool", "bash", "--options", options)
+    done = tugline("check", *own, "--runtime", "local", "--json")
+    (result,) = json.loads(done.stdout)["results"]
+    assert (done.returncode, set(result["checks"].values())) == (0, {"pass"}), result
+    assert (result["dialect"], result["turns"], result["exact_turns"]) == ("openai_chat", 4, 4)
+    other = tugline("check", *own, "--argument", "cmd", "--runtime", "local", "--json")
+    (result,) = json.loads(other.stdout)["results"]
+    assert other.returncode == 1
+    assert result["checks"]["tool_call_executed"].startswith("fail: ")
+
+
+def test_a_check_without_a_tool_says_what_to_give() -> None:
+    """For a harness that is not a preset; wrong values are named."""
+    name = "tugline.harnesses.shell:Shell"
+    for given, error in (
+        ((name,), f"harness '{name}' has no known tool"),
+        ((name, "--tool", "x", "--arguments", "[]"), "--arguments: the body is [], must be"),
+        ((name, "--tool", "x", "--options", "{"), "--options is not valid JSON"),
+        ((name, "--tool", "x"), "it needs 'command'"),
+        (("nothing:Such", "--tool", "x"), "harness 'nothing:Such' cannot be loaded"),
+    ):
+        done = tugline("check", *given)
+        assert (done.returncode, error in done.stderr) == (2, True), done

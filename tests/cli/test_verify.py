@@ -96,7 +96,7 @@ def test_a_run_is_a_folder_of_pages(tmp_path: Path) -> None:
     assert links == ["one/recordings/<b> & 1.0.html", *(f"two/again.{n}.0.html" for n in (1, 2))]
     for link in links:
         assert (tmp_path / "out" / link).read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert "&lt;b&gt; &amp; 1</a><td>t-1<td>completed<td>0.5<td>6<td>87<td>81<td>0.0<td>" in index
+    assert "&lt;b&gt; &amp; 1</a><td>t-1<td>completed<td>0.5<td>6<td>85<td>79<td>0.0<td>" in index
     assert "<td>broken<td><td>unreadable" in index
     assert "<script" not in index
     assert "<b>" not in index

@@ -48,13 +48,18 @@ async def install(kind: str, packages: bytes, *command: str | Path) -> Path:
     return folder
 
 
-async def run_on_node(kind: str, packages: Sequence[str], script: Path, *arguments: str) -> Any:
-    """Run a JavaScript program, whose first argument is the folder with its packages."""
-    node, npm = find_node()
+async def install_from_npm(kind: str, packages: Sequence[str]) -> Path:
+    """Install npm packages on first use, without their install scripts; return their folder."""
+    _, npm = find_node()
     options = ("--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error")
     names = " ".join(packages).encode()
-    folder = await install(kind, names, *npm, "install", *options, *packages)
-    return await run([node, script, folder, *arguments])
+    return await install(kind, names, *npm, "install", *options, *packages)
+
+
+async def run_on_node(kind: str, packages: Sequence[str], script: Path, *arguments: str) -> Any:
+    """Run a JavaScript program, whose first argument is the folder with its packages."""
+    folder = await install_from_npm(kind, packages)
+    return await run([find_node()[0], script, folder, *arguments])
 
 
 async def run(argv: Sequence[str | Path], **env: str) -> Any:

@@ -11,7 +11,7 @@ from tugline.cli.harness_check import Case
 from tugline.gateway.app import Gateway
 from tugline.gateway.engine import SessionTerms
 from tugline.gateway.policy import DEFAULTS, CallSettings
-from tugline.harnesses.base import Harness, LaunchContext
+from tugline.harnesses.base import Harness, LaunchContext, prepare
 from tugline.plugins import find
 from tugline.recording import file as recordings
 from tugline.sandbox.base import Exit, Sandbox, SandboxSpec
@@ -178,7 +178,7 @@ async def _launch(case: Case, scenario: Scenario, gateway: Gateway, sandbox: San
             model=_MODEL,
         )
         launch = harness.launch(context)
-        await sandbox.put(sandbox.home, launch.files)
+        await prepare(sandbox, launch)
         return await sandbox.run(launch.argv, env=launch.env, timeout_s=scenario.timeout_s)
 
 

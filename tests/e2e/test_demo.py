@@ -27,7 +27,7 @@ OWN = f"{sys.executable} examples/agents/openai_loop.py"
 @pytest.mark.parametrize(
     ("options", "harness", "version"),
     [
-        pytest.param((), "pi", "0.87.1", marks=pytest.mark.pi),
+        pytest.param((), "pi", "1.6.0", marks=pytest.mark.pi),
         pytest.param(
             ("--harness", "shell", "--command", OWN),
             "shell",

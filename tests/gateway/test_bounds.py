@@ -18,11 +18,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from faulty import Dialect, check, client, each_dialect, say, whole
-from rig import rig, says, until
+from rig import rig, rig_of, says, until
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.policy import CallSettings, InFlight
-from tugline.types import Branch, Limits, SpentLimit
+from tugline.types import Branch, Limits, Mode, SpentLimit
+from tugline.types.task import MIN_TEMPERATURE
 
 WINDOW = 4000
 """Tokens, in `faulty.Faulty`; a body may have a megabyte and 16 bytes for each of them."""
@@ -169,6 +170,38 @@ async def test_choices_of_a_request_are_sampled_a_few_at_a_time(tmp_path: Path) 
         watching.cancel()
         assert len(it.calls) == 7
     assert most == 2
+
+
+# --------------------------------------------------------------------------- values
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 10**30}}}
+VALUES: list[tuple[dict[str, Any], int]] = [
+    ({"max_tokens": 2**31 - 1}, 200), ({"max_tokens": 2**31}, 400), ({"max_tokens": 10**9}, 200),
+    ({"seed": -1}, 200), ({"seed": 2**63 - 1}, 200), ({"seed": -(2**63)}, 200),
+    ({"seed": 2**63}, 400), ({"seed": 2**64}, 400), ({"seed": 10**40}, 400),
+    ({"temperature": 1e-300}, 200), ({"temperature": 11}, 400), ({"top_p": 1e-300}, 200),
+    ({"top_k": 2**31 - 1}, 200), ({"top_k": 2**31}, 400), ({"stop": ["x" * 1025]}, 400),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]}, 400),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [Mode.EXACT, Mode.OBSERVED])
+async def test_a_value_out_of_bounds_is_refused_by_name(tmp_path: Path, mode: Mode) -> None:
+    """What is accepted reaches the engine within its own bounds, and is readable."""
+    async with rig_of(tmp_path, says("Hi."), mode) as it:
+        answered = 0
+        for fields, status in VALUES:
+            async with it.post_openai(**fields) as response:
+                reply = await response.json()
+            assert response.status == status, (fields, reply)
+            answered += status == 200
+            if status == 400:
+                (name,) = fields
+                assert (reply["error"]["param"] or "").startswith(name), reply
+            assert len(it.calls) == answered
+        requested = [call.requested for call in it.calls]
+    assert requested[0].max_tokens == 2**31 - 1
+    assert requested[2].seed == 2**53 - 1
+    assert it.calls[5].sampling.temperature == MIN_TEMPERATURE
 
 
 # --------------------------------------------------------------------------- in flight

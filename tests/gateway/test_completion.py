@@ -17,8 +17,9 @@ from tugline.gateway.policy import CallSettings
 from tugline.recording.file import read
 from tugline.recording.records import RecordedEventKind
 from tugline.testing import Reply
+from tugline.traces.base import PrefixMerging
 from tugline.traces.lineage import build_chains
-from tugline.types import Branch, CallOutcome, Finish, Ids
+from tugline.types import Branch, CallOutcome, Finish, Ids, Reason
 
 LONG = " ".join(f"word{i}" for i in range(24))
 QUICK = CallSettings(backoff_s=0.001, grace_s=0.01, probe_every_s=0.02)
@@ -119,7 +120,7 @@ async def test_a_lost_client_aborts_generation_and_keeps_its_tokens(
     tmp_path: Path,
     stream: bool,  # noqa: FBT001
 ) -> None:
-    """No request is left running and the call is recorded; an unstreamed one is drained first."""
+    """No request is left running and the call is recorded; an unstreamed one as well."""
     async with rig(tmp_path, says(LONG, delay_s=0.02), tuning=QUICK) as it:
         asking = asyncio.create_task(it.read() if stream else it.ask())
         await until(lambda: it.sampled > 5)
@@ -363,3 +364,23 @@ async def test_a_title_request_is_a_side_call(tmp_path: Path) -> None:
             assert response.status == 200
     assert [call.kind for call in it.calls] == ["main", "side"]
     assert it.calls[1].branch is Branch.NEW_THREAD
+
+
+async def test_a_greeting_before_the_task_is_a_side_call(tmp_path: Path) -> None:
+    """Only later calls show it: it has no tools, nothing continues it, and the task has tools."""
+    hello = {
+        "model": "m",
+        "max_tokens": 50,
+        "messages": [{"role": "user", "content": "Say hello."}],
+    }
+    go_on = [*ASK, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "On."}]
+    async with rig(tmp_path, says("Hello.")) as it:
+        async with it.post(hello) as response:
+            assert response.status == 200
+        for messages in (ASK, go_on):
+            await it.ask(messages)
+        calls = it.calls
+    assert [call.kind for call in calls] == ["main"] * 3
+    traces, ledger, _ = PrefixMerging().build(calls)
+    assert [(trace.kind, trace.parent) for trace in traces] == [("side", None), ("main", None)]
+    assert ledger.masked == {Reason.SIDE_CALL: len(calls[0].sampled_ids)}

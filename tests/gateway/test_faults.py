@@ -35,7 +35,7 @@ from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import Rendering
 from tugline.recording.file import Writer
 from tugline.traces.base import PrefixMerging
-from tugline.types import CallOutcome
+from tugline.types import CallOutcome, Cause
 
 LOST = {502, 503, 529}
 """Statuses of an engine that did not answer."""
@@ -235,6 +235,21 @@ async def test_token_ids_outside_the_vocabulary_are_an_engine_error(
             code, _ = await it.expect(dialect, LOST, "token id")
             assert (await it.stream(dialect))[0] == code
         assert it.gateway.read_calls("s1") == ()
+
+
+@each_dialect
+@pytest.mark.parametrize("code", [400, 413, 422])
+async def test_a_request_that_the_engine_refuses_is_a_400(
+    tmp_path: Path, dialect: Dialect, code: int
+) -> None:
+    """It is no fault of the engine's; if nothing else is answered, the session has failed there."""
+    async with client(tmp_path, status(code)) as it:
+        _, headers = await it.expect(dialect, 400, "no")
+        assert headers["x-should-retry"] == "false"
+        assert (await it.stream(dialect))[0] == 400
+        failure = it.gateway.describe("s1").failure
+    assert failure is not None
+    assert failure.cause is Cause.ENGINE
 
 
 @each_dialect

@@ -105,7 +105,7 @@ async def test_a_client_timeout_during_a_hang_is_an_engine_failure(
         asked.set()
         await peer.reader.read()
 
-    slow = CallSettings(silent_s=0.05, probe_every_s=60, probe_timeout_s=0.1, partial_answer_s=0.01)
+    slow = CallSettings(silent_s=0.05, probe_every_s=60, probe_timeout_s=0.1)
     async with listen(say_nothing) as url, rig(tmp_path, url, card=CARD, tuning=slow) as it:
         asking = asyncio.create_task(it.ask(stream=stream))
         await asyncio.wait_for(asked.wait(), 10)

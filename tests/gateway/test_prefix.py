@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 import pytest
 import tokenizers
@@ -210,10 +211,58 @@ def test_equal_answers_are_distinguished_by_call_ids() -> None:
         assert tree.match(echo(ARGUMENTS, f"call_{number}_0"), TOOLS).parent == number
 
 
-def test_a_prefill_is_refused_by_name() -> None:
-    """A last assistant message that the model did not sample cannot be continued."""
-    with pytest.raises(Unsupported, match="the last message is the assistant's"):
-        CallTree(RENDERING).match((*START, Message(Role.ASSISTANT, "Sure:")), TOOLS)
+def test_a_history_that_ends_in_an_own_answer_is_extended() -> None:
+    """The answer is closed, and the next one is opened right after its exact ids."""
+    tree, first, ids = make_tool_turn()
+    for number in (1, 2):
+        plan = tree.match((*echo(ARGUMENTS)[: 2 + number],), TOOLS)
+        if number == 1:
+            opening = RENDERING.tokenizer.decode(plan.tokens.to_array()[-22:].tolist())
+            assert opening.endswith("<|im_end|>\n<|im_start|>assistant\n")
+        assert (plan.parent, plan.branch, plan.reused) == (0, None, len(first.tokens) + len(ids))
+        assert [message.role for message in plan.added] == [Role.TOOL] * (number - 1)
+
+
+def test_a_history_that_ends_in_an_own_open_answer_forks() -> None:
+    """An answer that was cut has no id that closes it; the template closes it."""
+    tree = CallTree(RENDERING)
+    plan = tree.match(START, TOOLS)
+    answer = Message(Role.ASSISTANT, "Hi th")
+    cut = np.asarray(RENDERING.tokenizer.encode("Hi th"), np.int32)
+    tree.add(plan, 0, plan.tokens.extend(cut), answer)
+    again = tree.match((*START, answer), TOOLS)
+    assert (again.parent, again.branch) == (0, Branch.RENDERER_REFUSED)
+
+
+def test_text_left_out_of_an_answer_with_calls_is_no_edit() -> None:
+    """The calls must be the answer's own, by ids and values; the text then stays in the prompt."""
+    tree, messages = make_history(2)
+    (*before, answer, first, second) = messages
+    bare = msgspec.structs.replace(answer, content="", reasoning=None)
+    plan = tree.match((*before, bare, first, second), TOOLS)
+    assert (plan.parent, plan.branch) == (1, None)
+    assert plan.echo_changes == (EchoChange.REASONING, EchoChange.TEXT)
+    third = Message(Role.ASSISTANT, "Done.")
+    tree.add(plan, 2, plan.tokens.extend(sampled("Done.")), third)
+    more = (*before, bare, first, second, third, Message(Role.USER, "Go on."))
+    assert (tree.match(more, TOOLS).parent, tree.match(more, TOOLS).branch) == (2, None)
+    calls = answer.tool_calls
+    other = msgspec.structs.replace(calls[1], arguments='{"path":"9"}')
+    foreign = tuple(msgspec.structs.replace(call, id=f"own_{call.id}") for call in calls)
+    for changed in ((calls[0], other), foreign, calls[:1]):
+        edited = msgspec.structs.replace(bare, tool_calls=changed)
+        assert tree.match((*before, edited, first, second), TOOLS).branch is Branch.CALL_REPAIRED
+
+
+def test_an_answer_that_replaces_the_history_is_its_summary() -> None:
+    """As the only message after the system prompt; a text that was not sampled is the client's."""
+    tree, messages = make_history(2)
+    ask = Message(Role.USER, "Sum up.")
+    summary = Message(Role.ASSISTANT, "So far: two files read.")
+    add_turn(tree, 2, summary, (*messages, ask))
+    assert tree.match((START[0], summary), TOOLS).branch is Branch.COMPACTED
+    other = msgspec.structs.replace(summary, content="I read files.")
+    assert tree.match((START[0], other), TOOLS).branch is Branch.HARNESS_ASSISTANT
 
 
 def test_text_prompts_need_exact_mode() -> None:

@@ -298,3 +298,7 @@ async def test_the_doctor_command_prints_text_or_json() -> None:
     async with serve(Stub().app()) as url:
         code, text = await run("--engine", url, "--json")
         assert (code, json.loads(text)["mode"]) == (0, "exact")
+        code, text = await run("--engine", url)
+        lines = [" ".join(line.split()) for line in text.splitlines() if "sound " in line]
+        unsafe = [line for line in lines if "special tokens in them included" in line]
+        assert [line for line in lines if "exact" not in line] == unsafe != []

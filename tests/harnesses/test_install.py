@@ -62,7 +62,7 @@ async def test_npm_that_fails_is_quoted_and_leaves_nothing(programs: Programs) -
     programs("mkdir half; echo 'ERR! ETARGET no such version' >&2; exit 1")
     with pytest.raises(HarnessError, match=r"exit 1\): ERR! ETARGET"):
         await Pi().install()
-    assert [path.name for path in install_dir().glob("pi-*")] == ["pi-0.87.1.lock"]
+    assert [path.name for path in install_dir().glob("pi-*")] == ["pi-1.6.0.lock"]
 
 
 async def test_concurrent_installations_run_once(programs: Programs) -> None:
@@ -75,9 +75,9 @@ async def test_concurrent_installations_run_once(programs: Programs) -> None:
 async def test_a_program_that_asks_no_model_is_not_installed(programs: Programs) -> None:
     """The error has the end of its output, and no files are left."""
     programs(INSTALLING, "[ $1 = --version ] && echo v22.19.0 || echo 'no such thing'")
-    with pytest.raises(HarnessError, match=r"pi 0\.87\.1 .* made no model call: no such thing"):
+    with pytest.raises(HarnessError, match=r"pi 1\.6\.0 .* made no model call: no such thing"):
         await Pi().install()
-    assert not (install_dir() / "pi-0.87.1").exists()
+    assert not (install_dir() / "pi-1.6.0").exists()
 
 
 async def test_a_changed_file_is_detected(tmp_path: Path) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import sys
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from tugline.errors import ConfigError, HarnessError
 from tugline.harnesses.base import Launch, LaunchContext
+from tugline.harnesses.codex import Codex
 from tugline.harnesses.preset import Preset
 from tugline.harnesses.shell import Shell
 from tugline.plugins import find, make
@@ -231,6 +234,65 @@ def test_a_long_instruction_is_only_in_the_file() -> None:
     launch = Shell(command=["a"]).launch(context)
     assert "TUGLINE_INSTRUCTION" not in launch.env
     assert len(launch.files["instruction.txt"]) == 200_000
+
+
+def test_a_setup_of_shell_has_the_forms_of_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A string for the shell, or a list; its files are mounted, too."""
+    (tmp_path / "login.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    script = str(tmp_path / "login.py")
+    assert Shell(command="agent").launch(CONTEXT).setup == ()
+    line = Shell(command="agent", setup="python3 login.py")
+    assert line.launch(CONTEXT).setup == ("sh", "-c", f"python3 {script}")
+    assert line.mounts == (Mount(script, script),)
+    assert Shell(command="agent", setup=["a", ""]).launch(CONTEXT).setup == ("a", "")
+
+
+def test_shell_takes_what_its_program_needs_as_options() -> None:
+    """As a harness of one's own: on which status it stops, whether it has tools, what it logs."""
+    options = {"offers_tools": True, "spent_status": 401, "log_globs": [".agent/*.log"]}
+    made = make("harness", PluginSpec("shell", {"command": "agent", **options}), Shell)
+    assert (made.offers_tools, made.spent_status, list(made.log_globs)) == tuple(options.values())
+    for wrong, error in (
+        ({"spent_status": 200}, "spent_status is 200, must be an integer >= 400"),
+        ({"log_globs": ["/var/log/*"]}, "log_globs has '/var/log/[*]', must be relative"),
+        ({"log_globs": ["../a"]}, "log_globs has '../a', must be relative"),
+        ({"offers_tools": "yes"}, "offers_tools is 'yes', must be true or false"),
+    ):
+        with pytest.raises(ConfigError, match=error):
+            make("harness", PluginSpec("shell", {"command": "agent", **wrong}), Shell)
+
+
+def test_a_setup_of_a_preset_is_its_own_program() -> None:
+    """Such as ``codex login``: arguments after the program's command, with its variables."""
+
+    @dataclass(kw_only=True, eq=False)
+    class LoggedIn(Codex):
+        def configure(self, context: LaunchContext) -> Launch:
+            return msgspec.structs.replace(super().configure(context), setup=("login", "status"))
+
+    harness = LoggedIn()
+    harness.package._command = ("/node", "/program")
+    made = harness.launch(CONTEXT)
+    assert made.setup == ("/node", "/program", "login", "status")
+    assert made.env["HOME"] == CONTEXT.home
+    assert launch("codex").setup == ()
+
+
+def test_the_example_from_npm_gets_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Address, key and model are in its file, and the instruction is its last argument."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples" / "npm_agent")
+    made = launch("continue_cli:ContinueCli", context_window=9000)
+    config = yaml.safe_load(made.files["config.yaml"])
+    (model,) = config["models"]
+    assert (model["apiBase"], model["apiKey"], model["model"]) == (
+        *(f"{CONTEXT.base_url}/v1", "secret"),
+        "m",
+    )
+    assert model["defaultCompletionOptions"]["contextLength"] == 9000
+    assert made.argv[-2:] == ("-p", CONTEXT.instruction)
 
 
 def test_wrong_options_are_named() -> None:

@@ -34,7 +34,13 @@ def assert_frequencies(tokens: np.ndarray, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("options", "left"),
-    [({"temperature": 0.7}, 5), ({"top_k": 2}, 2), ({"top_p": 0.7}, 2), ({"top_p": 0.1}, 1)],
+    [
+        ({"temperature": 0.7}, 5),
+        ({"top_k": 2}, 2),
+        ({"top_p": 0.7}, 2),
+        ({"top_p": 0.1}, 1),
+        ({"top_p": 1e-300}, 1),
+    ],
 )
 def test_frequencies_follow_the_truncated_distribution(options: dict[str, Any], left: int) -> None:
     """Truncated tokens are never sampled, and log probabilities are renormalised."""

@@ -1,7 +1,9 @@
 """Calls are read as they were written, bit for bit; images are stored once, ids share memory."""
 
 import base64
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ from msgspec.structs import replace
 
 from calls import make_call, write_calls
 from drawn_sessions import SESSIONS, Drawn
+from tugline.errors import CaptureError
 from tugline.recording.file import Writer, read
-from tugline.types import Call, Image, Message, Role, Tool, ToolCall, encode
+from tugline.types import Call, Image, Message, Role, Sampling, Tool, ToolCall, VersionSpan, encode
 
 NOISE = np.random.default_rng(0)
 LARGE = "data:image/png;base64," + base64.b64encode(NOISE.bytes(300_000)).decode()
@@ -93,15 +96,33 @@ def test_an_image_is_stored_once(tmp_path: Path) -> None:
     assert recording.images == {Image(LARGE).digest: LARGE}
 
 
-def test_a_call_that_cannot_be_encoded_leaves_the_file_intact(tmp_path: Path) -> None:
-    """Half a character is an error; calls that are written later can be read."""
+def unreadable(call: Call) -> Iterator[Call]:
+    """Calls that cannot be encoded, or that a reader refuses."""
+    samplings = [
+        Sampling(max_tokens=2**31), Sampling(max_tokens=0), Sampling(temperature=11.0),
+        Sampling(top_p=0.0), Sampling(top_k=-1), Sampling(seed=-1), Sampling(seed=2**64),
+        Sampling(stop=("",)), Sampling(stop=("x",) * 65), Sampling(stop=("x" * 1025,)),
+    ]  # fmt: skip
+    yield from (replace(call, number=1, requested=sampling) for sampling in samplings)
+    yield from (replace(call, number=1, sampling=sampling) for sampling in samplings)
+    nested: dict[str, Any] = {}
+    for _ in range(2000):
+        nested = {"x": nested}
+    for schema in ({"maximum": 2**64}, {"minimum": -(2**63) - 1}, nested, {"x": "\udc00"}):
+        yield replace(call, number=1, tools=(Tool("f", "", schema),))
+    yield replace(call, number=1, versions=(VersionSpan(2**64, 0, 1),))
+
+
+def test_a_call_that_cannot_be_read_is_an_error_when_it_is_written(tmp_path: Path) -> None:
+    """It leaves the file intact; calls that are written later can be read."""
     path, ids = tmp_path / "a.rec", np.arange(50, dtype=np.int32)
     message = Message(Role.USER, "look", images=(Image(LARGE, 2),))
     first, second = make_call(0, ids, ids[:5]), make_call(2, ids, ids[:9], messages=(message,))
     broken = make_call(1, ids[:30], ids, messages=(message,), thread="\ud800")
     with Writer(path) as writer:
         writer.append(first)
-        with pytest.raises(UnicodeEncodeError):
-            writer.append(broken)
+        for bad in (broken, *unreadable(first)):
+            with pytest.raises(CaptureError, match="cannot be recorded"):
+                writer.append(bad)
         writer.append(second)
     assert are_equal(read(path).calls, [first, second])

@@ -53,6 +53,34 @@ def a_task(harness: PluginSpec, **changes: Any) -> Task:
     return Task(id="t", harness=harness, **{**given, **changes})
 
 
+LOGIN = 'test -n "$OPENAI_API_KEY" && echo "$OPENAI_BASE_URL" > "$HOME/login"'
+
+
+@pytest.mark.parametrize("runtime", ["local", "bubblewrap"])
+async def test_a_setup_logs_in_before_the_agent(
+    runtime: str, gateway: Gateway, tmp_path: Path
+) -> None:
+    """It runs once in the session's sandbox, with the agent's home and variables."""
+    options = {"setup": LOGIN, "command": f'test -s "$HOME/login" && exec python3 {AGENT}'}
+    task = a_task(PluginSpec("shell", options), runtime=PluginSpec(runtime))
+    trajectory, _ = await run_task(task, gateway, tmp_path)
+    assert trajectory.failure is None
+    assert len(gateway.read_calls("t-0")) == len(FIX)
+
+
+async def test_a_setup_that_fails_is_a_failure_of_the_harness(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    """The agent is not started, and the end of the setup's output is in the message."""
+    options = {"setup": "echo no such account; exit 3", "command": ["python3", AGENT]}
+    trajectory, stages = await run_task(a_task(PluginSpec("shell", options)), gateway, tmp_path)
+    assert (trajectory.status, cause_of(trajectory)) == (Status.FAILED, Cause.INSTALL)
+    assert trajectory.failure is not None
+    assert "ended with exit code 3: no such account" in trajectory.failure.message
+    assert stages == [Status.INIT]
+    assert not gateway.read_calls("t-0")
+
+
 ONCE = PluginSpec("shell", {"command": ["python3", "-I", "-c", CALL]})
 """A program that calls the model once."""
 

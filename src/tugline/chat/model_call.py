@@ -11,7 +11,17 @@ from typing import Any
 
 import msgspec
 
-from tugline.types import Finish, Image, Message, Role, Sampling, Tool, ToolCall, TraceKind
+from tugline.types import (
+    Finish,
+    Image,
+    MalformedCalls,
+    Message,
+    Role,
+    Sampling,
+    Tool,
+    ToolCall,
+    TraceKind,
+)
 
 _SYSTEM = frozenset({Role.SYSTEM, Role.DEVELOPER})
 
@@ -23,6 +33,10 @@ class ChoiceMode(StrEnum):
     NONE = "none"
     REQUIRED = "required"
     NAMED = "named"
+
+
+FORCING = frozenset({ChoiceMode.REQUIRED, ChoiceMode.NAMED})
+"""Modes that demand a tool call."""
 
 
 class ToolChoice(msgspec.Struct, frozen=True, gc=False):
@@ -88,6 +102,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     kept_from: int | None = None
     """Index of the first message stored under the response's id, for later requests; else None."""
     dialect: str = ""
+    malformed: MalformedCalls = MalformedCalls.TEXT
+    """How a malformed tool call of the response is delivered."""
 
 
 # --------------------------------------------------------------------------- responses
@@ -219,7 +235,7 @@ def decode_arguments(arguments: str) -> Any:
     """Decode JSON arguments; return other text unchanged."""
     try:
         return msgspec.json.decode(arguments or "{}")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return arguments
 
 
@@ -237,6 +253,17 @@ def place_system(messages: Sequence[Message], *, leading: bool = True) -> list[M
         late = message.role in _SYSTEM
         placed.append(msgspec.structs.replace(message, role=Role.USER) if late else message)
     return placed
+
+
+def start_with_user(messages: Sequence[Message]) -> Sequence[Message] | None:
+    """Put an empty user message before an assistant message that begins the conversation.
+
+    None if another message begins it, system messages aside.
+    """
+    start = next((at for at, m in enumerate(messages) if m.role not in _SYSTEM), 0)
+    if messages[start].role is not Role.ASSISTANT:
+        return None
+    return (*messages[:start], Message(Role.USER), *messages[start:])
 
 
 def serialize_message(

@@ -12,20 +12,27 @@ from __future__ import annotations
 
 import re
 from codecs import utf_8_decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from pathlib import Path
 
 import msgspec
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as _Backend
 
 from tugline.errors import ConfigError
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _PROBE = ' a  b\n\n\t{"é": 界🙂}\u00a0c'
+_UNKNOWN = "\ufdd0"
+"""A character that no model has in its vocabulary."""
 _SHORT = 48
 """Longest text, in characters, whose ids are cached."""
 _CACHED = 2000
+_MARK = re.compile(r"[^\w\s](\S*[^\w\s])?")
+"""Text that begins and ends with punctuation, without white space, such as ``<tool_call>``."""
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class TokenBytes(dict[int, bytes]):
@@ -105,6 +112,15 @@ class Tokenizer:
         """Texts that are always encoded as one id, such as special tokens."""
         return [token.content for token in self._backend.get_added_tokens_decoder().values()]
 
+    @property
+    def control_tokens(self) -> set[str]:
+        """Added tokens that are special, or look like marks; the others are words of the model."""
+        return {
+            token.content
+            for token in self._backend.get_added_tokens_decoder().values()
+            if token.content and (token.special or _MARK.fullmatch(token.content))
+        }.difference(map("<0x{:02X}>".format, range(256)))
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Encode `text`; special tokens written in it become their ids."""
         if len(text) > _SHORT or add_special_tokens:
@@ -116,6 +132,38 @@ class Tokenizer:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def require_mark(self, tokens: AbstractSet[str], mark: str) -> Callable[[str], list[int]]:
+        """Return an encoder for which the added `tokens` are text, except after `mark`."""
+        model = self._backend.model
+        backend = _Backend(model)
+        if self._backend.normalizer is not None:
+            backend.normalizer = self._backend.normalizer
+        if self._backend.pre_tokenizer is not None:
+            backend.pre_tokenizer = self._backend.pre_tokenizer
+        known, added = {}, []
+        for token_id, token in self._backend.get_added_tokens_decoder().items():
+            content = mark + token.content if token.content in tokens else token.content
+            known[content] = token_id
+            flags = {flag: getattr(token, flag) for flag in _TOKEN_FLAGS}
+            added.append(AddedToken(content, **flags))
+        backend.add_tokens(added)
+
+        unknown = {part.value for part in model.tokenize(_UNKNOWN)}
+
+        def split(token: str, token_id: int) -> list[int]:
+            """Return the id of an encoded token, or ids of its parts if text must not form it."""
+            if token not in tokens or token in unknown or len(token) == 1:
+                return [known.get(token, token_id)]
+            parts = [part for text in (token[:1], token[1:]) for part in model.tokenize(text)]
+            return [token_id for part in parts for token_id in split(part.value, part.id)]
+
+        def encode(text: str) -> list[int]:
+            encoded = backend.encode(text, add_special_tokens=False)
+            pairs = zip(encoded.tokens, encoded.ids, strict=True)
+            return [token_id for pair in pairs for token_id in split(*pair)]
+
+        return encode
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Decode `token_ids`; an incomplete character at the end decodes to U+FFFD."""
@@ -172,6 +220,12 @@ class Detokenizer(msgspec.Struct, gc=False):
             data = self._bytes + data
         text, used = utf_8_decode(data, "replace", False)
         self._bytes = data[used:]
+        return self.feed_text(text)
+
+    def feed_text(self, text: str) -> str:
+        """Add decoded text as the continuation of the segment."""
+        if self.matched_stop is not None:
+            return ""
         if self._preface:
             text = self._strip_preface(text)
         if self._watched:
@@ -192,12 +246,6 @@ class Detokenizer(msgspec.Struct, gc=False):
         ready = self._emit(text) if text and self.matched_stop is None else ""
         self._bytes, self._undecided, self._at_start = b"", "", True
         return ready
-
-    def cut_at_stop(self, text: str) -> str:
-        """Return the part of a whole text before the first stop string."""
-        text = self._hold_back(text) + self._undecided
-        self._undecided = ""
-        return text
 
     def skip(self, preface: str) -> None:
         """Do not emit `preface` if the next segment begins with it."""

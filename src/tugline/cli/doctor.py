@@ -22,6 +22,7 @@ from tugline.web.serve import raise_file_limit
 
 _FILES = 16
 """Open files of a node per agent: connections, a recording, pipes of the sandbox."""
+_ENGINE_ENCODES = "the engine encodes contents, special tokens in them included"
 
 
 async def doctor(
@@ -111,6 +112,7 @@ def _show(report: EngineReport, refusal: str | None) -> None:
     for advice in report.advice:
         print_text(f"change {advice}", style="yellow")
     for name, mode in report.routes.items():
-        print_text(f"sound  {mode} mode, by {name}", style="green")
+        weakness = "" if mode is Mode.EXACT else f"; {_ENGINE_ENCODES}"
+        print_text(f"sound  {mode} mode, by {name}{weakness}", style="green")
     if refusal:
         print_text(f"refused {refusal}", style="red")

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from cyclopts import App, Parameter
@@ -20,6 +21,7 @@ from tugline.errors import HarnessError, UsageError
 from tugline.harnesses.install import install_dir, measure, read_manifest
 from tugline.harnesses.preset import Preset
 from tugline.plugins import find, list_names
+from tugline.schema import decode, parse_json
 from tugline.types import PluginSpec
 
 harness = App(help="Agent programs that can be run.")
@@ -160,6 +162,39 @@ def _find_preset(name: str, version: str | None = None) -> Preset:
     return kind(**({"version": version} if version else {}))
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Own:
+    """Options that check a harness that is not a preset."""
+
+    tool: str | None = None
+    """Tool of your own harness that runs a shell command."""
+    argument: str = "command"
+    """Argument of --tool for the command."""
+    arguments: str = "{}"
+    """Other required arguments of --tool, as a JSON object."""
+    options: str = "{}"
+    """Options of your own harness, as a JSON object."""
+
+    def make_case(self, name: str) -> Case:
+        """Return the case of the harness `name`. Raises `ConfigError`."""
+        return Case(
+            harness=name,
+            tool=self.tool or "",
+            argument=self.argument,
+            arguments=_parse_object("--arguments", self.arguments),
+            options=_parse_object("--options", self.options),
+        )
+
+
+def _parse_object(option: str, text: str) -> dict[str, Any]:
+    return decode(parse_json(text, option), dict[str, Any], source=option)
+
+
+PRESETS = Own()
+"""Options that check presets."""
+
+
 @harness.command
 def check(
     name: str | None = None,
@@ -167,6 +202,7 @@ def check(
     *,
     every: Annotated[bool, Parameter("--all")] = False,
     version: Version = None,
+    own: Own = PRESETS,
     runtime: str = "auto",
     keep: Path | None = None,
     as_json: Json = False,
@@ -174,14 +210,14 @@ def check(
     """Run a harness in a sandbox, against the gateway and a scripted model.
 
     Args:
-        name: Harness to check.
-        every: Check every harness.
+        name: Harness to check: a preset, or your own as module:Class or an entry point.
+        every: Check every preset.
         runtime: Runtime of the session.
         keep: Keep logs and recordings in this new folder.
     """
     if every == (name is not None):
         raise UsageError("give the name of one harness, or --all")
-    cases = cases_of(name)
+    cases = cases_of(name) if name is None or own.tool is None else (own.make_case(name),)
     if version is not None:
         _find_preset(cases[0].harness, version)
         cases = tuple(
@@ -210,8 +246,9 @@ async def _check(
 def _show(results: Sequence[CheckResult]) -> None:
     for result in results:
         passed = sum(verdict == "pass" for verdict in result.checks.values())
+        program = " ".join(filter(None, (result.harness, result.version)))
         print_text(
-            f"{result.harness} {result.version} ({result.dialect}): {passed} of "
+            f"{program} ({result.dialect or 'no call'}): {passed} of "
             f"{len(result.checks)} passed, {result.exact_turns} of {result.turns} turns exact",
             style="red" if result.failed else "green",
         )

@@ -5,6 +5,7 @@ only the model is scripted. The conformance suite of the repository (`make test-
 more: streaming, faults of the engine, budgets, and network access of programs.
 """
 
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +16,12 @@ import msgspec
 from tugline.errors import HarnessError, UsageError
 from tugline.gateway.app import Gateway
 from tugline.harnesses.base import Harness
-from tugline.plugins import find
+from tugline.plugins import make
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.schema import decode, read_values
 from tugline.testing import ScriptedTurn, serve_scripted_model
-from tugline.traces.lineage import Continuation, trace_lineage
+from tugline.traces.lineage import Continuation, mark_side_calls, trace_lineage
 from tugline.types import (
     Call,
     CallOutcome,
@@ -42,7 +43,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """Harness in a dialect, with the arguments of its shell tool."""
 
     harness: str
-    dialect: str
+    dialect: str = ""
+    """Dialect of its calls; empty if it is not known before."""
     tool: str
     """Name of the tool that runs a command."""
     argument: str = "command"
@@ -90,7 +92,8 @@ def cases_of(name: str | None) -> tuple[Case, ...]:
     cases = tuple(case for case in CASES if name in (None, case.harness))
     if not cases:
         names = ", ".join(dict.fromkeys(case.harness for case in CASES))
-        raise UsageError(f"harness {name!r} cannot be checked; these can: {names}")
+        msg = f"harness {name!r} has no known tool (these have: {names}); name it with --tool"
+        raise UsageError(msg)
     return cases
 
 
@@ -113,7 +116,8 @@ class CheckResult(msgspec.Struct, frozen=True):
 
 def main_calls(calls: Sequence[Call]) -> list[Call]:
     """Return the calls of the conversation, without side calls and abandoned responses."""
-    return [c for c in calls if c.kind is not TraceKind.SIDE and c.outcome is CallOutcome.COMPLETE]
+    marked = mark_side_calls(calls)
+    return [c for c in marked if c.kind is not TraceKind.SIDE and c.outcome is CallOutcome.COMPLETE]
 
 
 def find_forks(calls: Sequence[Call]) -> str | None:
@@ -127,12 +131,13 @@ async def check(case: Case, runtime: PluginSpec, keep: Path | None = None) -> Ch
 
     The session's files are stored in the folder `keep`.
     """
-    harness: Harness = find("harness", case.harness)(**case.options)
+    harness = make("harness", PluginSpec(case.harness, case.options), Harness)
     calls: Sequence[Call] = ()
     try:
         await harness.install()
         with tempfile.TemporaryDirectory(prefix="tugline-check-") as temporary:
-            folder = (keep or Path(temporary)).absolute() / f"{case.harness}-{case.dialect}"
+            name = re.sub(r"\W+", "-", f"{case.harness}-{case.dialect}".strip("-"))
+            folder = (keep or Path(temporary)).absolute() / name
             trajectory, calls = await _run_session(case, runtime, folder)
             log, end = _read_log(folder), trajectory.report.get("exit")
             faults = find_faults(case, calls, log, end, trajectory.failure)
@@ -142,7 +147,7 @@ async def check(case: Case, runtime: PluginSpec, keep: Path | None = None) -> Ch
     return CheckResult(
         harness=case.harness,
         version=harness.version,
-        dialect=case.dialect,
+        dialect=case.dialect or next((call.dialect for call in calls), ""),
         turns=len(turns),
         exact_turns=sum(call.branch is None for call in turns),
         checks={name: f"fail: {fault}" if fault else "pass" for name, fault in faults.items()},

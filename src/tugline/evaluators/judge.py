@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import msgspec
 
 from tugline import log
-from tugline.errors import ConfigError, EvaluatorError
+from tugline.errors import ConfigError, EvaluatorError, is_temporary
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.script import diff_work, has_base
 from tugline.schema import PositiveFloat, PositiveInt
@@ -30,7 +30,6 @@ from tugline.web.engine_http import EngineHttp
 
 MAX_SCORE = 10
 """Highest score of a criterion."""
-_RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _FIRST_WAIT_S = 0.3
 _LONGEST_WAIT_S = 20.0
 _MAX_ANSWER_BYTES = 1 << 20
@@ -168,7 +167,7 @@ class JudgeEvaluator(Evaluator):
         if reply.status == 200:
             return answer
         reason = f"HTTP {reply.status}: {answer[:300].decode(errors='replace').strip()}"
-        if reply.status in _RETRIED:
+        if is_temporary(reply.status) and reply.status != 404:  # 404: the model or URL is wrong
             after = reply.headers.get("retry-after", "")
             raise _RetryableError(reason, float(after) if after.isdecimal() else 0.0)
         raise EvaluatorError(f"judge {self._url}: {reason}")

@@ -19,6 +19,7 @@ from tugline.chat.dialects import DIALECTS, fallback_dialect
 from tugline.chat.dialects.base import Action, Dialect, HttpRequest
 from tugline.chat.model_call import Request
 from tugline.chat.templates.rendering import Rendering
+from tugline.gateway.answer import AT_ENGINE, AnswerState
 from tugline.gateway.completion import Completion
 from tugline.gateway.engine import (
     DEFAULT_TERMS,
@@ -81,7 +82,6 @@ class Gateway:
         self._flush_s, self._prepare = flush_s, prepare
         self._settings, self._clock = settings, clock
         self._engine = EngineContext(upstream, ModelCard("", 0), rendering, settings)
-        self._engine.gate.set()
         self._sessions = Sessions()
         self._closed: dict[str, SessionState] = {}
         upstream.on_hang = self._sessions.credit
@@ -132,6 +132,8 @@ class Gateway:
 
         `on_hang` is called with the seconds lost to a hanging engine.
         """
+        if self._sessions.get(session.id) is not None:
+            raise errors.UsageError(f"session {session.id!r} is live already")
         header = self._engine.header(session, task, terms.workdir, terms.home)
         self._upstream.open_session(header)
         path = self.recording_path(session)
@@ -146,10 +148,10 @@ class Gateway:
             on_hang=on_hang,
         )
         live.transcript.declares_tools = terms.offers_tools
-        if terms.key:
-            await asyncio.to_thread(live.restore, path)
-        secret = self._sessions.open(live, terms.key)
         try:
+            if terms.key:
+                await asyncio.to_thread(live.restore, path)
+            secret = self._sessions.open(live, terms.key)
             yield Opened(f"{self.url}/s/{session.id}", secret)
         finally:
             await asyncio.shield(self._close(live))
@@ -192,16 +194,17 @@ class Gateway:
 
         Raises `EngineError` if they do not end within `within_s`; the gateway then stays paused.
         """
-        self._engine.gate.clear()
+        self._upstream.gate.close()
         self._sessions.note(RecordedEventKind.PAUSED, mode)
-        running = [c for live in self._sessions for call in live.running for c in call.choices]
-        if mode == PauseMode.ABORT:
-            await asyncio.gather(*(choice.stop_early() for choice in running if not choice.done))
         if mode == PauseMode.KEEP:
             return
+        running = [c.life for live in self._sessions for call in live.running for c in call.choices]
+        unfinished = AT_ENGINE | {AnswerState.ABANDONED}
         try:
             async with asyncio.timeout(within_s):
-                while any(choice.sampling_now for choice in running):  # noqa: ASYNC110
+                if mode == PauseMode.ABORT:
+                    await asyncio.gather(*(life.stop_early() for life in running))
+                while any(life.state in unfinished for life in running):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         except TimeoutError as error:
             msg = f"model calls were still in flight {within_s:g} s after pause({str(mode)!r})"
@@ -209,7 +212,7 @@ class Gateway:
 
     async def resume(self) -> None:
         """Release held calls."""
-        self._engine.gate.set()
+        self._upstream.gate.open()
         self._sessions.note(RecordedEventKind.RESUMED, "")
 
     async def set_weights_version(self, version: int) -> None:
@@ -238,10 +241,10 @@ class Gateway:
             await self._handle(http, dialect, action, incoming, live)
         except errors.ClientGone:
             return
-        except Exception as caught:
-            if http.started:
-                raise
+        except Exception as caught:  # noqa: BLE001 - every error becomes a reply
             error = explain(caught)
+            if http.started:  # the server closes the connection of an unfinished reply
+                return
             status, headers, body = dialect.encode_error(error)
             self._engine.traffic.refused[type(error).__name__] += 1
             _log.info("refused", status=status, error=type(error).__name__, dialect=dialect.name)
@@ -276,7 +279,8 @@ class Gateway:
             incoming = msgspec.structs.replace(incoming, body=body)
             request, prompt, repaired = await live.prepare(dialect, incoming)
             if action is Action.COUNT:
-                await http.reply(200, dialect.encode_count(len(prompt.tokens)))
+                tokens = self._engine.count_prompt(request, prompt.tokens)
+                await http.reply(200, dialect.encode_count(tokens))
                 return
             retry = http.headers.get(_RETRY, "0") != "0"
             completion = await live.complete(request, prompt, retry=retry)
@@ -300,12 +304,13 @@ class Gateway:
         with http.while_connected():
             with completion.attached():
                 await send(http, dialect, request, completion)
-            completion.delivered = completion.delivered or not http.disconnected
+            if not http.disconnected:
+                completion.deliver()
 
     async def _send_stream(
         self, http: Http, dialect: Dialect, request: Request, completion: Completion
     ) -> None:
-        await completion.wait_started(self._settings.headers_within_s)
+        await completion.wait_until_accepted()
         if completion.error is not None:
             raise completion.error
         stream = dialect.stream(request, completion.id, int(completion.received))

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -24,7 +23,8 @@ from tugline.chat.stream_parser import StreamParser
 from tugline.chat.tokenizer import Detokenizer
 from tugline.chat.tokens import END, TokenSequence
 from tugline.errors import ClientGone, EngineError, TuglineError
-from tugline.gateway.engine import EngineContext, Transcript
+from tugline.gateway.answer import ENDED, AnswerLife, AnswerState
+from tugline.gateway.engine import EngineContext, Transcript, explain
 from tugline.gateway.policy import classify_call
 from tugline.gateway.prefix import Prompt
 from tugline.recording.records import RecordedEventKind, SampledTokens, mark_replayed
@@ -60,6 +60,7 @@ class Choice:
         """`number` is the call's number in its session."""
         self.number, self.prompt = number, prompt
         self.id = f"{transcript.session_id}-{number}"
+        self.life = AnswerLife(self.id, engine)
         self.pieces: list[Piece] = []
         """Replay buffer: all pieces that are sent to clients, from the first."""
         self.answer: Response | None = None
@@ -67,19 +68,17 @@ class Choice:
         self.sampled = SampledTokens()
         self._request, self._sampling = request, sampling
         self._transcript, self._engine = transcript, engine
-        self._nonce = secrets.token_hex(4)
         rendering, tool_choice = engine.rendering, request.tool_choice
         self._forced = None if rendering is None else rendering.force_tool_call(tool_choice)
         """Ids that make the answer begin with a tool call; they are context, not sampled."""
         self._resumed = _NO_IDS
         """Ids sampled by the earlier call that this call resumes."""
+        self._earlier: Choice | None = None
+        """The call that this call resumes."""
         self._decoder = self._make_decoder()
         self._assembler = ToolCallAssembler(f"call_{number}_")
-        self._replicas: list[str] = []
         self._replayed: Call | None = None
         self.received = time.time()
-        self._sent_at: float | None = None
-        self._recorded = self._abandoned = False
 
     @property
     def max_tokens(self) -> int | None:
@@ -87,27 +86,29 @@ class Choice:
         return self._sampling.max_tokens
 
     @property
-    def done(self) -> bool:
-        """Whether the answer is complete, or failed."""
-        return self.answer is not None or self.error is not None
+    def begun(self) -> bool:
+        """Whether tokens have come, or all of it; then it is an answer, and not a refusal."""
+        if self.life.state is AnswerState.FAILED:
+            return False
+        return bool(self._counted) or self.life.state in ENDED
 
     @property
-    def sampling_now(self) -> bool:
-        """Whether the request was sent to the engine and the answer is not done."""
-        return self._sent_at is not None and not self.done
-
-    @property
-    def broke_off(self) -> bool:
-        """Whether the answer ended early because its clients left, and can be resumed."""
-        resumable = self._decoder is not None and not self._request.logprobs
-        return isinstance(self.error, ClientGone) and resumable
+    def resumable(self) -> bool:
+        """Whether a later call can continue it."""
+        exact = self._decoder is not None and not self._request.logprobs
+        return exact and self.life.state is AnswerState.BROKEN_OFF
 
     @property
     def usage(self) -> Usage:
-        """Token counts so far, as reported to clients; the prompt count is 0 until it is known."""
-        count = len(self._resumed) + self.sampled.length + self.sampled.unreported_tokens
+        """Token counts so far, as reported to clients; the prompt count is 0 until it is known.
+
+        They are those of the recording: forced ids are prompt, resumed and cut ones are sampled.
+        """
+        sampled = self.sampled
+        prompt = len(self.prompt.tokens) + (0 if self._forced is None else len(self._forced))
+        count = len(self._resumed) + self._counted + sampled.cut_tokens
         reasoning = self._decoder.reasoning_tokens if self._decoder is not None else 0
-        return Usage(len(self.prompt.tokens), count, self.prompt.reused, reasoning)
+        return Usage(prompt or sampled.prompt_count, count, self.prompt.reused, reasoning)
 
     def resume(self, earlier: Choice) -> None:
         """Continue the interrupted answer `earlier`: replay its pieces, use its ids as context."""
@@ -117,82 +118,93 @@ class Choice:
             self.prompt = msgspec.structs.replace(
                 self.prompt, parent=earlier.number, branch=None, added=()
             )
+            self._earlier = earlier
+            earlier.life.enter(AnswerState.RESUMED)
 
-    async def stop_early(self) -> None:
-        """Abort sampling in the engine; clients receive the answer so far as truncated."""
-        if self._replicas:
-            attempt = len(self._replicas) - 1
-            await self._engine.upstream.abort(self._request_id(attempt), self._replicas[-1])
-
-    async def drain(self) -> None:
-        """Abort an unstreamed answer without clients, to receive its sampled part."""
-        if self._request.stream or self.done:
+    def fail(self, error: TuglineError) -> None:
+        """End with an error, unless it has ended; the call that it resumes can be resumed again."""
+        if self.life.state in ENDED:
             return
-        self._abandoned = True
-        replica = self._engine.upstream.choose(self._transcript.session_id)
-        await self._engine.upstream.abort(self._request_id(len(self._replicas)), replica.url)
+        self.error = error
+        if self._earlier is not None:
+            self._earlier.life.enter(AnswerState.BROKEN_OFF)
+        self.life.enter(AnswerState.FAILED)
 
     # ----------------------------------------------------------------------- sampling
-    async def sample(self, on_pieces: Callable[[Sequence[Piece]], None]) -> None:
-        """Sample to the end; `on_pieces` is called with the pieces of each delta, even if none.
+    async def sample(self, on_change: Callable[[], None]) -> None:
+        """Sample to the end; `on_change` is called after each new piece and state.
 
         Cancelling records what was sampled as `CallOutcome.CLIENT_GONE`.
         """
+        self.life.on_change = on_change
+        with self._listed_as_unfinished():
+            try:
+                await self._sample_to_end()
+            except Exception as error:  # noqa: BLE001 - a bug must not block the clients
+                self.fail(explain(error))
+
+    @contextlib.contextmanager
+    def _listed_as_unfinished(self) -> Iterator[None]:
+        """List the answer, so that a sub-agent may start before its call has ended."""
         unfinished = self._transcript.turns.unfinished
         unfinished[self.number] = self.prompt.thread, self.pieces
         try:
-            await self._engine.wait_until_resumed()
+            yield
+        finally:
+            del unfinished[self.number]
+
+    async def _sample_to_end(self) -> None:
+        try:
             async with (
                 self._transcript.several if self._request.n > 1 else contextlib.nullcontext()
             ):
-                await self._sample(on_pieces)
-            if self._abandoned:
-                self._break_off()
-            else:
-                on_pieces(self._finish(CallOutcome.COMPLETE))
+                await self._sample()
+            self._finish(CallOutcome.COMPLETE)
         except asyncio.CancelledError:
             self._break_off()
             await self._check_engine()
-        except EngineError as error:
-            if self._counted:
-                on_pieces(self._finish(CallOutcome.ENGINE_LOST))
+        except EngineError:
+            if self.life.state is AnswerState.ABANDONED:
+                self._break_off()
+            elif self._counted:
+                self._finish(CallOutcome.ENGINE_LOST)
             else:
-                self.error = error
-        except TuglineError as error:
-            self.error = error
-        except OverflowError as error:  # when the id is decoded or put in an int32 array
-            self.error = EngineError(f"the engine sent an invalid token id: {error}")
-        finally:
-            unfinished.pop(self.number)
+                raise
 
-    async def _sample(self, on_pieces: Callable[[Sequence[Piece]], None]) -> None:
+    async def _sample(self) -> None:
         """Read the engine, failing over to another replica a bounded number of times."""
         settings, avoid = self._engine.settings, list[str]()
         for fault in range(settings.failovers + 1):
-            self._sent_at = self._sent_at or time.time()
-            self.sampled.reply_start = self.sampled.length
-            deltas = self._engine.upstream.sample(
-                self._engine_request(), self._transcript.session_id, self._replicas, avoid
-            )
+            if self._remaining_tokens() < 1:
+                self.sampled.finish = Finish.LENGTH
+                return
             try:
-                async with contextlib.aclosing(deltas):
-                    async for delta in deltas:
-                        on_pieces(self._take(delta))
-                        if self._decoder is not None and self._decoder.matched_stop is not None:
-                            self._cut_at_stop(self._decoder)
-                            return
+                await self._read(avoid)
             except EngineError:
                 self._note_fault()
                 resumable = self._decoder is not None and self.sampled.length
                 if not resumable or fault == settings.failovers:
                     raise
-                avoid = self._replicas[-1:]
+                self.life.note_refused()
+                avoid = self.life.replicas[-1:]
                 await asyncio.sleep(settings.backoff_s * fault)
             else:
                 return
-            if self._remaining_tokens() < 1:
-                self.sampled.finish = Finish.LENGTH
-                return
+
+    async def _read(self, avoid: Sequence[str]) -> None:
+        """Read one reply of the engine, up to its end or a stop string."""
+        self.sampled.reply_start = self.sampled.length
+        session = self._transcript.session_id
+        deltas = self._engine.upstream.sample(self._engine_request(), session, self.life, avoid)
+        try:
+            async with self.life.read_reply(), contextlib.aclosing(deltas):
+                async for delta in deltas:
+                    self._take(delta)
+                    if self._decoder is not None and self._decoder.matched_stop is not None:
+                        self._cut_at_stop(self._decoder)
+                        return
+        except TimeoutError:  # by `AnswerLife.stop_early`
+            self.sampled.finish = Finish.ABORT
 
     def _engine_request(self) -> EngineRequest:
         request, rendering = self._request, self._engine.rendering
@@ -200,7 +212,8 @@ class Choice:
             request=request,
             model=self._engine.card.id,
             sampling=self._sampling,
-            request_id=self._request_id(len(self._replicas)),
+            request_id="",
+            stream_interval=None if request.stream else self._engine.settings.stream_interval,
         )
         if rendering is None:
             return ask
@@ -212,11 +225,11 @@ class Choice:
             sampling=msgspec.structs.replace(self._sampling, max_tokens=self._remaining_tokens()),
             prompt=prompt.extend(self.sampled.join()[0]) if self.sampled.length else prompt,
             stop_ids=(*stops, markers.call_end) if one_call else stops,
-            banned=(markers.call,) if self._tools_banned and markers.call >= 0 else (),
+            banned=self._engine.find_banned(request),
         )
 
-    def _take(self, delta: Delta) -> list[Piece]:
-        """Add a delta from the engine; return the pieces that it completes."""
+    def _take(self, delta: Delta) -> None:
+        """Add a delta from the engine, and the pieces that it completes."""
         if delta.prompt is not None and not len(self.prompt.tokens):
             self.prompt = self._transcript.turns.set_observed(self.prompt, delta.prompt)
         sampled = self.sampled
@@ -234,7 +247,9 @@ class Choice:
         else:
             pieces = self._assembler.feed(delta)
         self.pieces += pieces
-        return pieces
+        self.life.note_data(delta)
+        if pieces:
+            self.life.on_change()
 
     def _cut_at_stop(self, decoder: StreamParser) -> None:
         """Drop tokens sampled after a complete stop string."""
@@ -242,8 +257,8 @@ class Choice:
         self.sampled.finish, self.sampled.stop = Finish.STOP, decoder.matched_stop
 
     # ----------------------------------------------------------------------- finishing
-    def _finish(self, outcome: CallOutcome) -> list[Piece]:
-        """Record the call, then publish the answer; return its last pieces."""
+    def _finish(self, outcome: CallOutcome) -> None:
+        """Record the call, then publish the answer and its last pieces."""
         if self._decoder is not None:
             pieces, message = self._decoder.finish()
             if self._decoder.matched_stop is not None:
@@ -269,7 +284,7 @@ class Choice:
             tokens=self._list_tokens() if self._request.logprobs else (),
         )
         self.pieces += pieces
-        return pieces
+        self.life.enter(AnswerState.COMPLETE)
 
     def _list_tokens(self) -> tuple[tuple[str, float], ...]:
         """List the text that each sampled token completes, with the token's log probability."""
@@ -281,18 +296,18 @@ class Choice:
 
     def _break_off(self) -> None:
         """Record the partial answer of a call whose clients left."""
-        if not self._recorded:
-            self._record(CallOutcome.CLIENT_GONE, join_pieces(self.pieces))
-        if self.answer is None:
-            self.error = ClientGone("the client hung up before the answer was complete")
+        self.life.abandon()
+        self._record(CallOutcome.CLIENT_GONE, join_pieces(self.pieces))
+        self.error = ClientGone("the client hung up before the answer was complete")
+        self.life.enter(AnswerState.BROKEN_OFF)
 
     async def _check_engine(self) -> None:
         """Fail with `EngineError` if the client left because the replica hangs."""
-        since, engine = self.sampled.last_at or self._sent_at, self._engine
-        if since is None or time.time() - since < min(1.0, engine.settings.silent_s):
+        if self.life.silent_s < min(1.0, self._engine.settings.silent_s):
             return
-        if not await engine.upstream.answers(self._transcript.session_id):
+        if not await self.life.engine_answers():
             self.error = EngineError("the engine did not answer when its client gave up")
+            self.life.enter(AnswerState.FAILED)
 
     def _record(self, outcome: CallOutcome, message: Message | None) -> TokenSequence:
         """Append the call to the recording; return the ids of its prompt and answer."""
@@ -318,7 +333,8 @@ class Choice:
             tools=request.tools,
             sampling=self._sampling,
             requested=request.sampling,
-            constrained=self._tools_banned or request.constraint is not None,
+            constrained=engine.is_constrained(request),
+            forbidden_calls=0 if self._decoder is None else self._decoder.forbidden_calls,
             prompt_ids=_NO_IDS,
             forced=0 if self._forced is None else len(self._forced),
             resumed=len(self._resumed),
@@ -330,11 +346,11 @@ class Choice:
             finish=sampled.finish or Finish.ABORT,
             stop=sampled.stop,
             outcome=outcome,
+            malformed=None if self._decoder is None else self._decoder.malformed,
             engine=wire.name,
-            replicas=tuple(self._replicas),
-            timings=Timings(self.received, self._sent_at, sampled.first_at, sampled.last_at),
+            replicas=tuple(self.life.replicas),
+            timings=Timings(self.received, self.life.sent_at, sampled.first_at, sampled.last_at),
         )
-        self._recorded = True
         call = call if self._replayed is None else mark_replayed(call, self._replayed)
         tokens = self._context().extend(ids)
         self._transcript.append(call, tokens)
@@ -344,8 +360,8 @@ class Choice:
         return classify_call(self._request, declares_tools=self._transcript.declares_tools)
 
     def _note_fault(self) -> None:
-        if self._replicas and self._counted:
-            detail = f"{self._replicas[-1]} after {self._counted} tokens"
+        if self.life.replicas and self._counted:
+            detail = f"{self.life.replicas[-1]} after {self._counted} tokens"
             self._transcript.note(RecordedEventKind.ENGINE_FAULT, detail, call=self.number)
 
     # ----------------------------------------------------------------------- context
@@ -353,10 +369,6 @@ class Choice:
     def _counted(self) -> int:
         """Number of tokens sampled so far, with or without ids."""
         return self.sampled.length + self.sampled.unreported_tokens
-
-    @property
-    def _tools_banned(self) -> bool:
-        return self._request.tool_choice.mode is ChoiceMode.NONE and bool(self._request.tools)
 
     @property
     def _unsampled_ids(self) -> list[Ids]:
@@ -374,6 +386,8 @@ class Choice:
             stops=self._sampling.stop,
             forced=self._forced,
             tools=self._request.tools,
+            malformed=self._request.malformed,
+            forbidden=self._request.tool_choice.mode is ChoiceMode.NONE,
         )
 
     def _context(self) -> TokenSequence:
@@ -382,9 +396,4 @@ class Choice:
 
     def _remaining_tokens(self) -> int:
         limit = self._sampling.max_tokens
-        return (_NO_LIMIT if limit is None else limit) - self.sampled.length
-
-    def _request_id(self, attempt: int) -> str:
-        """Return a new id per attempt: SGLang aborts a lost request by its id two seconds late."""
-        suffix = f"-r{attempt}" if attempt else ""
-        return f"{self._nonce}-{self.id}{suffix}"
+        return (_NO_LIMIT if limit is None else limit) - len(self._resumed) - self.sampled.length

@@ -13,8 +13,8 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from tugline.chat.model_call import Piece, Response, Usage
 from tugline.errors import ClientGone, TuglineError
+from tugline.gateway.answer import ACCEPTED, AnswerState
 from tugline.gateway.choice import Choice
-from tugline.gateway.engine import explain
 from tugline.gateway.policy import CallSettings
 
 _TICK = 1 / 4
@@ -34,37 +34,35 @@ class Completion:
         self.id = choices[0].id
         self.received = choices[0].received
         self.error: TuglineError | None = None
-        self.delivered = False
-        """Whether a client got the whole answer."""
-        self.abandoned = False
-        """Whether sampling was cancelled and is being recorded; no client may attach any more."""
-        self.resumed = False
-        """Whether a later call resumed it, which happens at most once."""
         self._settings = settings
         self._changed, self._over = asyncio.Event(), asyncio.Event()
-        self._started = any(choice.pieces for choice in choices)
         self._closed: TuglineError | None = None
         self._readers = 0
         self._grace: asyncio.TimerHandle | None = None
-        self._draining: asyncio.Task[None] | None = None
         self._ticker: asyncio.TimerHandle | None = None
         """Timer that wakes the readers of a silent stream; one for all pieces."""
         self.task = asyncio.create_task(self._run(), name=self.id)
+        self.task.add_done_callback(self._end)
 
     @property
     def done(self) -> bool:
-        """Whether all answers are complete, or one failed."""
-        return self.error is not None or all(choice.answer for choice in self.choices)
+        """Whether all answers have ended."""
+        return self._over.is_set()
 
     @property
-    def broke_off(self) -> bool:
+    def abandoned(self) -> bool:
+        """Whether sampling was cancelled and is being recorded; no client may attach any more."""
+        return AnswerState.ABANDONED in self._states
+
+    @property
+    def resumable(self) -> bool:
         """Whether the answer ended early because its clients left, and can be resumed."""
-        return len(self.choices) == 1 and self.choices[0].broke_off
+        return len(self.choices) == 1 and self.choices[0].resumable
 
     @property
     def undelivered(self) -> bool:
         """Whether every client disconnected before the end."""
-        return not self.delivered and self._readers == 0
+        return self._readers == 0 and self._states != {AnswerState.DELIVERED}
 
     @property
     def answers(self) -> Sequence[Response]:
@@ -76,7 +74,17 @@ class Completion:
         """Token counts so far; the prompt count is 0 until the engine reports it."""
         return self.choices[0].usage
 
+    @property
+    def _states(self) -> set[AnswerState]:
+        return {choice.life.state for choice in self.choices}
+
     # ----------------------------------------------------------------------- clients
+    def deliver(self) -> None:
+        """Note that a client has got the whole answer."""
+        for choice in self.choices:
+            if choice.life.state is AnswerState.COMPLETE:
+                choice.life.enter(AnswerState.DELIVERED)
+
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Keep sampling during the block, and for a grace period after the last such block."""
@@ -110,11 +118,23 @@ class Completion:
             else:
                 await changed.wait()
 
-    async def wait_started(self, within_s: float) -> None:
-        """Wait for the first token or the end, at most `within_s`."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                while not (self._started or self.done):
+    async def wait_until_accepted(self) -> None:
+        """Wait until the headers of a stream can be sent, because no refusal is to be expected.
+
+        This is at the first token; some time after the acceptance by a replica, for engines that
+        accept before they look at the request; or late, for clients that give up without a byte.
+        """
+        loop, settings = asyncio.get_running_loop(), self._settings
+        latest = due = loop.time() + settings.headers_within_s
+        while not (self.done or all(choice.begun for choice in self.choices)):
+            if not self._states <= ACCEPTED:
+                due = latest
+            elif due == latest:
+                due = min(latest, loop.time() + settings.first_token_within_s)
+            if loop.time() >= due:
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(due):
                     await self._changed.wait()
 
     async def wait_done(self) -> None:
@@ -128,21 +148,18 @@ class Completion:
     # ----------------------------------------------------------------------- the task
     async def _run(self) -> None:
         self._tick()
-        failed: TuglineError | None = None
-        try:
-            if len(self.choices) == 1:
-                await self.choices[0].sample(self._notify_started)
-            else:
-                async with asyncio.TaskGroup() as group:
-                    for choice in self.choices:
-                        group.create_task(choice.sample(self._notify_started))
-        except Exception as error:  # noqa: BLE001 - a bug of the gateway must not block clients
-            failed = explain(error)
-        finally:
-            self._end(failed)
+        if len(self.choices) == 1:
+            await self.choices[0].sample(self._notify)
+        else:
+            async with asyncio.TaskGroup() as group:
+                for choice in self.choices:
+                    group.create_task(choice.sample(self._notify))
 
-    def _end(self, failed: TuglineError | None) -> None:
-        error = next((c.error for c in self.choices if c.error is not None), failed)
+    def _end(self, _task: asyncio.Task[None]) -> None:
+        """Publish the end; this is called as well if the task was cancelled before it began."""
+        for choice in self.choices:
+            choice.fail(ClientGone("nothing was sampled"))
+        error = next((c.error for c in self.choices if c.error is not None), None)
         closed = isinstance(error, ClientGone) and self._closed is not None
         self.error = self._closed if closed else error
         if self._ticker is not None:
@@ -155,11 +172,6 @@ class Completion:
         after_s = self._settings.keep_alive_s * _TICK
         self._ticker = asyncio.get_running_loop().call_later(after_s, self._tick)
 
-    def _notify_started(self, pieces: Sequence[Piece]) -> None:
-        if pieces or not self._started:
-            self._started = True
-            self._notify()
-
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -169,22 +181,11 @@ class Completion:
         self._closed = self._closed or error
         if self._grace is not None:
             self._grace.cancel()
-        if self._ticker is None:  # the task has not started, and will not
-            self._end(ClientGone("nothing was sampled"))
+        for choice in self.choices:
+            choice.life.abandon()
         if not self.task.cancelling():  # cancelling again would interrupt the recording
             self.task.cancel()
 
     def _abandon(self) -> None:
-        if self._readers or self.done:
-            return
-        self.abandoned = True
-        if self.stream or len(self.choices) > 1:
+        if not self._readers:
             self.cancel()
-        else:
-            self._draining = asyncio.create_task(self._drain())
-
-    async def _drain(self) -> None:
-        """Give the engine `partial_answer_s` to return its part of an unstreamed answer."""
-        await self.choices[0].drain()
-        await asyncio.wait({self.task}, timeout=self._settings.partial_answer_s)
-        self.cancel()

@@ -20,17 +20,10 @@ from tugline import log
 from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.engines import ROUTES
 from tugline.chat.engines.base import EngineFormat, Feature
-from tugline.chat.model_call import ChoiceMode, Request
+from tugline.chat.model_call import FORCING, ChoiceMode, Request
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokens import TokenSequence
-from tugline.errors import (
-    CaptureError,
-    ContextOverflow,
-    EngineError,
-    TuglineError,
-    Unsupported,
-    UsageError,
-)
+from tugline.errors import CaptureError, ContextOverflow, TuglineError, Unsupported, UsageError
 from tugline.gateway.policy import DEFAULTS, CallSettings, InFlight
 from tugline.gateway.prefix import CallTree
 from tugline.gateway.replicas import TokenSource
@@ -38,7 +31,7 @@ from tugline.histogram import MOMENTS, Distribution
 from tugline.recording.file import Writer
 from tugline.recording.records import Header, RecordedEvent, RecordedEventKind
 from tugline.recording.tokenizer_file import save_tokenizer
-from tugline.types import Call, Failure, LogprobMeaning, Mode, Session, SpentLimit, Task
+from tugline.types import Call, Failure, LogprobMeaning, Mode, Session, SpentLimit, Task, TraceKind
 from tugline.web.engine_http import ModelCard
 
 
@@ -101,8 +94,6 @@ class EngineContext:
     """SHA-256 of the tokenizer file beside the recordings; empty until it is stored."""
     version: int = 0
     """Announced version of the weights, for engines that do not report their own."""
-    gate: asyncio.Event = field(default_factory=asyncio.Event)
-    """Clear while calls are paused."""
     traffic: Traffic = field(default_factory=Traffic)
     bytes_in_flight: InFlight = field(init=False)
     """Bytes of request bodies in flight, of all sessions."""
@@ -142,17 +133,36 @@ class EngineContext:
     def check_tool_choice(self, request: Request) -> None:
         """Raise `Unsupported` if the template cannot enforce the tool choice."""
         rendering, choice = self.rendering, request.tool_choice
-        if rendering is None or choice.mode is ChoiceMode.AUTO or not request.tools:
+        if rendering is None or choice.mode not in FORCING:
             return
-        if choice.mode is ChoiceMode.NONE:
-            if Feature.BAN in self.upstream.wire.features and rendering.markers.call >= 0:
-                return
-            msg = "tool_choice 'none' cannot be honoured here; send the request without tools"
-            raise Unsupported(msg, param="tool_choice")
         if rendering.force_tool_call(choice) is None:
             mode = choice.mode.value
             msg = f"tool_choice {mode!r} cannot be honoured with this model's template"
             raise Unsupported(msg, param="tool_choice")
+
+    def count_prompt(self, request: Request, prompt: TokenSequence) -> int:
+        """Count the ids of a prompt, and those that force a tool call."""
+        rendering = self.rendering
+        forced = None if rendering is None else rendering.force_tool_call(request.tool_choice)
+        return len(prompt) + (0 if forced is None else len(forced))
+
+    def find_banned(self, request: Request) -> tuple[int, ...]:
+        """Return the ids that must not be sampled: those that open forbidden tool calls.
+
+        None where the engine or the template cannot ban calls. A compaction is sampled freely,
+        because a summary under a ban could not be trained.
+        """
+        forbidden = request.tool_choice.mode is ChoiceMode.NONE and bool(request.tools)
+        if self.rendering is None or not forbidden or request.thread.kind is TraceKind.COMPACTION:
+            return ()
+        opening = self.rendering.markers.call
+        can_ban = Feature.BAN in self.upstream.wire.features and opening >= 0
+        return (opening,) if can_ban else ()
+
+    def is_constrained(self, request: Request) -> bool:
+        """Whether the answer is sampled under a ban, a grammar, or the engine's forced choice."""
+        forced = self.rendering is None and request.tool_choice.mode in FORCING
+        return forced or request.constraint is not None or bool(self.find_banned(request))
 
     def remaining_window(self, length: int, *, counted: str = "") -> int | None:
         """Return the tokens that a prompt of `length` leaves for an answer; None if unknown.
@@ -174,14 +184,7 @@ class EngineContext:
 
     async def wait_until_resumed(self) -> None:
         """Wait while calls are paused. Raises `EngineError` after `pause_timeout_s`."""
-        if self.gate.is_set():
-            return
-        try:
-            async with asyncio.timeout(self.settings.pause_timeout_s):
-                await self.gate.wait()
-        except TimeoutError as error:
-            msg = f"the engine was paused for more than {self.settings.pause_timeout_s:.0f} s"
-            raise EngineError(msg, status=503, retry_after=5.0) from error
+        await self.upstream.gate.wait(self.settings.pause_timeout_s)
 
     def keep_tokenizer(self, folder: Path) -> None:
         """Store the tokenizer in `folder`, because reading the recordings there needs it."""
@@ -201,7 +204,7 @@ class EngineContext:
             engine=wire.name,
             mode=wire.mode,
             template=rendering.name if rendering else "",
-            thinking_retention=rendering.thinking_retention if rendering else "",
+            **(rendering.options if rendering else {}),
             tokenizer=self.tokenizer,
             workdir=workdir,
             home=home,
@@ -210,11 +213,14 @@ class EngineContext:
 
 
 def explain(error: Exception) -> TuglineError:
-    """Return the error to send to a client; an unexpected one is logged and wrapped."""
+    """Return the error to send to a client; an unexpected one is logged and wrapped.
+
+    Its text is not passed on, because it may hold contents.
+    """
     if isinstance(error, TuglineError):
         return error
-    _log.error("gateway failed", exc_info=error)
-    return TuglineError(f"the gateway failed: {error!r}")
+    _log.error("gateway failed", traceback=log.describe_error(error))
+    return TuglineError(f"the gateway failed ({type(error).__name__}); its log has the place")
 
 
 # --------------------------------------------------------------------------- reports
@@ -333,6 +339,8 @@ class Transcript:
         self.writer = writer
         self.several = asyncio.Semaphore(engine.settings.several_sampled)
         """Held by each answer of a request with ``n`` > 1 while it is sampled."""
+        self.calls = 0
+        """Number of recorded calls."""
         self.sampled_tokens = 0
         self.declares_tools = False
         """Whether a request declared tools, or the harness is known to declare them."""
@@ -345,6 +353,7 @@ class Transcript:
 
     def restore(self, calls: Sequence[Call]) -> None:
         """Continue after calls that another process recorded."""
+        self.calls = len(calls)
         self.sampled_tokens = sum(len(c.sampled_ids) + c.unreported_tokens for c in calls)
         self.declares_tools = self.declares_tools or any(call.tools for call in calls)
         self.turns.restore(calls)
@@ -354,8 +363,9 @@ class Transcript:
 
         `tokens` are the ids of prompt and answer.
         """
-        self.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens
         self.writer.append(call, tokens)
+        self.calls += 1
+        self.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens
         self._traffic.add(call, len(tokens) - len(call.sampled_ids))
 
     def note(self, kind: RecordedEventKind, detail: str = "", *, call: int | None = None) -> None:

@@ -8,10 +8,19 @@ from operator import attrgetter
 
 import msgspec
 
+from tugline.chat.dialects.base import is_refused_by_engine
 from tugline.chat.engines.base import Feature
-from tugline.chat.model_call import ChoiceMode, Request
-from tugline.errors import Overloaded, RequestError, Unsupported
-from tugline.types import Mode, Policy, Role, Sampling, TraceKind
+from tugline.chat.model_call import FORCING, ChoiceMode, Request
+from tugline.errors import (
+    ContextOverflow,
+    EngineError,
+    Overloaded,
+    RequestError,
+    TuglineError,
+    Unsupported,
+)
+from tugline.types import HANDLING, Cause, Failure, Mode, Policy, Role, Sampling, TraceKind
+from tugline.types.task import MIN_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +45,11 @@ class CallSettings:
     gateway_answers: int = 4096
     """Answers that all sessions may have in flight."""
     body_timeout_s: float = 60.0
-    headers_within_s: float = 2.0
-    """Longest wait of a stream's headers for the first token, so that early faults get a status."""
+    headers_within_s: float = 45.0
+    """Longest wait of a stream's headers for a replica to accept the request, so that refusals get
+    a status; some clients give up after a minute without a byte."""
+    first_token_within_s: float = 2.0
+    """Longest further wait for the first token, so that faults just after that get one, too."""
     keep_alive_s: float = 15.0
     """Silence in a stream after which a keep-alive is sent."""
     recent_calls: int = 8
@@ -50,8 +62,8 @@ class CallSettings:
     # One completion
     grace_s: float = 0.6
     """Time for which an answer without a client is still sampled, in case the client retries."""
-    partial_answer_s: float = 0.8
-    """Longest wait for the engine to return the sampled part of an aborted answer."""
+    stream_interval: int = 32
+    """Tokens of an event of the engine's stream, if the client does not stream."""
     cancel_timeout_s: float = 10.0
     """Longest wait for a cancelled call to be recorded."""
     pause_timeout_s: float = 900.0
@@ -65,7 +77,7 @@ class CallSettings:
     backoff_s: float = 0.25
     """First delay between attempts; it doubles."""
     longest_retry_after_s: float = 20.0
-    """A ``Retry-After`` beyond this is passed on to the client."""
+    """Time for which refusals are retried; a longer ``Retry-After`` is passed on at once."""
     eject_after: int = 2
     """Consecutive faults after which a replica is ejected."""
     probe_every_s: float = 1.0
@@ -145,8 +157,9 @@ def resolve_sampling(
     first, second = (requested, contract) if policy is Policy.ALLOW else (contract, requested)
     caps = [n for n in (requested.max_tokens, contract.max_tokens, *limits) if n is not None]
     seed = requested.seed if contract.seed is None else _derive_seed(contract.seed, number)
+    temperature = _first(first.temperature, second.temperature, 1.0)
     return Sampling(
-        temperature=_first(first.temperature, second.temperature, 1.0),
+        temperature=max(temperature, MIN_TEMPERATURE) if temperature else 0.0,
         top_p=_first(first.top_p, second.top_p, 1.0),
         top_k=int(_first(first.top_k, second.top_k, 0)),
         max_tokens=min(caps) if caps else None,
@@ -164,7 +177,7 @@ def check_request(request: Request, mode: Mode, features: frozenset[Feature]) ->
         _refuse("messages", "images", "this model's prompts are text only")
     if request.constraint is not None and Feature.STRUCTURED not in features:
         _refuse("response format", "structured output", "this engine has no constrained decoding")
-    forced = request.tool_choice.mode in {ChoiceMode.REQUIRED, ChoiceMode.NAMED}
+    forced = request.tool_choice.mode in FORCING
     if forced and not request.tools:
         msg = "tool_choice asks for a tool call, but no tools are given"
         raise RequestError(msg, param="tool_choice")
@@ -185,8 +198,10 @@ _SUMMARISE = (
     "produce the <state_snapshot>",
     "generate the updated <state_snapshot>",
     "evaluate the <state_snapshot>",
+    "history is being compacted",
+    "provide a concise summary of our conversation so far",
 )
-"""Phrases in the compaction prompts of Claude Code, Qwen Code and Gemini CLI."""
+"""Phrases in the compaction prompts of Claude Code, Qwen Code, Gemini CLI, Copilot and Continue."""
 _SIDE_CALLS = ("Git commit messages", "summarize this partial conversation")
 """Phrases in the side calls of aider, which never declares tools."""
 
@@ -237,3 +252,12 @@ def _first(first: float | None, second: float | None, default: float) -> float:
     if first is not None:
         return first
     return default if second is None else second
+
+
+def find_engine_failure(error: TuglineError | None) -> Failure | None:
+    """Return the session's failure if its last call ended with `error`; None if it is none."""
+    if not isinstance(error, ContextOverflow | EngineError):
+        return None
+    refused = isinstance(error, ContextOverflow) or is_refused_by_engine(error)
+    cause = Cause.ENGINE if refused else Cause.ENGINE_LOST
+    return Failure(HANDLING[cause].boundary, str(error), cause)

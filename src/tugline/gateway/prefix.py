@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from tugline.chat.model_call import UNNAMED, Piece, ThreadInfo, decode_arguments
+from tugline.chat.model_call import UNNAMED, Piece, ThreadInfo
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokens import END, TokenSequence, count_shared, decode_ids
 from tugline.errors import RequestError, Unsupported
@@ -37,8 +37,6 @@ from tugline.types import (
 )
 
 _EMPTY = TokenSequence(np.empty(0, np.int32))
-_SHORTEST_TASK = 12
-"""Minimum characters of an argument that is recognized as the task of a sub-agent."""
 _Messages = tuple[Message, ...]
 _REMEMBERED = 4
 """Number of requests whose digests are kept: one per thread, of threads that alternate."""
@@ -81,6 +79,8 @@ class CallTree:
         self._turns: list[turns.Turn] = []
         self._answers: dict[bytes, turns.Turn] = {}
         """The last turn by the digest of the conversation that it answered."""
+        self._by_calls: dict[tuple[str, ...], turns.Turn] = {}
+        """The last turn by the ids of its answer's tool calls."""
         self._children: dict[int, tuple[turns.Turn, ...]] = {}
         """Turns by the number of the call that they extend."""
         self._requests: list[turns.Conversation] = []
@@ -97,7 +97,7 @@ class CallTree:
         request = self._digest_request(messages, self._digest_tools(tools), thread)
         depth, turn = self._find_deepest(request)
         tail = tuple(messages[depth:])
-        if turn is None or not tail or any(m.role is Role.ASSISTANT for m in tail):
+        if turn is None or any(m.role is Role.ASSISTANT for m in tail):
             return self._branch(request, tools)
         tokens = self._extend(turn, tail, tools)
         if tokens is None:
@@ -189,6 +189,8 @@ class CallTree:
         self._by_digest[digest] = (*self._by_digest.get(digest, ()), turn)
         self._answers[prompt.digest] = turn
         self._turns.append(turn)
+        if answer.tool_calls:
+            self._by_calls[turns.list_call_ids(answer)] = turn
         if turn.parent is not None:
             parent = turn.parent.number
             self._children[parent] = (*self._children.get(parent, ()), turn)
@@ -266,7 +268,7 @@ class CallTree:
             if turn is not None and turn.answer == message:  # an unchanged echo
                 digests.append(turn.digest)
             else:
-                digests.append(turns.digest_message(message, positions))
+                digests.append(turns.digest_message(self._restore_answer(message), positions))
             chain.append(turns.chain_digest(chain[-1], digests[-1]))
             if message.tool_calls:
                 positions = turns.call_positions(message)
@@ -274,6 +276,24 @@ class CallTree:
         others = [known for known in self._requests if known is not request]
         self._requests = [request, *others][:_REMEMBERED]
         return request
+
+    def _restore_answer(self, message: Message) -> Message:
+        """Return an echoed answer as it was sampled, if only this was changed.
+
+        Clients leave out the text beside calls. Of arguments that are not JSON they keep a part,
+        repair it, or write an empty object.
+        """
+        turn = self._by_calls.get(turns.list_call_ids(message)) if message.tool_calls else None
+        if turn is None:
+            return message
+        dropped = not turns.strip_text(message.content)
+        restored = replace(
+            message,
+            content=turn.answer.content if dropped else message.content,
+            tool_calls=turns.restore_malformed(message.tool_calls, turn.answer.tool_calls),
+        )
+        same = turns.digest_message(restored, {}) == turn.digest
+        return restored if same else message
 
     def _find_deepest(self, request: turns.Conversation) -> tuple[int, turns.Turn | None]:
         """Return the length of the longest conversation that the request repeats, and its turn."""
@@ -298,7 +318,7 @@ class CallTree:
         answers = [(turn.thread, turn.answer.tool_calls) for turn in self._turns]
         for thread, calls in (*answers, *list(self.unfinished.values())):
             for call in calls:
-                if isinstance(call, ToolCall) and _gives_task(call, task):
+                if isinstance(call, ToolCall) and turns.gives_task(call, task):
                     return ThreadInfo(call.id, thread.id, TraceKind.SUBAGENT)
         return UNNAMED
 
@@ -328,10 +348,6 @@ class CallTree:
     ) -> Prompt:
         """Render the whole conversation; the parent is the turn with the most shared ids."""
         messages = request.messages
-        if messages[-1].role is Role.ASSISTANT:
-            msg = "the last message is the assistant's: continuing an answer that was not sampled"
-            msg += " here is not supported; end with a user or tool message"
-            raise Unsupported(msg, param="messages")
         tokens, shared, near = _EMPTY, 0, None
         if not self.may_render:
             raise WholePrompt
@@ -366,24 +382,13 @@ def _inherit_thread(thread: ThreadInfo, turn: turns.Turn | None) -> ThreadInfo:
     return turn.thread if turn is not None and goes_on else thread
 
 
-def _gives_task(call: ToolCall, task: str) -> bool:
-    """Whether `task`, or its last lines, are an argument of `call`."""
-    arguments = decode_arguments(call.arguments)
-    return isinstance(arguments, dict) and any(
-        isinstance(value, str)
-        and len(value.strip()) >= _SHORTEST_TASK
-        and task.endswith(f"\n{value.strip()}")
-        for value in arguments.values()
-    )
-
-
-def _select_by_call_ids(turns: Sequence[turns.Turn], echoed: Message) -> turns.Turn:
+def _select_by_call_ids(candidates: Sequence[turns.Turn], echoed: Message) -> turns.Turn:
     """Select the turn whose call ids are echoed, among turns of equal meaning; else the latest."""
-    ids = [call.id for call in echoed.tool_calls]
-    for turn in reversed(turns):
-        if ids and [call.id for call in turn.answer.tool_calls] == ids:
+    ids = turns.list_call_ids(echoed)
+    for turn in reversed(candidates):
+        if ids and turns.list_call_ids(turn.answer) == ids:
             return turn
-    return turns[-1]
+    return candidates[-1]
 
 
 def _digest_ids(ids: Ids) -> bytes:

@@ -3,27 +3,28 @@
 Calls of a session go to the same replica, whose KV cache holds their context. A fault before the
 first token is retried on another replica, a bounded number of times; after it the caller decides,
 because the tokens are already part of an answer. A replica that fails repeatedly is ejected until
-it answers a probe. Closing the iterator closes the connection, which aborts the request.
+it answers a probe. Closing the iterator closes the connection, which aborts the request. While the
+gate is closed, nothing is sent, and silence is no fault.
 """
 
 import asyncio
 import contextlib
 import hashlib
-import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import msgspec
+
 from tugline import log
 from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest, Reader, parse_engine_error
 from tugline.errors import EngineError, TuglineError, UsageError
+from tugline.gateway.gate import Gate
 from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.recording.records import Header
 from tugline.web.engine_http import EngineHttp, ModelCard
 from tugline.web.sse import read_payloads
-
-_RETRIED = frozenset({None, 408, 409, 425, 429, 500, 502, 503, 504, 529})
 
 _log = log.get("gateway.replicas")
 
@@ -57,18 +58,40 @@ class _Wait:
     """A reply being read; `scope` ends the read if the replica hangs."""
 
     since: float
-    """Monotonic time of the engine's last data, or of the request; not after `scope` began."""
+    """The gate's time of the engine's last data, or of the request; not after `scope` began."""
     replica: Replica
     session: str
     scope: asyncio.Timeout
-    streams: bool = False
-    """Whether the reply is a stream that has delivered a token."""
+    began: bool = False
+    """Whether a token has come."""
+
+
+class Progress(ABC):
+    """Receiver of the progress of a request, which may take several attempts."""
+
+    @abstractmethod
+    async def wait_until_sendable(self) -> None:
+        """Wait while requests are held. Raises `EngineError` if that takes too long."""
+
+    @abstractmethod
+    def note_sent(self, url: str) -> str:
+        """Note the replica that is sent the request next, empty for a recording; return an id."""
+
+    @abstractmethod
+    def note_accepted(self) -> None:
+        """Note that the replica has accepted the request."""
+
+    @abstractmethod
+    def note_refused(self) -> None:
+        """Note that the replica refused or lost the request, which is sent again later."""
 
 
 class TokenSource(contextlib.AbstractAsyncContextManager[Any]):
     """Source of answers: an engine or a recording."""
 
     wire: EngineFormat
+    gate: Gate
+    """Gate that holds requests; shared with the gateway, which closes and opens it."""
     on_hang: Callable[[str, float], None] = lambda _session, _seconds: None
     """Called with a session and the seconds that it lost to a hanging replica."""
     forked_from: str = ""
@@ -87,20 +110,20 @@ class TokenSource(contextlib.AbstractAsyncContextManager[Any]):
 
     @abstractmethod
     def sample(
-        self, ask: EngineRequest, session: str, used: list[str], avoid: Sequence[str] = ()
+        self, ask: EngineRequest, session: str, progress: Progress, avoid: Sequence[str] = ()
     ) -> AsyncGenerator[Delta]:
-        """Yield tokens as they come; append the address of the answering replica to `used`.
+        """Yield tokens as they come; each attempt to get them is reported to `progress`.
 
         Raises `EngineError`, or the engine's error about the request. Close the iterator to abort.
         """
 
-    async def answers(self, session: str) -> bool:
-        """Whether the replica of a session answers a probe."""
+    async def answers(self, url: str) -> bool:
+        """Whether a replica answers a probe."""
         return True
 
     @abstractmethod
-    async def abort(self, request_id: str, url: str) -> None:
-        """Ask a replica to end a request and return the sampled part; failures are ignored."""
+    async def abort(self, request_id: str, url: str) -> bool:
+        """Ask a replica to end a request and return the sampled part; False if it cannot."""
 
 
 class Upstream(TokenSource):
@@ -132,6 +155,8 @@ class Upstream(TokenSource):
         self._probes: asyncio.Task[None] | None = None
         self._waits: set[_Wait] = set()
         self._idle_s = idle_s
+        self.gate = Gate()
+        self.gate.on_change = self._reschedule
 
     async def __aenter__(self) -> Self:
         self._probes = asyncio.create_task(self._probe_replicas(), name="probe-replicas")
@@ -155,58 +180,67 @@ class Upstream(TokenSource):
         return max(usable or self.replicas, key=lambda r: _weight(session, r.url))
 
     async def sample(
-        self, ask: EngineRequest, session: str, used: list[str], avoid: Sequence[str] = ()
+        self, ask: EngineRequest, session: str, progress: Progress, avoid: Sequence[str] = ()
     ) -> AsyncGenerator[Delta]:
         """See `TokenSource.sample`."""
-        tried, last = list(avoid), self._settings.tries - 1
+        tried, since = list(avoid), self.gate.now()
         for attempt in range(self._settings.tries):
+            await progress.wait_until_sendable()
             replica = self.choose(session, tried)
             began = False
             try:
-                reply = read_reply(self._http, replica.url, self.wire, ask)
-                async with (
-                    self._watch(replica, session) as reading,
-                    contextlib.aclosing(reply) as deltas,
-                ):
+                async with contextlib.aclosing(
+                    self._read(replica, ask, session, progress)
+                ) as deltas:
                     async for delta in deltas:
-                        reading.since, reading.streams = time.monotonic(), ask.request.stream
-                        if not began:
-                            began = True
-                            used.append(replica.url)
-                            reading.scope.reschedule(None)
+                        began = began or delta.answers
                         yield delta
             except EngineError as error:
                 # 429 means that the replica is busy, another 4xx that the request is bad
                 if error.status is None or (error.status >= 500 and error.retry_after is None):
                     replica.count_fault()
-                wait = self._retry_delay(error, attempt)
-                if began or error.status not in _RETRIED or attempt == last or wait is None:
+                wait = self._retry_delay(error, attempt, since)
+                if began or wait is None:
                     raise
+                progress.note_refused()
                 tried.append(replica.url)
                 await asyncio.sleep(wait)
             else:
                 replica.mark_healthy()
                 return
 
-    async def abort(self, request_id: str, url: str) -> None:
+    async def _read(
+        self, replica: Replica, ask: EngineRequest, session: str, progress: Progress
+    ) -> AsyncGenerator[Delta]:
+        """Send the request to a replica, once, and yield its reply while it does not hang."""
+        ask = msgspec.structs.replace(ask, request_id=progress.note_sent(replica.url))
+        reply = read_reply(self._http, replica.url, self.wire, ask, progress.note_accepted)
+        async with self._watch(replica, session) as wait, contextlib.aclosing(reply) as deltas:
+            async for delta in deltas:
+                wait.since = self.gate.now()
+                if delta.answers and not wait.began:
+                    wait.began = True
+                    wait.scope.reschedule(None)
+                yield delta
+
+    async def abort(self, request_id: str, url: str) -> bool:
         """See `TokenSource.abort`."""
         post = self.wire.build_abort(request_id)
         if post is None:
-            return
+            return False
         with contextlib.suppress(OSError):
             async with (
                 asyncio.timeout(self._settings.probe_timeout_s),
                 self._http.request(url + post.path, *post.body) as done,
             ):
                 await done.read()
+                return done.status == 200
+        return False
 
-    async def answers(self, session: str) -> bool:
+    async def answers(self, url: str) -> bool:
         """See `TokenSource.answers`."""
-        return await self._answers(self.choose(session))
-
-    async def _answers(self, replica: Replica) -> bool:
         try:
-            await self._http.card(self.name, self._settings.probe_timeout_s, url=replica.url)
+            await self._http.card(self.name, self._settings.probe_timeout_s, url=url)
         except TuglineError:
             return False
         return True
@@ -214,18 +248,26 @@ class Upstream(TokenSource):
     @contextlib.asynccontextmanager
     async def _watch(self, replica: Replica, session: str) -> AsyncIterator[_Wait]:
         """Raise `EngineError` in the block once the replica hangs while its reply is silent."""
-        wait = _Wait(time.monotonic(), replica, session, asyncio.timeout(self._idle_s))
+        wait = _Wait(self.gate.now(), replica, session, asyncio.timeout(self._idle_s))
         self._waits.add(wait)
         try:
             async with wait.scope:
                 yield wait
         except TimeoutError as error:
-            silent_s = time.monotonic() - wait.since
+            silent_s = self.gate.now() - wait.since
             self.on_hang(session, silent_s)
             msg = f"the engine at {replica.url} hangs: for {silent_s:.0f} s it has sent nothing"
             raise EngineError(msg) from error
         finally:
             self._waits.discard(wait)
+
+    def _reschedule(self) -> None:
+        """Suspend the timeouts of replies that have not begun while the gate is closed."""
+        now, loop_now = self.gate.now(), asyncio.get_running_loop().time()
+        for wait in self._waits:
+            if not wait.began and not wait.scope.expired():
+                due = loop_now + self._idle_s - (now - wait.since)
+                wait.scope.reschedule(due if self.gate.is_open else None)
 
     async def _probe_replicas(self) -> None:
         while True:
@@ -235,42 +277,62 @@ class Upstream(TokenSource):
     async def _probe(self, replica: Replica) -> None:
         """Probe an ejected or silent replica; if it hangs, end its silent replies.
 
-        Silence alone is no fault: a long answer that is not streamed is silent as well.
+        Silence alone is no fault: the computation of a long prompt is silent as well.
         """
         if not replica.ejected and not self._silent(replica):
             return
-        if not await self._answers(replica):
+        if not await self.answers(replica.url):
+            if not self.gate.is_open:
+                return
             replica.count_fault()
             for wait in self._silent(replica):
-                self.on_hang(wait.session, time.monotonic() - wait.since)
+                self.on_hang(wait.session, self.gate.now() - wait.since)
         elif replica.ejected:
             replica.mark_healthy()
-        now = time.monotonic()
+        now = self.gate.now()
         for wait in self._silent(replica):
-            stalled = wait.streams and now - wait.since > self._settings.stalled_s
+            stalled = wait.began and now - wait.since > self._settings.stalled_s
             if replica.ejected or stalled:
                 wait.scope.reschedule(asyncio.get_running_loop().time())
 
     def _silent(self, replica: Replica) -> list[_Wait]:
-        bound = time.monotonic() - self._settings.silent_s
+        """List the replies that are silent; none while the gate is closed."""
+        if not self.gate.is_open:
+            return []
+        bound = self.gate.now() - self._settings.silent_s
         return [wait for wait in self._waits if wait.replica is replica and wait.since < bound]
 
-    def _retry_delay(self, error: EngineError, attempt: int) -> float | None:
-        """Return seconds until the next attempt; None if the engine's delay is too long."""
-        alone, backoff_s = len(self.replicas) == 1, self._settings.backoff_s
-        if error.retry_after is None:
-            return backoff_s * 2**attempt if alone or attempt else 0.0
-        if error.retry_after > self._settings.longest_retry_after_s:
+    def _retry_delay(self, error: EngineError, attempt: int, since: float) -> float | None:
+        """Return seconds until the next attempt; None if the error is final.
+
+        Refusals are retried for a limited time, counted from `since` by the gate's clock: the
+        client must get the last one before its stream is opened.
+        """
+        settings, alone = self._settings, len(self.replicas) == 1
+        if not error.temporary or attempt == settings.tries - 1:
             return None
-        return error.retry_after if alone else min(error.retry_after, backoff_s)
+        asked_s = error.retry_after
+        if asked_s is None:
+            delay_s = settings.backoff_s * 2**attempt if alone or attempt else 0.0
+        else:
+            delay_s = asked_s if alone else min(asked_s, settings.backoff_s)
+        end_s = max(asked_s or 0.0, self.gate.now() - since + delay_s)
+        refused = error.status is not None
+        return None if refused and end_s > settings.longest_retry_after_s else delay_s
 
 
 async def read_reply(
-    http: EngineHttp, url: str, wire: EngineFormat, ask: EngineRequest
+    http: EngineHttp,
+    url: str,
+    wire: EngineFormat,
+    ask: EngineRequest,
+    on_accepted: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[Delta]:
     """Send one request to the engine at `url` and yield its reply as it comes.
 
-    Raises the engine's error about the request, or `EngineError` if the connection is lost.
+    `on_accepted` is called once the engine has begun a reply with tokens. A server that cannot
+    stream may send its answer as a whole. Raises the engine's error about the request, or
+    `EngineError` if the connection is lost.
     """
     post, reader = wire.build_request(ask), wire.make_reader()
     finished = False
@@ -280,8 +342,10 @@ async def read_reply(
             if response.status != 200:
                 retry_after = response.headers.get("retry-after")
                 raise parse_engine_error(response.status, await response.read(), retry_after)
-            if not ask.request.stream:
-                for delta in reader.read_body(await response.read()):
+            if kind == "application/json":
+                whole = reader.read_body(await response.read())
+                on_accepted()
+                for delta in whole:
                     finished = finished or delta.finish is not None
                     yield delta
             elif kind != "text/event-stream":
@@ -291,6 +355,7 @@ async def read_reply(
                     f"{kind}, not an event stream: {start}"
                 )
             else:
+                on_accepted()
                 async for payloads in read_payloads(response.chunks()):
                     deltas, failure = _read_events(reader, payloads)
                     for delta in deltas:

@@ -18,9 +18,10 @@ from pathlib import Path
 import msgspec
 
 from tugline import errors, log
-from tugline.chat.dialects.base import Dialect, HttpRequest, is_refused_by_engine
+from tugline.chat.dialects.base import Dialect, HttpRequest
 from tugline.chat.model_call import Request
 from tugline.chat.tokens import mend_surrogates
+from tugline.gateway.answer import ENDED
 from tugline.gateway.choice import Choice
 from tugline.gateway.completion import Completion
 from tugline.gateway.engine import EngineContext, SessionState, Transcript
@@ -28,6 +29,7 @@ from tugline.gateway.policy import (
     InFlight,
     check_request,
     contract_for,
+    find_engine_failure,
     find_kind,
     resolve_sampling,
 )
@@ -35,7 +37,7 @@ from tugline.gateway.prefix import Prompt, WholePrompt
 from tugline.recording import file as recordings
 from tugline.recording.file import Writer
 from tugline.recording.records import Header, RecordedEventKind
-from tugline.types import HANDLING, Cause, Failure, SpentLimit
+from tugline.types import MalformedCalls, SpentLimit
 from tugline.web.serve import Http
 
 _MANY_OBJECTS = 1000
@@ -85,7 +87,8 @@ class LiveSession:
         self._contract = contract_for(header.task.sampling, header.session.sample)
         self._spent_status = spent_status
         self._opened = clock()
-        self._calls = 0
+        self._next_number = 0
+        """Number of the next call; numbers of failed calls are not used again."""
         self._recent: list[Completion] = []
         """Last calls, which a request may repeat."""
         self._overflow: errors.ContextOverflow | None = None
@@ -98,8 +101,19 @@ class LiveSession:
         limit = self._task.limits.max_sampled_tokens
         if limit is None:
             return None
-        reserved = sum(c.max_tokens or 0 for call in self.running for c in call.choices)
+        reserved = sum(choice.max_tokens or 0 for choice in self._unended)
         return limit - self.transcript.sampled_tokens - reserved
+
+    @property
+    def turns_left(self) -> int | None:
+        """Model calls left, less the running ones, which are recorded if they do not fail."""
+        limit = self._task.limits.max_turns
+        return None if limit is None else limit - self.transcript.calls - len(self._unended)
+
+    @property
+    def _unended(self) -> list[Choice]:
+        """Answers that have not been recorded, nor failed."""
+        return [c for call in self.running for c in call.choices if c.life.state not in ENDED]
 
     def describe(self) -> SessionState:
         """Return the state. A session that ended with its last permitted call was not cut off."""
@@ -108,13 +122,13 @@ class LiveSession:
         if isinstance(error, errors.ContextOverflow) and self.transcript.sampled_tokens:
             error = None
         spent = self._refused_by or (SpentLimit.MAX_SAMPLED_TOKENS if cut else None)
-        return SessionState(self.transcript.writer.path, _find_engine_failure(error), spent)
+        return SessionState(self.transcript.writer.path, find_engine_failure(error), spent)
 
     def restore(self, path: Path) -> None:
         """Continue from the calls that an earlier process recorded. Raises `CaptureError`."""
         calls = recordings.read(path).calls
         if calls:
-            self._calls = max(call.number for call in calls) + 1
+            self._next_number = max(call.number for call in calls) + 1
             self._opened -= time.time() - calls[0].timings.received
         self.transcript.restore(calls)
 
@@ -173,7 +187,13 @@ class LiveSession:
                 prompt = self.transcript.turns.match(request.messages, request.tools, thread)
         except RecursionError as error:
             raise errors.RequestError("the request is nested too deeply") from error
-        request = msgspec.structs.replace(request, thread=prompt.thread, dialect=dialect.name)
+        carried = dialect.carries_malformed(request)
+        request = msgspec.structs.replace(
+            request,
+            thread=prompt.thread,
+            dialect=dialect.name,
+            malformed=self._task.malformed if carried else MalformedCalls.TEXT,
+        )
         return request, prompt, repaired
 
     async def complete(self, request: Request, prompt: Prompt, *, retry: bool) -> Completion:
@@ -186,17 +206,24 @@ class LiveSession:
         if earlier is not None and earlier.abandoned:  # can be resumed once recorded
             await earlier.wait_recorded()
             earlier = self._find_repeated(key, stream=request.stream, retry=retry)
-        if earlier is not None and not earlier.broke_off:
+        if earlier is not None and not earlier.resumable:
             self.transcript.note(RecordedEventKind.REPEATED, call=earlier.choices[0].number)
             return earlier
-        await self._wait_for_tokens(request.n)
-        choices = self._make_choices(request, prompt)
-        if earlier is not None:
-            earlier.resumed = True
-            choices[0].resume(earlier.choices[0])
-        completion = Completion(key, choices, self._engine.settings, stream=request.stream)
-        self.running.add(completion)
-        completion.task.add_done_callback(lambda _task: self._end(completion))
+        window = self._check_size(request, prompt)
+        await self._wait_for_budget(request.n)
+        if earlier is not None and not earlier.resumable:  # another request was faster
+            return await self.complete(request, prompt, retry=retry)
+        with contextlib.ExitStack() as taken:
+            self._admit(request.n)
+            taken.enter_context(self._answers_in_flight.hold())(request.n)
+            choices = self._make_choices(request, prompt, window)
+            if earlier is not None:
+                choices[0].resume(earlier.choices[0])
+            completion = Completion(key, choices, self._engine.settings, stream=request.stream)
+            self.running.add(completion)
+            taken.callback(self.running.discard, completion)
+            given_back = taken.pop_all().close
+        completion.task.add_done_callback(lambda _task: given_back())
         repeatable = [call for call in self._recent if not self._is_extended(call)]
         self._recent = [*repeatable, completion][-self._engine.settings.recent_calls :]
         return completion
@@ -208,30 +235,30 @@ class LiveSession:
         self._credited, self._opened = now, self._opened + lost
         self._on_hang(lost)
 
-    def _end(self, completion: Completion) -> None:
-        self.running.discard(completion)
-        self._answers_in_flight.give_back(len(completion.choices))
-
-    async def _wait_for_tokens(self, count: int) -> None:
-        """Wait while running calls have reserved the rest of the token budget."""
+    async def _wait_for_budget(self, count: int) -> None:
+        """Wait while running calls, which may give some back, hold the rest of a budget."""
         within_s = self._engine.settings.pause_timeout_s
-        while self.running and self.tokens_left is not None and self.tokens_left < count:
+        while self.running and (_lacks(self.turns_left, count) or _lacks(self.tokens_left, count)):
             tasks = {completion.task for completion in self.running}
             if not (await asyncio.wait(tasks, timeout=within_s, return_when="FIRST_COMPLETED"))[0]:
                 return
 
-    def _make_choices(self, request: Request, prompt: Prompt) -> list[Choice]:
-        window = self._engine.remaining_window(len(prompt.tokens))
-        if request.n > self._engine.settings.session_answers:
-            msg = f"n={request.n} is too many; the bound is {self._engine.settings.session_answers}"
-            raise errors.RequestError(msg, param="n")
-        choices: list[Choice] = []
+    def _check_size(self, request: Request, prompt: Prompt) -> int | None:
+        """Return the tokens that the window leaves for an answer. Raises `RequestError`."""
+        if request.n > (most := self._engine.settings.session_answers):
+            raise errors.RequestError(f"n={request.n} is too many; the bound is {most}", param="n")
+        length = self._engine.count_prompt(request, prompt.tokens)
+        return self._engine.remaining_window(length)
+
+    def _make_choices(self, request: Request, prompt: Prompt, window: int | None) -> list[Choice]:
         left = self.tokens_left
         limits = window, None if left is None else left // request.n
         policy = self._task.sampling_policy
-        for number in self._admit(request.n):
+        choices: list[Choice] = []
+        for number in range(self._next_number, self._next_number + request.n):
             sampling = resolve_sampling(request.sampling, self._contract, policy, limits, number)
             choices.append(Choice(number, request, prompt, sampling, self.transcript, self._engine))
+        self._next_number += request.n
         return choices
 
     def _find_repeated(self, key: bytes, *, stream: bool, retry: bool) -> Completion | None:
@@ -242,7 +269,7 @@ class LiveSession:
         waiting clients are two samples, and so is one sent after the answer was delivered.
         """
         for old in reversed(self._recent):
-            failed = old.error is not None and (old.resumed or not old.broke_off)
+            failed = old.error is not None and not old.resumable
             if old.key != key or failed or self._is_extended(old):
                 continue
             if retry or old.undelivered or (old.stream and not stream):
@@ -253,16 +280,16 @@ class LiveSession:
         """Whether a later call extends one of the completion's answers."""
         return any(self.transcript.turns.is_extended(c.number) for c in completion.choices)
 
-    def _admit(self, count: int) -> range:
-        """Return the numbers of the next calls. Raises `RequestError` if they are not allowed."""
+    def _admit(self, count: int) -> None:
+        """Raise `RequestError` if the session may not make this number of calls."""
         if self._ended is not None:  # ended while the request was read or prepared
             raise self._ended
         limits = self._task.limits
-        if not self._calls:  # a prewarmed session may have waited until now
+        if not self._next_number:  # a prewarmed session may have waited until now
             self._opened = self._clock()
-        if limits.max_turns is not None and self._calls + count > limits.max_turns:
+        if _lacks(self.turns_left, count):
             spent, words = SpentLimit.MAX_TURNS, f"{limits.max_turns} model calls"
-        elif self.tokens_left is not None and self.tokens_left < count:
+        elif _lacks(self.tokens_left, count):
             spent = SpentLimit.MAX_SAMPLED_TOKENS
             words = f"{limits.max_sampled_tokens} sampled tokens"
         elif limits.calls_s is not None and self._clock() - self._opened > limits.calls_s:
@@ -270,9 +297,7 @@ class LiveSession:
         elif self.transcript.full:
             spent, words = SpentLimit.MAX_RECORDING, "room in the recording"
         else:
-            self._answers_in_flight.take(count)
-            first, self._calls = self._calls, self._calls + count
-            return range(first, self._calls)
+            return
         self._refused_by = spent
         msg = f"the session has used its {words}; this is the end of its budget"
         raise errors.BudgetExhausted(msg, status=self._spent_status)
@@ -317,7 +342,8 @@ class Sessions:
 
     async def close(self, live: LiveSession) -> None:
         """End a session: invalidate its secret and abort its running calls."""
-        self._live.pop(live.id, None)
+        if self._live.get(live.id) is live:
+            del self._live[live.id]
         self._by_secret.pop(live.secret_digest, None)
         await live.close()
 
@@ -350,13 +376,8 @@ class Sessions:
             await asyncio.to_thread(_flush, dirty)
 
 
-def _find_engine_failure(error: errors.TuglineError | None) -> Failure | None:
-    """Return the session's failure if its last call ended with `error`; None if it is none."""
-    if not isinstance(error, errors.ContextOverflow | errors.EngineError):
-        return None
-    refused = isinstance(error, errors.ContextOverflow) or is_refused_by_engine(error)
-    cause = Cause.ENGINE if refused else Cause.ENGINE_LOST
-    return Failure(HANDLING[cause].boundary, str(error), cause)
+def _lacks(left: int | None, count: int) -> bool:
+    return left is not None and left < count
 
 
 def _digest(secret: str) -> bytes:

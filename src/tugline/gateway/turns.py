@@ -20,10 +20,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tugline.chat.model_call import UNNAMED, ThreadInfo
+from tugline.chat.model_call import UNNAMED, ThreadInfo, decode_arguments
 from tugline.chat.tokens import TokenSequence, count_shared
-from tugline.types import Branch, EchoChange, Message, Role, Tool, ToolCall
+from tugline.types import Branch, EchoChange, Message, Role, Tool, ToolCall, TraceKind
 
+_SHORTEST_TASK = 12
+"""Minimum characters of an argument that is recognized as the task of a sub-agent."""
 MessageDigest = bytes
 """Digest of one message's meaning."""
 
@@ -39,11 +41,42 @@ def digest_message(message: Message, positions: Mapping[str, int]) -> MessageDig
     answers = positions.get(message.tool_call_id or "", message.tool_call_id)
     text = message.content
     if role is Role.ASSISTANT:
-        text = _INLINE_REASONING.sub("", text).strip()
+        text = strip_text(text)
     calls = [_canonical_call(call) for call in message.tool_calls]
     images = [(image.at, image.url) for image in message.images]
     meaning = [role.value, text, calls, answers, images, message.failed]
     return hashlib.blake2b(msgspec.json.encode(meaning), digest_size=16).digest()
+
+
+def strip_text(text: str) -> str:
+    """Remove inlined reasoning and the white space around the text of an answer."""
+    return _INLINE_REASONING.sub("", text).strip()
+
+
+def list_call_ids(message: Message) -> tuple[str, ...]:
+    """List the ids of an answer's tool calls."""
+    return tuple([call.id for call in message.tool_calls])
+
+
+def restore_malformed(
+    echoed: Sequence[ToolCall], sampled: Sequence[ToolCall]
+) -> tuple[ToolCall, ...]:
+    """Return echoed calls, those with the sampled arguments whose arguments are not an object."""
+    return tuple(
+        call if isinstance(decode_arguments(original.arguments), dict) else original
+        for call, original in zip(echoed, sampled, strict=True)
+    )
+
+
+def gives_task(call: ToolCall, task: str) -> bool:
+    """Whether `task`, or its last lines, are an argument of `call`."""
+    arguments = decode_arguments(call.arguments)
+    return isinstance(arguments, dict) and any(
+        isinstance(value, str)
+        and len(value.strip()) >= _SHORTEST_TASK
+        and task.endswith(f"\n{value.strip()}")
+        for value in arguments.values()
+    )
 
 
 def call_positions(message: Message) -> dict[str, int]:
@@ -84,9 +117,9 @@ def compare_echo(turn: Turn, echoed: Message) -> tuple[EchoChange, ...]:
 def _canonical_call(call: ToolCall) -> list[Any]:
     try:
         parsed = _ARGUMENTS.decode(call.arguments or "{}")
-    except ValueError:
+        return [call.name, "json", msgspec.Raw(_SORTED.encode(parsed))]
+    except (ValueError, RecursionError):
         return [call.name, "raw", call.arguments]
-    return [call.name, "json", msgspec.Raw(_SORTED.encode(parsed))]
 
 
 def _parse_float(text: str) -> Any:
@@ -174,7 +207,9 @@ def nearest_by_meaning(
             best, longest, best_entries = leaf, shared, entries
     if best is None:
         return None, None
-    return best, _branch_reason(best, best_entries, longest, request)
+    reason = _branch_reason(best, best_entries, longest, request)
+    quotes = longest < len(request.messages) and _quotes_answer(turns, request, longest, reason)
+    return best, Branch.COMPACTED if quotes else reason
 
 
 def repeats_sibling(siblings: Sequence[Turn], digests: Sequence[MessageDigest]) -> bool:
@@ -210,6 +245,22 @@ def _branch_reason(
     return Branch.HARNESS_ASSISTANT if requested.role is Role.ASSISTANT else Branch.HISTORY_EDITED
 
 
+def _quotes_answer(
+    turns: Sequence[Turn], request: Conversation, at: int, reason: Branch | None
+) -> bool:
+    """Whether message number `at`, the first that differs, has an earlier answer as its summary.
+
+    It is the text of any answer as the assistant's message where there was none, or it contains the
+    answer to a request for a summary.
+    """
+    message = request.messages[at]
+    if message.role is Role.ASSISTANT:
+        is_new = reason is Branch.HARNESS_ASSISTANT and message.content and not message.tool_calls
+        return bool(is_new) and any(turn.digest == request.digests[at] for turn in turns)
+    summaries = (t.answer.content.strip() for t in turns if t.thread.kind is TraceKind.COMPACTION)
+    return any(summary and summary in message.content for summary in summaries)
+
+
 def _restart_reason(best: Turn, entries: list[_Entry], at: int, request: Conversation) -> Branch:
     """Classify a request without answers that differs from recorded conversations."""
     if request.thread.id is not None and request.thread.id != best.thread.id:
@@ -227,7 +278,8 @@ def _restart_reason(best: Turn, entries: list[_Entry], at: int, request: Convers
 
 
 def _edit_reason(sampled: Message, echoed: Message) -> Branch:
-    if sampled.tool_calls and sampled.content.strip() == echoed.content.strip():
+    kept = echoed.content.strip() in {"", sampled.content.strip()}
+    if sampled.tool_calls and kept:
         return Branch.CALL_REPAIRED
     return Branch.HISTORY_EDITED
 

@@ -4,15 +4,22 @@ A harness installs its program on this machine and gives the command, environmen
 run it on one task with one base URL. It sees neither tokens nor rewards.
 """
 
+import asyncio
+import shlex
 import signal
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import msgspec
 
-from tugline.sandbox.base import Exit, Mount
+from tugline.errors import HarnessError
+from tugline.sandbox.base import Exit, Mount, Sandbox
+from tugline.sandbox.files import read_ends
 
 MAX_ARGUMENT = 131_000
 """Maximum bytes of an argument: Linux allows 128 KiB; the rest is for an option's name."""
+_SETUP_S = 300.0
+_SETUP_TAIL = 400
 _FATAL_SIGNALS = frozenset(
     {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP}
 )
@@ -35,7 +42,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """A command with its environment and settings."""
 
     argv: tuple[str, ...]
+    setup: tuple[str, ...] = ()
+    """Command that must succeed before `argv` is run, such as a login; none if empty."""
     env: dict[str, str] = {}
+    """Environment variables of both commands."""
     files: dict[str, str] = {}
     """Texts of files by path relative to the agent's home."""
 
@@ -53,7 +63,7 @@ class Harness(ABC):
     """
     offers_tools: bool = False
     """Whether all calls of the task's conversation declare tools; others are side requests then."""
-    log_globs: tuple[str, ...] = ()
+    log_globs: Sequence[str] = ()
     """Glob patterns of the program's log files, relative to the agent's home."""
     mounts: tuple[Mount, ...] = ()
     """Mounts of the program; complete after `install`."""
@@ -72,6 +82,19 @@ class Harness(ABC):
         failure in any case.
         """
         return find_fatal_signal(end)
+
+
+async def prepare(sandbox: Sandbox, launch: Launch) -> None:
+    """Write the files of `launch` and run its setup. Raises `HarnessError` if that fails."""
+    await sandbox.put(sandbox.home, launch.files)
+    if not launch.setup:
+        return
+    end = await sandbox.run(launch.setup, env=launch.env, timeout_s=_SETUP_S, log_name="setup")
+    if end.timed_out or end.code:
+        ending = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
+        output = await asyncio.to_thread(read_ends, sandbox.logs / "setup.log", 0, _SETUP_TAIL)
+        text = " ".join(output.decode(errors="replace").split())
+        raise HarnessError(f"the setup {shlex.join(launch.setup)!r} {ending}: {text}")
 
 
 def find_fatal_signal(end: Exit) -> str | None:

@@ -35,7 +35,7 @@ class ClaudeCode(ExtensiblePreset):
     crash_patterns = BUN_CRASHES
     command_marks = ("/",)
 
-    version: str = "2.1.329"
+    version: str = "2.1.332"
     lean: bool = True
     tools: Sequence[str] | None = None
     context_window: Window = 131072

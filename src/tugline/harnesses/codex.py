@@ -31,7 +31,7 @@ class Codex(ExtensiblePreset):
     skills_folder = ".codex/skills"
     crash_patterns = ((r"thread '.*' panicked at", "it panicked"),)
 
-    version: str = "0.169.0"
+    version: str = "0.171.0"
     sub_agents: bool = False
     context_window: Window = 131072
 

@@ -38,7 +38,7 @@ class Pi(preset.Preset):
     crash_patterns = preset.NODE_CRASHES
     command_marks = ("@",)
 
-    version: str = "0.87.1"
+    version: str = "1.6.0"
     dialect: preset.Dialect = "openai_chat"
     reasoning: bool = False
     tools: Sequence[str] | None = None

@@ -22,7 +22,14 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from tugline.errors import ConfigError, HarnessError
-from tugline.harnesses.base import MAX_ARGUMENT, Harness, Launch, LaunchContext, find_fatal_signal
+from tugline.harnesses.base import (
+    MAX_ARGUMENT,
+    Harness,
+    Launch,
+    LaunchContext,
+    find_fatal_signal,
+    prepare,
+)
 from tugline.harnesses.install import Npm, Package
 from tugline.sandbox.base import Exit, Runtime, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
@@ -73,7 +80,10 @@ class Preset(Harness):
 
     @abstractmethod
     def configure(self, context: LaunchContext) -> Launch:
-        """Return arguments after the program's command, variables besides HOME, and settings."""
+        """Return arguments after the program's command, variables besides HOME, and settings.
+
+        A `setup` is the program's own, too, such as ``("login",)``.
+        """
 
     def pass_instruction(self, instruction: str) -> tuple[str, ...] | None:
         """Return the instruction as the last arguments; None if it is passed on stdin."""
@@ -90,7 +100,9 @@ class Preset(Harness):
         if instruction.startswith(self.command_marks):
             instruction = f" {instruction}"
         base = self.configure(context)
-        argv, files = (*self.package.command, *base.argv), dict(base.files)
+        command, files = self.package.command, dict(base.files)
+        argv = (*command, *base.argv)
+        setup = (*command, *base.setup) if base.setup else ()
         last = self.pass_instruction(instruction)
         if last is None:
             files[INSTRUCTION] = instruction
@@ -98,7 +110,7 @@ class Preset(Harness):
         else:
             argv += last
         env = {"HOME": context.home, **base.env, **self.package.env}
-        return Launch(argv=argv, env=env, files=files)
+        return Launch(argv=argv, setup=setup, env=env, files=files)
 
     def find_crash(self, end: Exit, output: str) -> str | None:
         """Return why the program crashed; None if it did not."""
@@ -197,7 +209,7 @@ async def start_once(harness: Harness, runtime: Runtime | None = None) -> None:
                 model="tugline-trial",
             )
             launch = harness.launch(context)
-            await sandbox.put(sandbox.home, launch.files)
+            await prepare(sandbox, launch)
             end = await sandbox.run(launch.argv, env=launch.env, timeout_s=_TRIAL_S)
             log = sandbox.logs / "agent.log"
             output = await asyncio.to_thread(log.read_text, errors="replace")

@@ -11,6 +11,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from tugline.errors import ConfigError
 from tugline.harnesses.base import Harness, Launch, LaunchContext
@@ -26,7 +29,8 @@ class Shell(Harness):
 
     A word that names a file, relative to Tugline's working folder, is replaced by the absolute path
     and the file is mounted. `folders` of this machine are mounted read-only at their own paths.
-    `env` is added to the variables of `launch`.
+    `env` is added to the variables of `launch`. `setup` is a command in the same forms that must
+    succeed before, such as a login. The other options are described at `Harness`.
     """
 
     name = "shell"
@@ -34,22 +38,26 @@ class Shell(Harness):
     command: str | Sequence[str]
     env: Mapping[str, str] | None = None
     folders: Sequence[str] = ()
+    setup: str | Sequence[str] = ()
+    offers_tools: bool = False
+    spent_status: Annotated[int, msgspec.Meta(ge=400, le=599)] = 400
+    log_globs: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        command = self.command
-        words = re.split(r"(\s+)", command) if isinstance(command, str) else command
-        files = [_find_file(word) for word in words]
-        quote = shlex.quote if isinstance(command, str) else str
-        argv = [quote(file) if file else word for word, file in zip(words, files, strict=True)]
-        self._argv = ("sh", "-c", "".join(argv)) if isinstance(command, str) else tuple(argv)
+        if not "".join(self.command).strip():
+            raise ConfigError(f"harness 'shell': command is {self.command!r}, must name a program")
+        self._argv, files = _parse_command(self.command)
+        self._setup, setup_files = _parse_command(self.setup)
+        for pattern in self.log_globs:
+            if pattern.startswith(("/", "~")) or ".." in pattern.split("/"):
+                msg = f"harness 'shell': log_globs has {pattern!r}, must be relative to the home"
+                raise ConfigError(msg)
         for folder in self.folders:
             if not Path(folder).is_absolute():
                 msg = f"harness 'shell': folders names {folder!r}, must be an absolute path"
                 raise ConfigError(msg)
-        paths = dict.fromkeys([*filter(None, files), *self.folders])
+        paths = dict.fromkeys([*files, *setup_files, *self.folders])
         self.mounts = tuple(Mount(path, path) for path in paths)
-        if not "".join(command).strip():
-            raise ConfigError(f"harness 'shell': command is {command!r}, must name a program")
 
     def launch(self, context: LaunchContext) -> Launch:
         """Return the command, with base URL, key and model in the variables that SDKs read."""
@@ -70,9 +78,22 @@ class Shell(Harness):
             variables["TUGLINE_INSTRUCTION"] = context.instruction
         return Launch(
             argv=self._argv,
+            setup=self._setup,
             env={**variables, **(self.env or {})},
             files={"instruction.txt": context.instruction},
         )
+
+
+def _parse_command(command: str | Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Return the arguments of a command, and the files that its words name."""
+    words = re.split(r"(\s+)", command) if isinstance(command, str) else command
+    files = [_find_file(word) for word in words]
+    quote = shlex.quote if isinstance(command, str) else str
+    argv = [quote(file) if file else word for word, file in zip(words, files, strict=True)]
+    named = [file for file in files if file is not None]
+    if not isinstance(command, str):
+        return tuple(argv), named
+    return ("sh", "-c", "".join(argv)) if command.strip() else (), named
 
 
 def _find_file(word: str) -> str | None:

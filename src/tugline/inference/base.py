@@ -15,9 +15,7 @@ import numpy as np
 
 from tugline.errors import ContextOverflow, EngineError, RequestError
 from tugline.types import Finish, Ids, Logprobs, VersionSpan
-
-MIN_TEMPERATURE = 0.01
-"""Lowest temperature besides 0; below it float32 logits overflow."""
+from tugline.types.task import MIN_TEMPERATURE
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +38,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Identifies the request to `GenerationEngine.abort`."""
     stream: bool = True
     """False: a single chunk at the end, with less work for the event loop."""
+    stream_interval: int = 1
+    """Minimum tokens of a chunk; the first chunk has one, and the last the rest."""
 
 
 class SampledChunk(msgspec.Struct, frozen=True):

@@ -221,7 +221,7 @@ class Engine:
             command()
 
     def _publish(self) -> None:
-        updated = [s for s in self._batch.take_updates() if s.request.stream or s.finish]
+        updated = [s for s in self._batch.take_updates() if s.finish or _is_due(s)]
         if updated:
             self._call_on_loop(self._wake, updated)
 
@@ -241,6 +241,12 @@ class Engine:
             wakeup.set()
         for future in [*self._pending]:
             future.set_exception(error)
+
+
+def _is_due(sequence: Sampled) -> bool:
+    """Whether the tokens of a stream that is not finished are to be sent."""
+    every = sequence.request.stream_interval
+    return sequence.request.stream and sequence.count % every == 1 % every
 
 
 def _chunk_since(sequence: Sampled, start: int) -> SampledChunk:

@@ -75,8 +75,9 @@ def _truncate(logprobs: torch.Tensor, rows: npt.NDArray[np.void]) -> torch.Tenso
     ordered = ordered.masked_fill(rank >= keep[:, None], -torch.inf)
     probabilities = torch.softmax(ordered, dim=-1)
     before = probabilities.cumsum(-1) - probabilities
-    # A mass of 1 keeps every token, also if the sum exceeds 1 by rounding.
-    outside = (before >= mass[:, None]) & (mass < 1)[:, None]
+    # A mass of 1 keeps every token, also if the sum exceeds 1 by rounding. The first token is kept
+    # also if the mass is 0 in float32.
+    outside = (before >= mass[:, None]) & (mass < 1)[:, None] & (rank > 0)
     ordered = ordered.masked_fill(outside, -torch.inf)
     return torch.empty_like(ordered).scatter_(1, order, ordered)
 

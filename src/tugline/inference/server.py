@@ -52,6 +52,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_p: Annotated[float, Meta(ge=0, le=0)] = 0.0
     """Sent by the gateway to every engine, as is `repetition_penalty`; only 0 is accepted."""
     repetition_penalty: Annotated[float, Meta(ge=1, le=1)] = 1.0
+    stream_interval: Annotated[int, Meta(ge=1)] = 1
+    """Tokens of an event of a stream; the first event has one, and the last the rest."""
 
 
 class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -129,11 +129,14 @@ def read_api_key(settings: EngineSettings) -> str:
 
 def make_rendering(settings: EngineSettings, tokenizer: Tokenizer, model: str) -> Rendering:
     """Create the rendering with the configured template, or with the known template of `model`."""
-    retention = settings.thinking_retention
+    options = {
+        "thinking_retention": settings.thinking_retention,
+        "special_tokens_in_contents": settings.special_tokens_in_contents,
+    }
     name = settings.renderer or (model if model in CONFIGS else None)
     if name is not None:
-        return Rendering(tokenizer, name, thinking_retention=retention)
-    known = Rendering.for_model(tokenizer, model, thinking_retention=retention)
+        return Rendering(tokenizer, name, **options)
+    known = Rendering.for_model(tokenizer, model, **options)
     if known is None:
         raise UsageError(
             f"no chat template is known for {model!r}: set engine.renderer"

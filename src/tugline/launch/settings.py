@@ -36,6 +36,8 @@ class EngineSettings(Config, frozen=True):
     """Chat template for `exact`, such as `qwen3`; None: the template of the published model."""
     thinking_retention: Literal["all", "tool_cycle", "template"] = "all"
     """Turns whose reasoning stays in the context, for `exact`."""
+    special_tokens_in_contents: Literal["text", "tokens"] = "text"
+    """Encoding of special tokens written in messages, tools and arguments, for `exact`."""
     wait_s: NonNegativeFloat = 600.0
     """Seconds to wait for an engine that does not answer yet."""
     silent_s: PositiveFloat = 30.0

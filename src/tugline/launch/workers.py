@@ -86,8 +86,8 @@ class GatewayStart:
     """First message to a process: its configuration, and the state of the process before."""
 
     upstream: Upstream
-    template: tuple[Path, str, str] | None
-    """Tokenizer, renderer and thinking retention; None if the engine renders."""
+    template: tuple[Path, str, dict[str, str]] | None
+    """Tokenizer, renderer and options of the rendering; None if the engine renders."""
     folder: Path
     listen: dict[str, Any]
     """Host and port to listen on."""
@@ -120,16 +120,16 @@ class _Worker:
     async def run(self) -> None:
         """Keep a process up until cancelled."""
         while True:
-            reason: object = TimeoutError(f"it did not start within {_ANSWER_S:.0f} s")
+            reason = f"it did not start within {_ANSWER_S:.0f} s"
             try:
                 async with self._open_process() as reading:
                     await asyncio.wait({reading}, timeout=_ANSWER_S)
                     if self.ready.is_set() or reading.done():
                         await reading
             except Exception as error:  # noqa: BLE001 - logged; the process is replaced
-                reason = error
+                reason = log.describe_error(error)
             count = len(self.sessions)
-            _log.error("gateway process ended", url=self.url, sessions=count, reason=repr(reason))
+            _log.error("gateway process ended", url=self.url, sessions=count, reason=reason)
             await asyncio.sleep(_PAUSE_S)
 
     async def ask(self, name: str, *args: Any, deadline_s: float = _ANSWER_S, **named: Any) -> Any:
@@ -228,7 +228,7 @@ class Workers(Gateway):
         if rendering is not None:
             await asyncio.to_thread(self._engine.keep_tokenizer, self._folder)
             tokenizer = self._folder / tokenizer_name(self._engine.tokenizer)
-            template = tokenizer, rendering.name, rendering.thinking_retention
+            template = tokenizer, rendering.name, rendering.options
         async with contextlib.AsyncExitStack() as stack:
             for number in range(self._count):
                 at = {"host": self._host, "port": self._port and self._port + number}
@@ -321,8 +321,8 @@ class _Process:
         self._stacks: dict[str, contextlib.AsyncExitStack] = {}
         rendering = None
         if start.template is not None:
-            tokenizer, renderer, retention = start.template
-            rendering = Rendering(Tokenizer.load(tokenizer), renderer, thinking_retention=retention)
+            tokenizer, renderer, options = start.template
+            rendering = Rendering(Tokenizer.load(tokenizer), renderer, **options)
         parts = start.upstream, rendering, start.folder
         self.gateway = Gateway(*parts, **start.listen, prepare=self._restore)
 

@@ -229,7 +229,7 @@ class SessionRunner:
         error = session.rollout.exception()
         if error is None:
             return session.rollout.result()
-        _log.error("rollout raised", session=session.id, exc_info=error)
+        _log.error("rollout raised", session=session.id, traceback=log.describe_error(error))
         return _make_failed(session, error)
 
     async def _release(self, session: ActiveSession) -> None:
@@ -276,7 +276,7 @@ class SessionRunner:
             await asyncio.to_thread(tracer.export, rollout)
         except Exception as error:  # noqa: BLE001 - a session never fails because of its trace
             self.stats.untraced += 1
-            _log.warning("no trace", session=session.id, error=describe(error))
+            _log.warning("no trace", session=session.id, traceback=log.describe_error(error))
 
     async def _offer(self, name: str) -> None:
         try:

@@ -19,8 +19,9 @@ import zstandard
 from msgspec.structs import replace
 
 from tugline.chat.tokens import TokenSequence
+from tugline.errors import CaptureError
 from tugline.recording.records import Header, RecordedEvent, RecordedResult
-from tugline.types import Call, Ids, Message, Tool, decode, encode
+from tugline.types import Call, Ids, Message, Tool, encode, make_decoder
 
 _CANDIDATES = 8
 """Number of calls with which a prompt is compared."""
@@ -55,6 +56,7 @@ class CallRecord(msgspec.Struct, frozen=True, tag="call"):
 
 
 Record = Header | CallRecord | ImageRecord | RecordedEvent | RecordedResult
+_decode = make_decoder(Record).decode
 
 
 # --------------------------------------------------------------------------- writing
@@ -72,8 +74,9 @@ class Packer:
         """Return the bytes that each record adds to the stream.
 
         All records are encoded before the first is compressed, so that a failure adds nothing.
+        Raises `CaptureError` for a record that a reader could not decode.
         """
-        encoded = [encode(record) for record in records]
+        encoded = list(map(_encode, records))
         return [self._stream.compress(data) + self._stream.flush(_FLUSH) for data in encoded]
 
     def pack_call(self, call: Call, tokens: TokenSequence | None = None) -> list[bytes]:
@@ -116,6 +119,17 @@ class Packer:
             if shared == len(known):
                 break
         return base, keep
+
+
+def _encode(record: Record) -> bytes:
+    """Encode a record and decode it again: one that is not readable must not be acknowledged."""
+    try:
+        data = encode(record)
+        _decode(data)
+    except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
+        msg = f"a {type(record).__name__} cannot be recorded, because it is not readable: {error}"
+        raise CaptureError(msg) from error
+    return data
 
 
 def _replace_urls(message: Message, urls: Mapping[str, str]) -> Message:
@@ -169,7 +183,7 @@ class Unpacker:
         Raises `msgspec.DecodeError`, `zstandard.ZstdError`, `KeyError` or `ValueError` on an
         invalid record.
         """
-        record: Record = decode(self._stream.decompress(packed), Record)  # type: ignore[arg-type]
+        record: Record = _decode(self._stream.decompress(packed))
         if isinstance(record, CallRecord):
             self._add_call(record)
         elif isinstance(record, ImageRecord):

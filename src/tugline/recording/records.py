@@ -29,6 +29,7 @@ from tugline.types import (
     Task,
     VersionSpan,
 )
+from tugline.types.task import INT32
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
@@ -50,6 +51,9 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     template: str = ""
     """Name of the chat template of exact mode (see `docs/templates.md`); else empty."""
     thinking_retention: str = ""
+    special_tokens_in_contents: str = ""
+    """Encoding of special tokens in contents (``text`` or ``tokens``); empty if the engine renders
+    prompts, or in recordings before this field, which have ``tokens``."""
     tokenizer: str = ""
     """SHA-256, in hex, of the ``tokenizer.json`` beside the recordings (see
     `tugline.recording.tokenizer_file`); empty if the engine renders prompts."""
@@ -136,15 +140,15 @@ class SampledTokens(msgspec.Struct, gc=False):
         return len(self.ids)
 
     def add(self, ids: list[int], logprobs: list[float], version: int) -> None:
-        """Append tokens sampled under one policy version.
-
-        Raises `OverflowError` for an id that does not fit int32.
-        """
+        """Append tokens sampled under one policy version. Raises `EngineError` for invalid ones."""
         if len(ids) != len(logprobs):
             msg = f"the engine sent {len(ids)} token ids but {len(logprobs)} logprobs; ask for all"
             raise EngineError(msg)
         if not ids:
             return
+        if not (min(ids) >= 0 and max(ids) <= INT32):
+            wrong = next(token for token in ids if not 0 <= token <= INT32)
+            raise EngineError(f"the engine sent an invalid token id: {wrong}")
         self.last_at = time.time()
         self.first_at = self.first_at or self.last_at
         start = len(self.ids)
@@ -178,14 +182,8 @@ class SampledTokens(msgspec.Struct, gc=False):
         self._trim_versions(length)
 
     def join(self) -> tuple[Ids, Logprobs]:
-        """Return all ids (int32) and logprobs (float32), each of shape ``(length,)``.
-
-        Raises `OverflowError` for a negative id.
-        """
-        ids = np.array(self.ids, np.int32)
-        if len(ids) and ids.min() < 0:
-            raise OverflowError(f"{ids.min()} is negative")
-        return ids, np.array(self.logprobs, np.float32)
+        """Return all ids (int32) and logprobs (float32), each of shape ``(length,)``."""
+        return np.array(self.ids, np.int32), np.array(self.logprobs, np.float32)
 
     def _add_span(self, version: int, start: int, end: int) -> None:
         last = self.versions[-1] if self.versions else None

@@ -23,7 +23,8 @@ from tugline.chat.model_call import Request
 from tugline.chat.tokenizer import Tokenizer
 from tugline.chat.tokens import count_shared
 from tugline.errors import BudgetExhausted
-from tugline.gateway.replicas import Replica, TokenSource
+from tugline.gateway.gate import Gate
+from tugline.gateway.replicas import Progress, Replica, TokenSource
 from tugline.gateway.turns import MessageDigest
 from tugline.recording.records import Header
 from tugline.replay.matching import (
@@ -135,6 +136,7 @@ class RecordedSource(TokenSource):
         header, live = self.header, self.live
         self._normalizer = self._make_normalizer(header)
         self._live: TokenSource | None = live.engine if live else None
+        self.gate = live.engine.gate if live else Gate()
         fork = live.at if live else len(self.calls)
         responses = list_responses(self.calls, self._normalizer)
         self.responses = [recorded for recorded in responses if recorded.call.number < fork]
@@ -162,10 +164,13 @@ class RecordedSource(TokenSource):
         """See `TokenSource.choose`; a recording has one replica."""
         return self._live.choose(session, avoid) if self._live else Replica("recorded:")
 
-    async def abort(self, request_id: str, url: str) -> None:
+    async def abort(self, request_id: str, url: str) -> bool:
         """See `TokenSource.abort`; recorded answers are complete at once."""
-        if self._live is not None:
-            await self._live.abort(request_id, url)
+        return not url or self._live is None or await self._live.abort(request_id, url)
+
+    async def answers(self, url: str) -> bool:
+        """See `TokenSource.answers`."""
+        return not url or self._live is None or await self._live.answers(url)
 
     def open_session(self, header: Header) -> None:
         """Start a session's replay; its folders are masked like those of the recording."""
@@ -180,17 +185,21 @@ class RecordedSource(TokenSource):
         return Normalizer(folder_patterns(header.workdir, header.home), self.masks)
 
     async def sample(
-        self, ask: EngineRequest, session: str, used: list[str], avoid: Sequence[str] = ()
+        self, ask: EngineRequest, session: str, progress: Progress, avoid: Sequence[str] = ()
     ) -> AsyncGenerator[Delta]:
         """Yield the recorded or the engine's answer. Raises `BudgetExhausted` without either."""
         state = self.state(session)
+        await progress.wait_until_sendable()
         response = self._find_response(state, ask)
         if response is not None:
+            progress.note_sent("")
+            progress.note_accepted()
             for delta in self._make_deltas(self._adapt(state, response.call)):
                 yield delta
         elif self._live is not None and not state.ended:
             state.live += 1
-            async with contextlib.aclosing(self._live.sample(ask, session, used, avoid)) as deltas:
+            live = self._live.sample(ask, session, progress, avoid)
+            async with contextlib.aclosing(live) as deltas:
                 async for delta in deltas:
                     yield delta
         else:

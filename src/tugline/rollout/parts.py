@@ -176,7 +176,7 @@ class PrewarmedSandbox:
                 await self._release.wait()
         except Exception as error:  # noqa: BLE001 - raised by `open`, through `ready`
             if ready.done():
-                _log.warning("prewarmed sandbox not closed", error=str(error))
+                _log.warning("prewarmed sandbox not closed", traceback=log.describe_error(error))
             else:
                 ready.set_exception(error)
 

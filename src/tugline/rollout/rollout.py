@@ -22,7 +22,7 @@ from tugline import errors, log
 from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.gateway.app import Gateway
 from tugline.gateway.engine import Opened, SessionTerms
-from tugline.harnesses.base import Launch, LaunchContext
+from tugline.harnesses.base import Launch, LaunchContext, prepare
 from tugline.recording.records import RecordedResult
 from tugline.rollout.parts import Parts, PrewarmedSandbox, TaskSandboxes, read_tail
 from tugline.rollout.stages import StageSlots, classify, make_failure, make_total_timeout
@@ -150,7 +150,7 @@ class _Rollout:
                         model=MODEL,
                     )
                 )
-                await sandbox.put(sandbox.home, launch.files)
+                await prepare(sandbox, launch)
         self.slots.agent_log = sandbox.logs / "agent.log"
         return sandbox, launch
 
@@ -229,7 +229,8 @@ class _Rollout:
         try:
             await self.sandbox_stack.aclose()
         except Exception as error:  # noqa: BLE001 - also a plug-in's; `reap` cleans up later
-            _log.warning("sandbox not closed", session=self.session.id, error=str(error))
+            places = log.describe_error(error)
+            _log.warning("sandbox not closed", session=self.session.id, traceback=places)
 
     @contextlib.asynccontextmanager
     async def _stage(self, status: Status) -> AsyncIterator[None]:
@@ -253,7 +254,8 @@ class _Rollout:
                     raise _EarlyEnd(None, Status.CANCELLED) from error
                 failure = make_total_timeout(current if started else Status.READY)
                 raise _EarlyEnd(failure, Status.TIMED_OUT) from error
-            _log.warning("stage failed", session=self.session.id, stage=current, exc_info=error)
+            places = log.describe_error(error)
+            _log.warning("stage failed", session=self.session.id, stage=current, traceback=places)
             raise _EarlyEnd(classify(current, error)) from error
         finally:
             self.seconds[current.value] = time.monotonic() - began

@@ -254,7 +254,8 @@ async def run_expiry(database: Database, lease_s: float) -> None:
                 was_down = uptime() > until + _LATE_S
             except Exception as error:  # noqa: BLE001 - without this task nothing ever expires
                 known = isinstance(error, StoreError)
-                _log.error("deadlines not checked", error=str(error), exc_info=not known)
+                text = str(error) if known else log.describe_error(error)
+                _log.error("deadlines not checked", error=text)
                 was_down = True
                 await asyncio.sleep(_RETRY_S)
 

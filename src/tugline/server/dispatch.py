@@ -58,7 +58,8 @@ class ServerDispatcher:
                 await self._grant()
             except Exception as error:  # noqa: BLE001 - without this task no node ever gets work
                 known = isinstance(error, StoreError)
-                _log.error("sessions cannot be leased", error=str(error), exc_info=not known)
+                text = str(error) if known else log.describe_error(error)
+                _log.error("sessions cannot be leased", error=text)
                 await asyncio.sleep(_PAUSE_S)
                 self._work.notify()
 

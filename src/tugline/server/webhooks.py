@@ -144,7 +144,7 @@ class WebhookSender:
         del self._senders[host]
         subscription.notify()  # a delivery may have become due while the sender was ending
         if not sender.cancelled() and (error := sender.exception()) is not None:
-            _log.error("sender failed", host=host, exc_info=error)
+            _log.error("sender failed", host=host, traceback=log.describe_error(error))
 
     # ------------------------------------------------------------------ one host
     async def _send_all(self, host: str) -> None:

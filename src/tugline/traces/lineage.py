@@ -6,11 +6,13 @@ that are views of one buffer, as `tugline.recording.file.read` returns them, are
 so the cost is linear in the unique ids (I7).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from tugline.errors import CaptureError
 from tugline.types import Branch, Call, CallOutcome, Finish, Mode, Reason, TraceKind, shared_prefix
@@ -177,17 +179,48 @@ def build_chains(calls: Iterable[Call]) -> list[Chain]:
     The chain of the recorded parent is tried first, then the longest chain that the call extends.
     Of two calls that extend the same answer, the first joins the chain and the second starts one.
     """
-    chains = _Chains()
-    for call in check_calls(calls):
+    ordered = mark_side_calls(check_calls(calls))
+    chains = _Chains(ordered)
+    for call in ordered:
         chains.add(call)
     return chains.all
+
+
+def mark_side_calls(calls: Sequence[Call]) -> list[Call]:
+    """Return calls with the kind `TraceKind.SIDE` for those that only later calls show to be.
+
+    A call without tools is a side call if no later call continues the conversation that it starts,
+    and other calls of the session declare tools: a title, a judge's verdict, a test of the model.
+    """
+    if not any(call.tools for call in calls):
+        return list(calls)
+    openings = [call for call in calls if _opens_without_tools(call)]
+    parents = {call.parent for call in calls if call.branch is not Branch.NEW_THREAD}
+    continued = {
+        opening.prompt_ids.tobytes()
+        for opening in openings
+        if opening.number in parents or any(extends(call, opening) for call in calls)
+    }
+    side = {call.number for call in openings if call.prompt_ids.tobytes() not in continued}
+    return [replace(c, kind=TraceKind.SIDE) if c.number in side else c for c in calls]
+
+
+def _opens_without_tools(call: Call) -> bool:
+    new = call.parent is None or call.branch is Branch.NEW_THREAD
+    return new and call.kind is TraceKind.MAIN and not call.tools and not call.raw_prompt
 
 
 class _Chains:
     """Chains of a session, to which calls are added in the order of their numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: Sequence[Call]) -> None:
         self.all: list[Chain] = []
+        self._continued = {
+            call.parent
+            for call in calls
+            if call.branch is None and call.kind not in {TraceKind.SIDE, TraceKind.COMPACTION}
+        }
+        """Numbers of the calls that another than a request for a summary extends."""
         self._chain_of: dict[int, Chain] = {}
         self._by_number: dict[int, Call] = {}
         self._first_with_prompt: dict[bytes, int] = {}
@@ -210,6 +243,9 @@ class _Chains:
             self._latest_of_thread[call.thread] = call.number
 
     def _find_extended(self, call: Call, images: tuple[str, ...]) -> Chain | None:
+        summary = call.kind is TraceKind.COMPACTION and call.parent is not None
+        if summary and call.parent in self._continued:
+            return None  # made beside the conversation, which it must not split
         recorded = None if call.parent is None else self._chain_of.get(call.parent)
         if recorded is not None and recorded.is_extended_by(call, images):
             return recorded
@@ -225,6 +261,8 @@ class _Chains:
         if call.kind is TraceKind.SIDE:
             return TraceKind.SIDE, None
         parent = None if call.parent is None else self._by_number.get(call.parent)
+        if parent is not None and parent.kind is TraceKind.SIDE:
+            parent = None
         if call.kind is TraceKind.SUBAGENT and (parent is None or parent.thread != call.thread):
             return TraceKind.SUBAGENT, self._find_starter(call)
         summary = call.kind is TraceKind.COMPACTION or call.branch is Branch.COMPACTED

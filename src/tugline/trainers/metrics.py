@@ -120,6 +120,8 @@ _MARKUP = ("<tool_call", "<function=", "<|tool_call", "<minimax:tool_call", "[TO
 def _is_malformed(call: Call) -> bool:
     if call.answer is None:
         return False
+    if call.malformed is not None:
+        return True
     names = {tool.name for tool in call.tools}
     return any(mark in call.answer.content for mark in _MARKUP) or any(
         tool.name not in names or not isinstance(decode_arguments(tool.arguments), dict)

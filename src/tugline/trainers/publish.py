@@ -7,31 +7,34 @@ context by themselves, so it is always requested: log probabilities over another
 wrong by nats.
 
 `Publisher` does this for all replicas behind the gateways of a server. Each step has a deadline,
-and errors name the replica (I3). This module does not import torch.
+and errors name the replica (I3). If a step fails, every replica loads the previous version again;
+if that fails as well, model calls stay held, so that nothing is sampled from different weights
+(I1). This module does not import torch.
 """
 
 import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from tugline.chat.dialects.decoding import decode_object
 from tugline.client.api import Client
-from tugline.errors import EngineError, UsageError
+from tugline.errors import EngineError, TuglineError, UsageError
 from tugline.protocol import Barrier, PauseMode
 from tugline.recording.verify.engine import Scorer, connect_scorer
 from tugline.server.control import ControlPlane
 from tugline.types import Ids, Logprobs
 from tugline.web.engine_http import EngineHttp
 
+T = TypeVar("T")
 _TIMEOUT_S = 600.0
 ADAPTER = "tugline-adapter"
 """Model name of an adapter that is published alone."""
@@ -188,21 +191,31 @@ class Publisher:
     connect: Callable[[str], AbstractAsyncContextManager[Scorer]] = connect_scorer
     """Connects to the replica at a URL, to score with the published weights."""
 
+    def __post_init__(self) -> None:
+        self._alike = True
+        """Whether all replicas are known to serve the same weights."""
+        self._published: tuple[Path, int] | None = None
+        """Folder and version that every replica loaded last."""
+
     async def publish(self, folder: Path, version: int, probe: Probe | None = None) -> Publication:
         """Load `folder` into every replica as `version`; model calls are held meanwhile.
 
         Raises an `EngineError` that names the replica, or the nodes that did not pause in time.
+        Model calls stay held if the replicas may then have different weights, until a later
+        publication succeeds.
         """
         began = time.monotonic()
         try:
             barrier = await self.weights.pause(self.mode, within_s=self.within_s)
             _raise_if_incomplete(barrier, "paused", self.within_s)
-            await asyncio.gather(*(self._load(url, folder, version) for url in self.updaters))
-            proving = [self._prove(url, version, probe) for url in self.updaters]
-            proofs = await asyncio.gather(*proving)
-            _raise_if_incomplete(await self.weights.announce(version), "informed", 60)
+            try:
+                proofs = await self._replace(folder, version, probe)
+            except TuglineError as error:
+                await self._roll_back(probe, error)
+                raise
         finally:
-            await self.weights.resume()
+            if self._alike:
+                await self.weights.resume()
         shares = [share for _, share in proofs if share is not None]
         return Publication(
             version=version,
@@ -211,6 +224,30 @@ class Publisher:
             moved=float(np.abs(probe.after - probe.before).max()) if probe else None,
             arrived=min(shares, default=None),
         )
+
+    async def _replace(
+        self, folder: Path, version: int, probe: Probe | None
+    ) -> list[tuple[float, float | None]]:
+        """Load a version into every replica, prove and announce it; return the proofs."""
+        self._alike = False
+        await _finish_all([self._load(url, folder, version) for url in self.updaters])
+        proofs = await _finish_all([self._prove(url, version, probe) for url in self.updaters])
+        _raise_if_incomplete(await self.weights.announce(version), "informed", 60)
+        self._published, self._alike = (folder, version), True
+        return proofs
+
+    async def _roll_back(self, probe: Probe | None, error: TuglineError) -> None:
+        """Load the previous version into every replica. Raises `EngineError` if this fails."""
+        held = "the replicas may have different weights, so model calls stay held"
+        status = error.status if isinstance(error, EngineError) else None
+        if self._published is None or not self._published[0].is_dir():  # none, or not from a folder
+            raise EngineError(f"{error}; {held}", status=status) from error
+        before = None if probe is None else Probe(probe.ids, probe.after, probe.before)
+        try:
+            await self._replace(*self._published, before)
+        except TuglineError as again:
+            msg = f"{error}; the version before cannot be loaded again ({again}): {held}"
+            raise EngineError(msg, status=status) from error
 
     async def find_outdated(self, version: int) -> list[str]:
         """Return the URLs of replicas with another version, such as after a restart.
@@ -280,6 +317,15 @@ def measure_arrival(before: Logprobs, after: Logprobs, scored: Logprobs) -> floa
     rest = shown - share * change
     error = float(rest @ rest) / (len(change) - 1) / norm
     return share if error < _NOISE**2 else None
+
+
+async def _finish_all(steps: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run steps at the same time, and wait for all of them before the first error is raised."""
+    done = await asyncio.gather(*steps, return_exceptions=True)
+    for result in done:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in done if not isinstance(result, BaseException)]
 
 
 def _raise_if_incomplete(barrier: Barrier, state: str, within_s: float) -> None:

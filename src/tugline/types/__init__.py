@@ -11,8 +11,9 @@ from tugline.types.task import *
 __all__ = [
     "HANDLING", "STAGES", "TERMINAL", "Boundary", "Branch", "Call", "CallOutcome", "Callback",
     "Cause", "Distribution", "EchoChange", "Failure", "Finish", "Group", "Ids", "Image", "Ledger",
-    "Limits", "LogprobMeaning", "Logprobs", "Mask", "Message", "Mode", "PluginSpec", "Policy",
-    "Reason", "Reward", "Role", "Sample", "Sampling", "Session", "Span", "SpentLimit", "Stale",
-    "Status", "Task", "Timings", "Tool", "ToolCall", "ToolKind", "Trace", "TraceKind", "Trajectory",
-    "VersionSpan", "Workspace", "decode", "encode", "is_pass", "shared_prefix",
+    "Limits", "LogprobMeaning", "Logprobs", "MalformedCalls", "Mask", "Message", "Mode",
+    "PluginSpec", "Policy", "Reason", "Reward", "Role", "Sample", "Sampling", "Session", "Span",
+    "SpentLimit", "Stale", "Status", "Task", "Timings", "Tool", "ToolCall", "ToolKind", "Trace",
+    "TraceKind", "Trajectory", "VersionSpan", "Workspace", "decode", "encode", "is_pass",
+    "make_decoder", "shared_prefix",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tugline.types.task import Sampling
+from tugline.types.task import MalformedCalls, Sampling
 
 Ids = npt.NDArray[np.int32]
 """Token ids, shape ``(n,)``, contiguous."""
@@ -72,6 +72,11 @@ def encode(value: msgspec.Struct) -> bytes:
 def decode(data: bytes | memoryview, kind: type[T]) -> T:
     """Decode the output of `encode`; arrays are read-only views. Raises `msgspec.DecodeError`."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_wire)
+
+
+def make_decoder(kind: Any) -> "msgspec.msgpack.Decoder[Any]":
+    """Make a decoder of the output of `encode`, which is faster than `decode` for unions."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_from_wire)
 
 
 # --------------------------------------------------------------------------- messages and tools
@@ -224,7 +229,7 @@ class EchoChange(StrEnum):
     IDS = "ids"
     """Tool calls have different ids."""
     TEXT = "text"
-    """White space around the text differs."""
+    """The text of a response with tool calls is left out, or white space around it differs."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, gc=False):
@@ -278,7 +283,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     requested: Sampling = Sampling()
     """Sampling parameters that the harness requested."""
     constrained: bool = False
-    """Whether a grammar or a token ban constrained the response, and so its logprobs."""
+    """Whether a grammar, a token ban or the engine's forced tool choice constrained the response,
+    and so its logprobs."""
+    forbidden_calls: int = 0
+    """Number of tool calls in the response although the request forbade them (``tool_choice:
+    none``) where nothing could ban them; the harness received them as text."""
     prompt_ids: Ids
     """All ids before the sampled ones; the last may begin the answer: see `forced`, `resumed`."""
     forced: int = 0
@@ -297,6 +306,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop: str | None = None
     """The stop string that ended the response."""
     outcome: CallOutcome = CallOutcome.COMPLETE
+    malformed: MalformedCalls | None = None
+    """How malformed tool calls in the response were delivered; None if there are none."""
     replayed: bool = False
     """Whether the call was copied from another session, where it was sampled and trained on."""
     engine: str

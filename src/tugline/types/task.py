@@ -9,6 +9,7 @@ from msgspec import Meta
 _WEEK_S = 7 * 86_400
 BIG = 2**53 - 1
 """The largest integer that every JSON reader keeps exactly."""
+INT32 = 2**31 - 1
 Seconds = Annotated[float, Meta(gt=0, le=_WEEK_S)]
 Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
 Path = Annotated[str, Meta(min_length=1, max_length=4096)]
@@ -17,7 +18,16 @@ Label = dict[
 ]
 Labels = Annotated[Label, Meta(max_length=64)]
 Tenant = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-_Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
+
+# Bounds of sampling parameters, in tasks, requests of clients, and recordings.
+Temperature = Annotated[float, Meta(ge=0, le=10)]
+MIN_TEMPERATURE = 0.01
+"""Lowest temperature above 0; below it float32 logits overflow, and engines refuse or raise it."""
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=0, le=INT32)]
+MaxTokens = Annotated[int, Meta(ge=1, le=INT32)]
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
+_Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 class PluginSpec(msgspec.Struct, frozen=True):
@@ -73,17 +83,17 @@ class Limits(msgspec.Struct, frozen=True):
 class Sampling(msgspec.Struct, frozen=True, gc=False):
     """Sampling parameters. In a contract, None leaves the choice to the harness."""
 
-    temperature: Annotated[float, Meta(ge=0, le=10)] | None = None
+    temperature: Temperature | None = None
     """0 is greedy, 1 the model's own distribution."""
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     """1 disables it."""
-    top_k: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
+    top_k: TopK | None = None
     """0 disables it."""
-    max_tokens: Count | None = None
+    max_tokens: MaxTokens | None = None
     """Maximum number of tokens of one response."""
     seed: Annotated[int, Meta(ge=0, le=BIG)] | None = None
     """Seed of a session; each call derives its own from this and its number."""
-    stop: Annotated[tuple[_Stop, ...], Meta(max_length=64)] = ()
+    stop: Annotated[tuple[_Stop, ...], Meta(max_length=MAX_STOPS)] = ()
     """Strings that end a response."""
 
 
@@ -132,6 +142,15 @@ class Callback(msgspec.Struct, frozen=True):
     """``http://`` or ``https://``."""
 
 
+class MalformedCalls(StrEnum):
+    """How a tool call that cannot be parsed is delivered to the harness."""
+
+    TEXT = "text"
+    """As the text it was written as."""
+    RAW = "raw"
+    """As a call with the sampled argument text, if it names a declared tool; else as text."""
+
+
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """A problem to be attempted `samples` times (the GRPO group)."""
 
@@ -159,6 +178,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The sampling contract; a field that is None leaves the choice to the harness."""
     sampling_policy: Policy = Policy.ENFORCE
     """Handling of requests with other sampling parameters."""
+    malformed: MalformedCalls = MalformedCalls.RAW
+    """How a tool call that cannot be parsed is delivered to the harness, in exact mode."""
     tenant: Tenant = "default"
     """Account for scheduling: tenants share the nodes by their weights."""
     priority: Annotated[int, Meta(ge=-10, le=10)] = 0

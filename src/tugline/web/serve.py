@@ -21,6 +21,7 @@ import zstandard
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tugline import log
 from tugline.errors import ClientGone, EngineError, RequestError, TooLarge, UsageError
 
 STOP_S = 5.0
@@ -133,19 +134,14 @@ class _BoundedHttp(HttpToolsProtocol):
 
     def _refuse(self) -> None:
         if not self.transport.is_closing():
-            self.transport.write(_TOO_LARGE)
+            status = b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+            self.transport.write(status + b"connection: close\r\ncontent-length: 0\r\n\r\n")
             self.transport.close()
 
     def _clear_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-
-
-_TOO_LARGE = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-    b"connection: close\r\ncontent-length: 0\r\n\r\n"
-)
 
 
 def raise_file_limit() -> int:
@@ -171,6 +167,12 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+async def _run(app: Any, scope: Any, receive: Any, send: Any) -> None:
+    """Run the app; the server would log an unexpected error with its text, which has contents."""
+    with log.isolate("request failed", part="web"):
+        await app(scope, receive, send)
+
+
 @contextlib.asynccontextmanager
 async def serve(
     app: Any,
@@ -186,8 +188,8 @@ async def serve(
     """
     sock = listen(host, port)
     config = uvicorn.Config(
-        app,
-        interface="asgi3",  # otherwise a bound method is mistaken for ASGI 2
+        partial(_run, app),
+        interface="asgi3",  # otherwise a partial function is mistaken for ASGI 2
         lifespan="off",
         access_log=False,
         log_level="warning",
@@ -378,9 +380,8 @@ def _decompress(raw: bytes, encoding: str, limit: int) -> bytes:
     """Decompress `raw`, at most up to `limit`. Raises `RequestError`."""
     try:
         if encoding == "zstd":
-            with zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(
-                raw
-            ) as reader:
+            decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+            with decompressor.stream_reader(raw) as reader:
                 data = reader.read(limit + 1)
         elif encoding in {"gzip", "x-gzip", "deflate"}:
             inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)

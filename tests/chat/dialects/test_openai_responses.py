@@ -118,3 +118,25 @@ def test_compaction_round_trip() -> None:
     again = parse([*reply["output"], user("Go on.")]).messages
     assert [message.role for message in again] == [Role.USER] * 3
     assert again[1].content.endswith("It is mended.")
+
+
+def test_a_text_of_the_client_before_a_response_is_its_own_message() -> None:
+    """Without an id it is no item of the response behind it, or of another text."""
+    own = {"type": "message", "role": "assistant", "content": "I sum up."}
+    response = [
+        {
+            "type": "reasoning",
+            "id": "rs_s1-1_0",
+            "summary": [{"type": "summary_text", "text": "Hm"}],
+        },
+        {"type": "message", "id": "msg_s1-1_1", "role": "assistant", "content": "Done."},
+    ]
+    answer = Message(Role.ASSISTANT, "Done.", reasoning="Hm")
+    text = Message(Role.ASSISTANT, "I sum up.")
+    for items, expected in (
+        ([own, *response], [text, answer]),
+        ([own, response[1]], [text, Message(Role.ASSISTANT, "Done.")]),
+        ([*response, own], [answer, text]),
+        ([own, own], [text, text]),
+    ):
+        assert list(WIRES["openai_responses"].hello(input=items).messages) == expected

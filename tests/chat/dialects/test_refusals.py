@@ -10,11 +10,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from chat.dialects.wires import ALL_WIRES, WIRES, Wire
 from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.model_call import Request
 from tugline.errors import RequestError
+from tugline.types import Sampling, decode, encode
 
 HERE = Path(__file__).parent
 REFUSED = [json.loads(line) for line in (HERE / "refused.jsonl").read_text().splitlines()]
@@ -32,6 +35,42 @@ def test_unsupported_fields_are_refused_by_name(row: dict[str, Any]) -> None:
         wire.hello(**row["fields"])
     assert caught.value.param == row["param"]
     assert row["words"] in str(caught.value)
+
+
+NUMBERS = (
+    st.integers(-3, 3)
+    | st.sampled_from([2**31, 2**53, 2**63, 2**64, 10**30]).flatmap(
+        lambda n: st.integers(n - 2, n + 2)
+    )
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.integers(-(10**40), 10**40)
+)
+STOPS = st.lists(st.text(max_size=3) | st.integers(1020, 1030).map(lambda n: "x" * n), max_size=70)
+SETTINGS = {
+    "anthropic": ("temperature", "top_p", "top_k", "max_tokens", "stop_sequences"),
+    "google": ("temperature", "topP", "topK", "maxOutputTokens", "seed", "stopSequences"),
+    "openai_chat": ("temperature", "top_p", "top_k", "max_completion_tokens", "seed", "stop"),
+    "openai_responses": ("temperature", "top_p", "top_k", "max_output_tokens", "seed", "stop"),
+    "openai_completions": ("temperature", "top_p", "top_k", "max_tokens", "seed", "stop"),
+}
+
+
+@pytest.mark.parametrize("wire", ALL_WIRES.values(), ids=ALL_WIRES)
+@settings(max_examples=300)
+@given(data=st.data())
+def test_accepted_sampling_is_readable(wire: Wire, data: st.DataObject) -> None:
+    """The bounds of requests are those of recordings; a refusal names the field."""
+    name = data.draw(st.sampled_from(SETTINGS[wire.dialect.name]))
+    value = data.draw(STOPS if name.startswith("stop") else NUMBERS)
+    given_fields = (
+        {"generationConfig": {name: value}} if wire.dialect.name == "google" else {name: value}
+    )
+    param, sampling = "", Sampling()
+    try:
+        sampling = wire.hello(**given_fields).sampling
+    except RequestError as error:
+        param = error.param or "none"
+    assert (name in param) or (not param and decode(encode(sampling), Sampling) == sampling)
 
 
 @pytest.mark.parametrize("wire", ALL_WIRES.values(), ids=ALL_WIRES)

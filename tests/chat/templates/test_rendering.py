@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from tugline.chat.model_call import ChoiceMode, ToolChoice
 from tugline.chat.templates.base import CONFIGS, template
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
+from tugline.chat.tokens import count_shared
 from tugline.errors import ConfigError, Unsupported
 from tugline.types import Ids, Image, Message, Role, Tool, ToolCall
 
@@ -69,6 +69,25 @@ def test_equal_conversations_render_once() -> None:
     assert made.render((HELLO,), ()).tolist() != first.tolist()
 
 
+SYSTEM = Message(Role.SYSTEM, "You help.")
+SUMMARY = Message(Role.ASSISTANT, "So far: one file read.")
+
+
+@pytest.mark.parametrize("tools", [(), TOOLS], ids=["no tools", "tools"])
+@pytest.mark.parametrize("name", OFFLINE)
+def test_a_last_message_of_the_assistant_is_a_closed_turn(name: str, tools: Any) -> None:
+    """It is written as before another message, and the model's answer is opened behind it."""
+    made, hello = rendering(name), HELLO.content.strip()
+    opening = text_of(made, made.render((SYSTEM, HELLO), tools)).rpartition(hello)[2]
+    for history in ([SYSTEM], [SYSTEM, HELLO], [HELLO], [], [SYSTEM, HELLO, SUMMARY, HELLO]):
+        whole = text_of(made, made.render((*history, SUMMARY), tools))
+        closed = text_of(made, made.render((*history, SUMMARY, HELLO), tools))
+        end, next_end = (text.rpartition(SUMMARY.content)[2] for text in (whole, closed))
+        opened = end[count_shared(end, next_end) :]
+        assert opened
+        assert opening.endswith(opened)
+
+
 @pytest.mark.parametrize("name", OFFLINE)
 @pytest.mark.parametrize("merges", ["none", "words", "lines"])
 @settings(max_examples=30, deadline=None)
@@ -104,10 +123,29 @@ def test_the_end_of_a_prompt_is_enough_to_extend_it(
         assert (None if extension is None else extension.tolist()) == expected
 
 
+@pytest.mark.parametrize("name", OFFLINE)
+def test_an_answer_that_ends_a_prompt_is_followed_by_another(name: str) -> None:
+    """The ids of a closed answer stay, and what follows is the template's; else there is none."""
+    made = rendering(name)
+    prompt = made.render((HELLO,), TOOLS)
+    whole = made.render((HELLO, SUMMARY), TOOLS)
+    answer = made.tokenizer.encode(SUMMARY.content)
+    assert made.render_extension(prompt[-64:], np.asarray(answer, np.int32), (), TOOLS) is None
+    extensions = [
+        made.render_extension(prompt[-64:], np.asarray([*answer, stop], np.int32), (), TOOLS)
+        for stop in made.stop_ids
+    ]
+    found = [ids for ids in extensions if ids is not None]
+    assert all(whole.tolist()[-len(ids) :] == ids.tolist() for ids in found)
+    closes_by_role = name.startswith("glm") or name == "inkling"
+    assert len(found) == (0 if closes_by_role else 1)
+
+
 def _extend_by_library(
     made: Rendering, prompt: list[int], sampled: list[int], tail: list[Message]
 ) -> list[int] | None:
-    messages = made._serialize_tail(prompt, np.asarray(sampled, np.int32), tail)
+    serialized = made._serialize_tail(prompt, np.asarray(sampled, np.int32), tail)
+    messages = made._library.escape(serialized)
     tools = made._serialize_tools(TOOLS)
     try:
         whole = made._renderer.bridge_to_next_turn(prompt, sampled, messages, tools=tools)
@@ -267,18 +305,6 @@ def test_a_tool_choice_that_cannot_be_kept_is_not_forced() -> None:
     assert text_of(made, ids) == text
 
 
-def test_arguments_are_read_by_their_schema() -> None:
-    """Where the template has no JSON, the schema of the tool distinguishes texts and numbers."""
-    made = rendering("qwen3.5")
-    tool = Tool("t", "", {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}}})
-    text = "<tool_call>\n<function=t>\n" + "".join(
-        f"<parameter={name}>\n5\n</parameter>\n" for name in ("s", "n")
-    )
-    block = made.tokenizer.encode(text + "</function>\n</tool_call>")
-    [(name, arguments)] = made.parse_calls(block, (tool,))
-    assert (name, json.loads(arguments)) == ("t", {"s": "5", "n": 5})
-
-
 def test_the_table_of_templates_in_the_docs_is_correct() -> None:
     """Each row of docs/templates.md agrees with its template."""
     page = Path(__file__).parents[3] / "docs" / "templates.md"
@@ -292,7 +318,7 @@ def test_the_table_of_templates_in_the_docs_is_correct() -> None:
         what, vocabulary = template(name), tokenizer(SPECIALS[name].split())
         marks = what.markers(vocabulary)
         held = what.guard_mark or ("" if marks.reasons else what.hold_prefix)
-        streams = f"yes, but not after `{held}`" if held else "yes" if what.incremental else "no"
+        streams = f"yes, but not after `{held}`" if held else "yes"
         forced = "any or one" if what.force and what.force.after is not None else "any"
         assert row == [
             streams,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,9 +18,9 @@ from tugline.chat.model_call import Piece, join_pieces
 from tugline.chat.stream_parser import StreamParser
 from tugline.gateway.policy import CallSettings
 from tugline.recording.file import Recording, write_result
-from tugline.recording.records import RecordedResult
+from tugline.recording.records import Header, RecordedResult
 from tugline.recording.verify.session import VerifyVerdict, verify_session
-from tugline.recording.verify.text import TextVerifier
+from tugline.recording.verify.text import TextVerifier, make_rendering
 from tugline.traces.base import Built, PrefixMerging
 from tugline.traces.lineage import Continuation
 from tugline.types import (
@@ -216,6 +217,14 @@ def test_any_sampled_answer_passes(
     assert TextVerifier(folder).find_faults(folder / "s.rec", HEADER, [call]) == {}
     false = replace(call, answer=replace(received, content=received.content + "!"))
     assert TextVerifier(folder).find_faults(folder / "s.rec", HEADER, [false])
+
+
+@pytest.mark.parametrize(("recorded", "used"), [("", "tokens"), ("text", "text")])
+def test_a_recording_keeps_its_encoding_of_special_tokens(recorded: str, used: str) -> None:
+    """One made before the setting has the tokenizer's encoding."""
+    header = msgspec.json.encode(replace(HEADER, special_tokens_in_contents=recorded))
+    read = msgspec.json.decode(header, type=Header)
+    assert make_rendering(read, RENDERING.tokenizer).special_tokens_in_contents == used
 
 
 # --------------------------------------------------------------------------- other modes

@@ -31,6 +31,7 @@ from tugline.chat.model_call import (
 )
 from tugline.errors import ContextOverflow, RequestError, TuglineError
 from tugline.types import Sampling, Tool, TraceKind
+from tugline.types.task import MaxTokens, Temperature, TopK, TopP
 
 _CHOICES = {
     "auto": ChoiceMode.AUTO,
@@ -87,12 +88,12 @@ class _MessagesBody(msgspec.Struct):
     messages: Annotated[list[Raw], Meta(min_length=1)]
     system: Raw = decoding.ABSENT
     tools: Raw = decoding.ABSENT
-    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    max_tokens: MaxTokens | None = None
     stream: bool | None = None
-    temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
-    stop_sequences: list[str] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    stop_sequences: decoding.Stops | None = None
     tool_choice: _ToolChoiceBody | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
@@ -121,6 +122,10 @@ class Anthropic(base.Dialect):
         """Return ``x-api-key``, or a bearer token."""
         return headers.get("x-api-key") or base.bearer(headers)
 
+    def carries_malformed(self, request: Request) -> bool:
+        """Only in a stream, whose clients keep an input that is not JSON."""
+        return request.stream
+
     def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
         """See `Dialect.parse`."""
         counting = self.match(request) is base.Action.COUNT
@@ -134,6 +139,8 @@ class Anthropic(base.Dialect):
         if body.thread is not None and body.thread.type == "continue":
             before, tools = cache.recall(body.thread.previous_message_id, _PREVIOUS)
             messages = (*before, *messages)
+        if not counting:
+            decoding.refuse_prefill(messages)
         choice = body.tool_choice or _ToolChoiceBody("auto")
         return Request(
             model=body.model,
@@ -144,7 +151,7 @@ class Anthropic(base.Dialect):
                 top_p=body.top_p,
                 top_k=body.top_k,
                 max_tokens=body.max_tokens,
-                stop=tuple(body.stop_sequences or ()),
+                stop=decoding.build_stops(body.stop_sequences),
             ),
             stream=bool(body.stream),
             tool_choice=_parse_choice(choice),
@@ -243,7 +250,7 @@ def _parse_tool(item: Any, where: str) -> tuple[Tool, ...]:
     if kind is not None and kind != "custom":
         advice = f" ({name}): only Anthropic's servers define it; declare an input_schema"
         raise decoding.unsupported(kind, f"{where}.type", advice)
-    schema = decoding.require(item, "input_schema", dict, where)
+    schema = decoding.require_schema(item, "input_schema", where)
     return (Tool(name, decoding.optional_text(item, "description") or "", schema, strict=strict),)
 
 

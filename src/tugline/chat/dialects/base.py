@@ -9,6 +9,7 @@ value and valid values (never a 500).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from tugline.errors import EngineError, RequestError, TuglineError
 from tugline.types import Tool, TraceKind
 
 T = TypeVar("T")
+_REFUSED_REQUEST = frozenset({400, 413, 422})
+"""Statuses with which an engine refuses the content of a request."""
 CLIENT_TOOLS: Mapping[str, Tool] = msgspec.json.decode(
     (resources.files(__package__) / "client_tools.json").read_bytes(), type=dict[str, Tool]
 )
@@ -125,6 +128,10 @@ class Dialect(ABC):
         """Return the session secret, from where this dialect's clients send it."""
         return bearer(headers)
 
+    def carries_malformed(self, request: Request) -> bool:
+        """Whether the response can carry a tool call whose arguments are not JSON."""
+        return False
+
     @abstractmethod
     def parse(self, request: HttpRequest, cache: ParseCache) -> Request:
         """Parse a request, also for `Action.COUNT`. Raises `RequestError` naming the field."""
@@ -161,6 +168,8 @@ class Dialect(ABC):
         """Return the HTTP status of a failure."""
         if isinstance(error, RequestError):
             return error.status
+        if isinstance(error, EngineError) and error.status in _REFUSED_REQUEST:
+            return 400
         if isinstance(error, EngineError) and not is_refused_by_engine(error):
             return self.unavailable
         return 500
@@ -177,7 +186,7 @@ class Dialect(ABC):
 
 def is_refused_by_engine(error: TuglineError) -> bool:
     """Whether the engine would refuse the same prompt again."""
-    return isinstance(error, EngineError) and 400 <= (error.status or 0) < 429
+    return isinstance(error, EngineError) and not error.temporary
 
 
 def retry_headers(error: TuglineError) -> dict[str, str]:
@@ -185,7 +194,7 @@ def retry_headers(error: TuglineError) -> dict[str, str]:
     if isinstance(error, RequestError) or is_refused_by_engine(error):
         return {"x-should-retry": "false"}
     if isinstance(error, EngineError) and error.retry_after is not None:
-        return {"retry-after": f"{error.retry_after:.0f}"}
+        return {"retry-after": str(math.ceil(error.retry_after))}
     return {}
 
 

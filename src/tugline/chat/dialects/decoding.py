@@ -12,13 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from tugline.errors import RequestError, Unsupported
-from tugline.types import Message, Tool
+from tugline.types import Message, Role, Tool
+from tugline.types.task import BIG, MAX_STOP_LENGTH, MAX_STOPS
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
@@ -40,6 +42,14 @@ def unsupported(value: object, path: str, advice: str, *, param: str | None = No
     """Make the error for a well-formed value that cannot be honoured."""
     msg = f"{path}={value!r:.60} cannot be honoured here{advice}"
     return Unsupported(msg, param=param or path)
+
+
+def refuse_prefill(messages: Sequence[Message]) -> None:
+    """Raise `Unsupported` if the last message is the assistant's, for APIs that continue it."""
+    if messages and messages[-1].role is Role.ASSISTANT:
+        msg = "the last message is the assistant's: continuing an answer that was not sampled here"
+        msg += " is not supported; end with a user or tool message"
+        raise Unsupported(msg, param="messages")
 
 
 def decoder_with_refusals(
@@ -132,6 +142,42 @@ def parse_list(value: Any, where: str, parse: Callable[[Any, str], T]) -> tuple[
     if not isinstance(value, list):
         raise invalid(value, where, "must be a list")
     return tuple(parse(item, f"{where}[{index}]") for index, item in enumerate(value))
+
+
+# --------------------------------------------------------------------------- bounds
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+StopText = Annotated[str, Meta(max_length=MAX_STOP_LENGTH)]
+Stops = Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
+MAX_DEPTH = 100
+"""Levels of a tool's schema."""
+
+
+def fold_seed(seed: int | None) -> int | None:
+    """Map a seed to one that every engine takes; equal seeds stay equal."""
+    return None if seed is None else seed % (BIG + 1)
+
+
+def build_stops(stops: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the stop strings without empty ones."""
+    return tuple(text for text in stops or () if text)
+
+
+def require_schema(item: Any, field: str, where: str) -> dict[str, Any]:
+    """Return a tool's schema, which must be an object that a recording can hold."""
+    schema: dict[str, Any] = require(item, field, dict, where)
+    _check_schema(schema, f"{where}.{field}", MAX_DEPTH)
+    return schema
+
+
+def _check_schema(value: Any, where: str, depth: int) -> None:
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise invalid(value, where, "must fit in 64 bits")
+    if not isinstance(value, dict | list):
+        return
+    if not depth:
+        raise RequestError(f"{where} is nested more than {MAX_DEPTH} levels deep", param=where)
+    for inner in value.values() if isinstance(value, dict) else value:
+        _check_schema(inner, where, depth - 1)
 
 
 # --------------------------------------------------------------------------- incremental parsing

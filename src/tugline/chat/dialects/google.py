@@ -28,6 +28,7 @@ from tugline.chat.model_call import (
 )
 from tugline.errors import ContextOverflow, EngineError, RequestError, TuglineError
 from tugline.types import Finish, Sampling, ToolCall
+from tugline.types.task import INT32, MaxTokens, Temperature, TopP
 from tugline.web.sse import encode_event
 
 _ROUTE = re.compile(r"/models/(.+):(generateContent|streamGenerateContent|countTokens)")
@@ -69,13 +70,13 @@ class _GenerateContentBody(msgspec.Struct, rename="camel"):
 class _Config(msgspec.Struct, rename="camel"):
     """``generationConfig``; other fields are accepted and ignored."""
 
-    temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[float, Meta(ge=0)] | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    stop_sequences: list[str] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[float, Meta(ge=0, le=INT32)] | None = None
+    max_output_tokens: MaxTokens | None = None
+    stop_sequences: decoding.Stops | None = None
     candidate_count: Annotated[int, Meta(ge=1, le=8)] | None = None
-    seed: int | None = None
+    seed: decoding.Seed | None = None
     response_mime_type: str | None = None
     response_schema: dict[str, Any] | None = None
     response_json_schema: Any = None
@@ -194,6 +195,8 @@ class Google(base.Dialect):
             raise decoding.unsupported(cached, "cachedContent", advice)
         system = _either(body.system_instruction, body.system_snake)
         messages = items.fold(google_messages.fold_content, [bytes(system)], counted)
+        if method != "countTokens":  # the API's models continue a model's turn, or refuse it
+            decoding.refuse_prefill(messages)
         config = _parse_config(_either(body.generation_config, body.generation_snake))
         tool_config = _either(body.tool_config, body.choice_snake)
         choice = decoding.decode(tool_config, decoding.ANY, "toolConfig")
@@ -205,10 +208,10 @@ class Google(base.Dialect):
             sampling=Sampling(
                 temperature=config.temperature,
                 top_p=config.top_p,
-                top_k=None if config.top_k is None else int(config.top_k),
+                top_k=_parse_top_k(config.top_k),
                 max_tokens=config.max_output_tokens,
-                seed=config.seed,
-                stop=tuple(config.stop_sequences or ()),
+                seed=decoding.fold_seed(config.seed),
+                stop=decoding.build_stops(config.stop_sequences),
             ),
             stream=method == "streamGenerateContent",
             n=config.candidate_count or 1,
@@ -309,6 +312,13 @@ def _parse_config(raw: Raw) -> _Config:
         if value:
             raise decoding.unsupported(value, f"{_CONFIG}.{name}", "; leave it out")
     return config
+
+
+def _parse_top_k(value: float | None) -> int | None:
+    """Parse a whole number, which clients may write as ``40.0``."""
+    if value is not None and not value.is_integer():
+        raise decoding.invalid(value, f"{_CONFIG}.topK", "must be a whole number")
+    return None if value is None else int(value)
 
 
 def _parse_constraint(config: _Config) -> Constraint | None:

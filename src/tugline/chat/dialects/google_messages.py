@@ -45,6 +45,7 @@ _MODES = {
     "NONE": ChoiceMode.NONE,
 }
 _COUNTS = re.compile("(min|max)(Items|Length|Properties)")
+_COUNT = re.compile("[0-9]{1,18}")
 _SCHEMAS = ("items", "additionalProperties")
 _LISTS = ("anyOf", "prefixItems")
 _MAPS = ("properties", "defs", "$defs")
@@ -262,9 +263,9 @@ def _parse_tool(item: Any, where: str) -> Tool:
     fields = to_camel(item)
     schema = fields.get("parametersJsonSchema")
     if schema is not None:
-        decoding.require_object(schema, f"{where}.parametersJsonSchema")
+        decoding.require_schema(fields, "parametersJsonSchema", where)
     elif fields.get("parameters") is not None:
-        schema = to_json_schema(decoding.require(fields, "parameters", dict, where))
+        schema = to_json_schema(decoding.require_schema(fields, "parameters", where))
     return Tool(name, decoding.optional_text(fields, "description") or "", schema or {})
 
 
@@ -280,7 +281,7 @@ def to_json_schema(schema: dict[str, Any]) -> dict[str, Any]:
             result[name] = [_convert(item) for item in value]
         elif name == "type" and isinstance(value, str):
             result[name] = value.lower()
-        elif _COUNTS.fullmatch(name) and isinstance(value, str) and value.isdecimal():
+        elif _COUNTS.fullmatch(name) and isinstance(value, str) and _COUNT.fullmatch(value):
             result[name] = int(value)
         elif name != "nullable":
             result[name] = value

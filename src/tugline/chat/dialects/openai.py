@@ -25,6 +25,7 @@ from tugline.chat.model_call import (
 )
 from tugline.errors import EngineError, RequestError, TuglineError
 from tugline.types import Finish, Sampling, Tool, ToolCall, ToolKind, TraceKind
+from tugline.types.task import INT32, MaxTokens, Temperature, TopP
 from tugline.web.sse import DONE, encode_event
 
 CUSTOM_INPUT: dict[str, Any] = {
@@ -44,6 +45,8 @@ REFUSALS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
 }
 """Fields of the APIs, and of vLLM and SGLang, that change the response, with harmless values, for
 `check_refusals`."""
@@ -72,8 +75,9 @@ class OpenAIDialect(base.Dialect):
 
     def find_status(self, error: TuglineError) -> int:
         """See `Dialect.find_status`; engine faults may be retried, refusals may not."""
-        if not isinstance(error, EngineError):
-            return super().find_status(error)
+        status = super().find_status(error)
+        if not isinstance(error, EngineError) or status == 400:
+            return status
         if error.status == 429:
             return 429
         return 503 if error.status == 503 or error.retry_after is not None else 502
@@ -85,34 +89,32 @@ class OpenAIDialect(base.Dialect):
             kind, code = "invalid_request_error", error.code
         elif self.find_status(error) == 429:
             kind, code = "rate_limit_error", "rate_limit_exceeded"
+        elif self.find_status(error) == 400:
+            kind = code = RequestError.code
         param = self.name_field(error)
         return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
 # --------------------------------------------------------------------------- requests
-Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-
-
 class CommonFields(msgspec.Struct, kw_only=True):
     """Request fields that all OpenAI APIs share: the model and sampling parameters."""
 
     model: str = ""
     stream: bool | None = None
-    temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    seed: int | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=INT32)] | None = None
+    seed: decoding.Seed | None = None
 
     def build_sampling(self, max_tokens: int | None, stop: str | list[str] | None) -> Sampling:
         """Build the neutral sampling parameters; empty stop strings are dropped."""
-        stops = [stop] if isinstance(stop, str) else stop or ()
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=None if self.top_k is None else max(0, self.top_k),
             max_tokens=max_tokens,
-            seed=self.seed,
-            stop=tuple(text for text in stops if text),
+            seed=decoding.fold_seed(self.seed),
+            stop=decoding.build_stops([stop] if isinstance(stop, str) else stop),
         )
 
 
@@ -125,8 +127,8 @@ class ChoiceFields(CommonFields, kw_only=True):
 
     stream_options: _StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    max_tokens: Positive | None = None
-    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
+    max_tokens: MaxTokens | None = None
+    stop: decoding.StopText | Annotated[list[decoding.StopText], Meta(max_length=4)] | None = None
 
 
 def find_thread(headers: Mapping[str, str]) -> ThreadInfo:
@@ -248,7 +250,8 @@ def _parse_image(part: dict[str, Any], where: str) -> tuple[str, str | None]:
 
 def parse_function(item: Any, where: str) -> Tool:
     """Parse a function declaration of both APIs; `item` holds its name."""
-    parameters = decoding.require(item, "parameters", dict, where) if item.get("parameters") else {}
+    given = decoding.require_object(item, where).get("parameters")
+    parameters = decoding.require_schema(item, "parameters", where) if given else {}
     name = _parse_name(item, where)
     description = decoding.optional(item, "description", "", where)
     return Tool(name, description, parameters, strict=item.get("strict") is True)

@@ -28,6 +28,7 @@ from tugline.chat.model_call import (
 )
 from tugline.errors import Unsupported
 from tugline.types import Message, Role, Tool, ToolCall, ToolKind
+from tugline.types.task import MaxTokens
 
 _REFUSALS: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
@@ -41,6 +42,8 @@ _REFUSALS: dict[str, tuple[Any, ...]] = {
 
 _REASONING = ("reasoning_content", "reasoning", "reasoning_text")
 """Field names that clients use for an echoed answer's reasoning."""
+_PREFILLS = ("prefix", "partial")
+"""Fields of DeepSeek, Mistral and Kimi for a last message that the model continues."""
 _ROLES = frozenset(Role)
 _TEXTS = {"text": "text", "refusal": "refusal"}
 
@@ -50,7 +53,7 @@ class _ChatBody(openai.ChoiceFields, kw_only=True):
     tools: Raw = decoding.ABSENT
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    max_completion_tokens: openai.Positive | None = None
+    max_completion_tokens: MaxTokens | None = None
     response_format: openai.ResponseFormat | None = None
 
 
@@ -105,6 +108,10 @@ class OpenAIChat(openai.OpenAIDialect):
 
     def owns_models(self, request: base.HttpRequest) -> bool:
         """Return true, because this dialect is matched last."""
+        return True
+
+    def carries_malformed(self, request: Request) -> bool:
+        """Arguments are text in this API."""
         return True
 
     def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
@@ -173,6 +180,10 @@ def _fold_message(messages: list[Message], item: Any, index: int) -> None:
         if item.get(field) is not None:
             msg = f"{where}.{field} is not supported here; use text and tool_calls"
             raise Unsupported(msg, param=f"{where}.{field}")
+    for field in _PREFILLS:
+        if item.get(field) is True:
+            advice = ": answers are not continued; leave it out, and the message is a closed turn"
+            raise decoding.unsupported(value=True, path=f"{where}.{field}", advice=advice)
     content = _parse_content(item.get("content"), f"{where}.content")
     calls = decoding.require(item, "tool_calls", list, where) if item.get("tool_calls") else None
     answers = decoding.require(item, "tool_call_id", str, where) if role is Role.TOOL else None

@@ -27,6 +27,7 @@ from tugline.chat.dialects.responses_output import (
 from tugline.chat.model_call import Request, Response, ThreadInfo
 from tugline.errors import RequestError
 from tugline.types import TraceKind
+from tugline.types.task import MaxTokens
 
 _REFUSALS: dict[str, tuple[Any, ...]] = {
     "conversation": (),
@@ -49,7 +50,7 @@ class _EchoedFields(openai.CommonFields, kw_only=True):
     """Fields that a response repeats unchanged, like ``temperature`` and ``top_p``."""
 
     instructions: str | None = None
-    max_output_tokens: openai.Positive | None = None
+    max_output_tokens: MaxTokens | None = None
     max_tool_calls: int | None = None
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None
@@ -65,7 +66,7 @@ class _ResponsesBody(_EchoedFields, kw_only=True):
     tools: Raw = decoding.ABSENT
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    stop: str | list[str] | None = None
+    stop: decoding.StopText | decoding.Stops | None = None
     text: Raw = decoding.ABSENT
     include: list[str] | None = None
     metadata: Raw = decoding.ABSENT
@@ -103,6 +104,10 @@ class OpenAIResponses(openai.OpenAIDialect):
         "response_format": "text.format",
         "max_tokens": "max_output_tokens",
     }
+
+    def carries_malformed(self, request: Request) -> bool:
+        """Arguments are text in this API."""
+        return True
 
     def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
         """See `Dialect.parse`."""

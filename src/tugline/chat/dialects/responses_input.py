@@ -85,7 +85,14 @@ class ItemFolder:
             messages.append(message)
 
     def _is_same_turn(self, item: Any, index: int) -> bool:
-        turn = _find_turn(item)
+        turn, kind = _find_turn(item), item.get("type") or "message"
+        previous = msgspec.json.decode(self._items[index - 1])
+        if (previous.get("type") or "message") == "message":
+            known = _find_turn(previous)
+            if kind == "message" and (turn is None or known is None):
+                return False  # a response has one message at a place, so the other is not its own
+            if kind == "reasoning" and turn is not None and known is None:
+                return False
         while turn and index > 0:
             index -= 1
             before = msgspec.json.decode(self._items[index])

@@ -6,8 +6,10 @@ the other modes it passes on the engine's own text, reasoning and tool calls.
 """
 
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from functools import lru_cache
 from operator import attrgetter
@@ -19,6 +21,7 @@ from tugline.chat.model_call import Request
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import ContextOverflow, EngineError, TuglineError
 from tugline.types import Call, Finish, LogprobMeaning, Mode, Sampling, VersionSpan
+from tugline.types.task import BIG
 
 NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0}
 """Values sent explicitly, because a model's own defaults replace absent fields."""
@@ -52,6 +55,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Ids that end the answer once sampled, in exact mode."""
     banned: tuple[int, ...] = ()
     """Ids that must not be sampled, in exact mode."""
+    stream_interval: int | None = None
+    """Tokens of an event, for engines that can send several; None: the engine's default."""
 
 
 class Post(msgspec.Struct, frozen=True):
@@ -99,6 +104,12 @@ class Delta(msgspec.Struct, kw_only=True, gc=False):
     """Text mode: number of prompt tokens by the engine's count."""
     replayed: Call | None = None
     """The recorded call that this response replays; None if the response is sampled."""
+
+    @property
+    def answers(self) -> bool:
+        """Whether it has a part of the answer, or its end; else it is about the prompt only."""
+        spoke = self.ids or self.unreported_tokens or self.text or self.reasoning or self.calls
+        return bool(spoke or self.finish)
 
 
 class EngineFailure(msgspec.Struct):
@@ -152,13 +163,17 @@ class Reader(ABC, Generic[R]):
         one `Delta`. Raises `EngineError` for an invalid payload, or if required ids are missing,
         naming the engine flag to add.
         """
+        return self.add_all(self.decode_all(payloads))
+
+    def decode_all(self, payloads: list[bytes]) -> list[R]:
+        """Decode payloads at once, or one by one if one of them is an error, which then raises."""
         try:
             replies = self.decoder.decode_lines(b"\n".join(payloads))
         except (msgspec.DecodeError, UnicodeDecodeError):
             replies = []
         if not replies or any(map(_ERROR, replies)):
-            replies = [self.decode(payload) for payload in payloads]  # one of them raises
-        return self.add_all(replies)
+            replies = [self.decode(payload) for payload in payloads]
+        return replies
 
     def read_body(self, body: bytes) -> list[Delta]:
         """Read a reply that is not streamed. Raises `EngineError` if it contains no answer."""
@@ -241,8 +256,18 @@ def parse_engine_error(status: int, body: bytes, retry_after: str | None) -> Tug
         counts = [int(count) for count in re.findall(r"\d+", text)]
         window = int(too_long[1]) if too_long[1] else None
         return ContextOverflow(text, prompt=max(counts, default=None), window=window)
-    wait = float(retry_after) if retry_after and _SECONDS.fullmatch(retry_after) else None
+    wait = _parse_retry_after(retry_after or "")
     return EngineError(f"the engine answered {status}: {text}", status=status, retry_after=wait)
+
+
+def _parse_retry_after(value: str) -> float | None:
+    """Parse seconds, or the date until which to wait; None for anything else."""
+    if _SECONDS.fullmatch(value):
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None
 
 
 def _find_message(body: bytes) -> str:
@@ -263,9 +288,14 @@ def parse_finish(reason: str | None) -> Finish | None:
 
 @lru_cache(maxsize=64)
 def parse_version(version: str) -> int:
-    """Parse a weight version: ``7`` and ``v7`` are 7; one without digits is 0."""
-    digits = "".join(char for char in version if char.isdigit())
-    return int(digits) if digits else 0
+    """Parse a weight version: ``7`` and ``v7`` are 7; one without digits is 0.
+
+    Raises `EngineError` for a number above `BIG`.
+    """
+    digits = "".join(char for char in version if char in "0123456789")
+    if len(digits) > len(str(BIG)) or int(digits or 0) > BIG:
+        raise EngineError(f"the engine's weight version {version!r:.60} must be at most {BIG}")
+    return int(digits or 0)
 
 
 def parse_spans(spans: list[ReportedSpan] | None) -> tuple[VersionSpan, ...]:

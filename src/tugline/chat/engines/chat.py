@@ -15,7 +15,7 @@ from tugline.chat import model_call
 from tugline.chat.engines import base
 from tugline.chat.engines.generate import Choice, build_structured
 from tugline.errors import EngineError
-from tugline.types import LogprobMeaning, Mode, Tool, ToolCall
+from tugline.types import Finish, LogprobMeaning, Mode, Tool, ToolCall
 
 
 # --------------------------------------------------------------------------- replies
@@ -104,6 +104,13 @@ class ChatReader(base.Reader[ChatReply]):
 class ObservedReader(ChatReader):
     """Reader of replies with ids and logprobs in each event."""
 
+    def decode_all(self, payloads: list[bytes]) -> list[ChatReply]:
+        """See `Reader.decode_all`; a first event with the prompt's ids is decoded by itself."""
+        if self.count or _PROMPT_IDS not in payloads[0]:
+            return super().decode_all(payloads)
+        rest = payloads[1:]
+        return [self.decode(payloads[0]), *(super().decode_all(rest) if rest else ())]
+
     def decode(self, payload: bytes) -> ChatReply:
         """Decode a reply, except the prompt's ids, which are most of a whole reply."""
         key = payload.find(_PROMPT_IDS)
@@ -124,7 +131,7 @@ class ObservedReader(ChatReader):
             delta.ids += ids
             delta.logprobs += choice.list_logprobs()
             delta.prompt = read_array(choice.prompt_token_ids) or delta.prompt
-            if (spoke or delta.finish) and not self.count:
+            if (spoke or delta.finish not in {None, Finish.ABORT}) and not self.count:
                 raise EngineError(self.missing_ids)
         delta.prompt = read_array(reply.prompt_token_ids) or delta.prompt
 
@@ -184,8 +191,8 @@ class ChatFormat(base.EngineFormat):
             "max_tokens": sampling.max_tokens,
             "seed": sampling.seed,
             "stop": list(sampling.stop) or None,
-            "stream": request.stream,
-            "stream_options": {"include_usage": True} if request.stream else None,
+            "stream": True,
+            "stream_options": {"include_usage": True},
             **_build_tools(request.tools, request.tool_choice, parallel=request.parallel),
             **self.build_fields(ask),
         }
@@ -199,6 +206,7 @@ class ChatFormat(base.EngineFormat):
             "logprobs": True,
             "return_token_ids": True,
             "request_id": ask.request_id,
+            "stream_interval": ask.stream_interval,
             "top_k": ask.sampling.top_k or 0,
             "structured_outputs": None if constraint is None else build_structured(constraint),
         }

@@ -122,7 +122,7 @@ class ChoiceReader(TokenReader[_Reply]):
             return
         logprobs = choice.list_logprobs()
         finish = base.parse_finish(choice.finish_reason)
-        if choice.token_ids is None and finish is not None and not self.count:
+        if choice.token_ids is None and finish not in {None, Finish.ABORT} and not self.count:
             raise EngineError(self.missing_ids)
         spans = base.parse_spans(choice.weight_versions)
         start = self.count
@@ -149,7 +149,7 @@ class Generate(TokenFormat):
         return {
             "model": ask.model,
             "sampling_params": build_sampling(ask),
-            "stream": ask.request.stream,
+            "stream": True,
             "request_id": ask.request_id,
         }
 
@@ -194,7 +194,7 @@ class VllmCompletions(TokenFormat):
         return {
             **build_sampling(ask),
             "model": ask.model,
-            "stream": ask.request.stream,
+            "stream": True,
             "return_token_ids": True,
             "request_id": ask.request_id,
         }
@@ -212,6 +212,7 @@ def build_sampling(ask: base.EngineRequest) -> dict[str, Any]:
         "seed": sampling.seed,
         "stop_token_ids": ask.stop_ids,
         "logprobs": 0,
+        "stream_interval": ask.stream_interval,
         "logit_bias": build_bans(ask.banned),
         "structured_outputs": None if constraint is None else build_structured(constraint),
     }

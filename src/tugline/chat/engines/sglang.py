@@ -96,7 +96,7 @@ class SglangGenerate(_Sglang, TokenFormat):
             "sampling_params": _build_sampling(ask),
             "return_logprob": True,
             "rid": ask.request_id,
-            "stream": ask.request.stream,
+            "stream": True,
         }
 
 
@@ -104,6 +104,7 @@ def _build_sampling(ask: base.EngineRequest) -> dict[str, Any]:
     sampling, constraint = ask.sampling, ask.request.constraint
     params: dict[str, Any] = base.NEUTRAL | {
         "max_new_tokens": sampling.max_tokens,
+        "stream_interval": ask.stream_interval,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,

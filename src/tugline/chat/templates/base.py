@@ -2,15 +2,12 @@
 
 Templates of the `renderers` library are listed by the name of their typed configuration. A
 `Template` names the special tokens around reasoning and tool calls, so that an answer can be parsed
-while it is sampled, and the text that opens a tool call, so that a call can be forced. Tool calls
-are JSON objects, or DeepSeek V4's DSML.
+while it is sampled, the grammar of the calls, and the text that opens a call, so that a call can be
+forced.
 """
 
-# ruff: noqa: RUF001  # the marks as the model writes them
-import json
-import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +15,10 @@ import msgspec
 from renderers import create_renderer
 from renderers.configs import RendererConfig
 
+from tugline.chat.calls.gemma import GemmaCalls
+from tugline.chat.calls.json_calls import JsonCalls
+from tugline.chat.calls.tagged import TaggedCalls
+from tugline.chat.templates.contents import ContentTokenizer
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import ConfigError
 from tugline.schema import decode, read_values
@@ -29,14 +30,11 @@ CONFIGS: dict[str, Any] = {name: cls for name, cls in _CLASSES.items() if name n
 RETENTIONS = ("all", "tool_cycle", "template")
 
 
-def create(tokenizer: Tokenizer, renderer: str, retention: str) -> Any:
+def create(tokenizer: ContentTokenizer, renderer: str, retention: str) -> Any:
     """Create the library's renderer. Raises `ConfigError`."""
-    for field, name, known in (
-        ("renderer", renderer, sorted(CONFIGS)),
-        ("thinking_retention", retention, RETENTIONS),
-    ):
-        if name not in known:
-            raise ConfigError(f"{field}={name!r} is unknown; it must be one of {', '.join(known)}")
+    if retention not in RETENTIONS:
+        known = ", ".join(RETENTIONS)
+        raise ConfigError(f"thinking_retention={retention!r} is unknown; it must be one of {known}")
     keep = None if retention == "template" else retention
     try:
         return create_renderer(tokenizer, CONFIGS[renderer](thinking_retention=keep))
@@ -47,12 +45,23 @@ def create(tokenizer: Tokenizer, renderer: str, retention: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Ids around the headers and bodies of messages in channels (harmony)."""
+    """Messages of an answer in channels: each has a header, a mark, and a body.
 
-    start: int
-    message: int
-    end: int
-    channel: int
+    The patterns match a whole header with its mark. A header that none matches is text.
+    """
+
+    start: str
+    """Mark that begins a header, and ends a body that has no `end`."""
+    end: str
+    """Mark that ends a body."""
+    bodies: tuple[str, ...]
+    """Marks between a header and its body."""
+    reasoning: str
+    text: str
+    call: str
+    """Pattern with the tool's name as group ``name`` or ``early``."""
+    restart: str = ""
+    """Another mark that begins a header, if `start` is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +81,24 @@ class Markers:
     section_end: int
     """Id that closes a section of calls."""
     guarded: int = -1
-    """Id after which the rest can only be parsed as a whole."""
-    channels: Channels | None = None
+    """Id within each tag of a call, where tags have no ids of their own (DSML)."""
+    headers: frozenset[int] = frozenset()
+    """Ids that begin a header of a message in channels."""
+    bodies: frozenset[int] = frozenset()
+    """Ids between such a header and its body."""
+    body_end: int = -1
+    """Id that ends such a body."""
 
     @property
     def reasons(self) -> bool:
         """Whether single ids open and close reasoning."""
-        return min(self.think, self.think_end) >= 0 or self.channels is not None
-
-    @property
-    def lead(self) -> tuple[int, ...]:
-        """Ids that the library needs before a single call to recognize it."""
-        return (self.call,) if self.section >= 0 and self.block != self.call else ()
+        return min(self.think, self.think_end) >= 0 or bool(self.bodies)
 
     @property
     def ids(self) -> frozenset[int]:
         """All marks."""
-        if self.channels is not None:
-            return frozenset(astuple(self.channels))
+        if self.bodies:
+            return self.headers | self.bodies | {self.body_end}
         calls = (self.call, self.call_end, self.block, self.section, self.section_end)
         return frozenset((self.think, self.think_end, *calls, self.guarded))
 
@@ -112,6 +121,8 @@ class Force:
 class Template:
     """Marks and conventions of one template; a missing mark is empty."""
 
+    grammar: JsonCalls | TaggedCalls | GemmaCalls
+    """How the calls of one block are written."""
     think: str = "<think>"
     think_end: str = "</think>"
     call: str = "<tool_call>"
@@ -124,30 +135,37 @@ class Template:
     """Whether a call outside a section is text."""
     reopens_reasoning: bool = False
     """Whether reasoning may open anywhere, not only at the start."""
-    incremental: bool = True
-    """Whether special tokens separate the parts of an answer."""
     hold_prefix: str = ""
     """Prefix of answers that are parsed as a whole, unless it is a special token."""
     guard_text: str = ""
-    """Text before `guard_mark`, which belongs to it."""
+    """Text before `guard_mark` in a tag."""
     guard_mark: str = ""
-    """Special token after which the rest is parsed as a whole."""
+    """Special token within each tag of a call."""
+    section_tags: str = ""
+    """Pattern of the tags around calls, where they are text."""
     preface: str = ""
     """Text that the template writes at the start of reasoning."""
-    channels: bool = False
-    """Whether messages have harmony headers."""
+    channels: Channels | None = None
+    """Headers of messages, if an answer has several messages."""
     named_results: bool = False
     """Whether a tool's result names the tool."""
     numbered_calls: bool = False
     """Whether call ids are ``functions.name:number``."""
     gap: str = ""
     """Text after a sampled turn that the library's bridge omits."""
+    reopening: str = ""
+    """Text after a last message of the assistant, up to the model's answer, that the library
+    omits."""
     result_separator: str = ""
     """Text between results of parallel calls, for a bridge that accepts only one result."""
     late_system: bool = True
     """Whether a system message may occur anywhere."""
-    json_calls: bool = False
-    """Whether a call is a JSON object with ``name`` and ``arguments``."""
+    encodes_contents: bool = False
+    """Whether the library has an encoder of its own that encodes contents as text (harmony)."""
+    lone_calls: bool = False
+    """Whether a message is either text or one call."""
+    json_tools: str = ""
+    """Role of a message with JSON that declares tools whose schemas the template cannot write."""
     force: Force | None = None
 
     def markers(self, tokenizer: Tokenizer) -> Markers:
@@ -159,7 +177,7 @@ class Template:
 
         block, section, guarded = map(find_id, (self.call, self.section, self.guard_mark))
         call = section if self.section and self.strict_section else block
-        harmony = ("<|start|>", "<|message|>", "<|end|>", "<|channel|>")
+        headers = (self.channels.start, self.channels.restart) if self.channels else ()
         return Markers(
             think=find_id(self.think),
             think_end=find_id(self.think_end),
@@ -169,7 +187,9 @@ class Template:
             section=section,
             section_end=find_id(self.section_end),
             guarded=guarded,
-            channels=Channels(*map(find_id, harmony)) if self.channels else None,
+            headers=frozenset(map(find_id, headers)),
+            bodies=frozenset(map(find_id, self.channels.bodies if self.channels else ())),
+            body_end=find_id(self.channels.end) if self.channels else -1,
         )
 
 
@@ -185,48 +205,14 @@ _TEMPLATES = {
     )
     for name in listed.names
 }
-_UNLISTED = Template(think="", think_end="", call="", call_end="", incremental=False)
 
 
 def template(name: str) -> Template:
-    """Return the template `name`; answers of an unlisted one are parsed at their end."""
-    return _TEMPLATES.get(name, _UNLISTED)
-
-
-# --------------------------------------------------------------------------- tool calls
-# --------------------------------------------------------------------------- JSON
-class _JsonCall(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-    arguments: dict[str, Any]
-
-
-_JSON_CALL = msgspec.json.Decoder(_JsonCall)
-
-
-def parse_json_call(text: str) -> tuple[str, str] | None:
-    """Parse a block of plain JSON; None leaves it to the library's parser."""
-    try:
-        call = _JSON_CALL.decode(text)
-    except (ValueError, RecursionError):
-        return None
-    named = call.name != "" and call.name.isprintable()
-    return (call.name, encode_arguments(call.arguments)) if named else None
-
-
-def encode_arguments(arguments: Any) -> str:
-    """Encode arguments as JSON text; return a string unchanged."""
-    if isinstance(arguments, str):
-        return arguments
-    try:
-        return msgspec.json.encode(arguments).decode()
-    except ValueError:  # raised for lone surrogates
-        return json.dumps(arguments)
-
-
-# --------------------------------------------------------------------------- DSML
-DSML_CALL = re.compile(r'<｜DSML｜invoke name="[^"]*">\n.*?</｜DSML｜invoke>', re.DOTALL)
-DSML_SECTION = re.compile(r"</?｜DSML｜(?:tool_calls|toolcalls|tool)>")
-"""Pattern of a tag that opens or closes a section of calls."""
+    """Return the template `name`. Raises `ConfigError`."""
+    if name not in _TEMPLATES:
+        known = ", ".join(sorted(_TEMPLATES))
+        raise ConfigError(f"renderer={name!r} is unknown; it must be one of {known}")
+    return _TEMPLATES[name]
 
 
 # --------------------------------------------------------------------------- text around messages

@@ -18,7 +18,7 @@ from tugline.chat.tokens import END
 from tugline.errors import ConfigError
 from tugline.recording.records import Header
 from tugline.recording.tokenizer_file import load_tokenizer
-from tugline.types import Call, CallOutcome, Message, Mode, Role
+from tugline.types import Call, CallOutcome, MalformedCalls, Message, Mode, Role
 
 
 class TextVerifier:
@@ -27,7 +27,7 @@ class TextVerifier:
     def __init__(self, tokenizer: Path | None = None) -> None:
         """`tokenizer` replaces the ones beside the recordings. Raises `ConfigError`."""
         self._other = None if tokenizer is None else Tokenizer.load(tokenizer)
-        self._loaded: dict[tuple[str, str, str], tuple[Tokenizer, Rendering | None]] = {}
+        self._loaded: dict[tuple[str, ...], tuple[Tokenizer, Rendering | None]] = {}
 
     def find_faults(
         self, recording: Path, header: Header | None, calls: Sequence[Call]
@@ -56,7 +56,8 @@ class TextVerifier:
         return faults
 
     def _load(self, recording: Path, header: Header) -> tuple[Tokenizer, Rendering | None]:
-        key = header.tokenizer, header.template, header.thinking_retention
+        options = header.thinking_retention, header.special_tokens_in_contents
+        key = header.tokenizer, header.template, *options
         if key not in self._loaded:
             tokenizer = self._other or load_tokenizer(recording, header)
             if tokenizer is None:
@@ -89,6 +90,8 @@ def _decode(rendering: Rendering, call: Call) -> Message:
         stops=call.sampling.stop,
         forced=call.prompt_ids[forced:resumed] if call.forced else None,
         tools=call.tools,
+        malformed=call.malformed or MalformedCalls.TEXT,
+        forbidden=call.forbidden_calls > 0,
     )
     pieces = decoder.feed([*call.prompt_ids[resumed:].tolist(), *call.sampled_ids.tolist()])
     if call.outcome is CallOutcome.CLIENT_GONE:
@@ -125,5 +128,9 @@ def make_rendering(header: Header, tokenizer: Tokenizer) -> Rendering | None:
     """Make the rendering of a recording's prompts; None if the engine rendered prompts."""
     if not header.template:
         return None
-    retention = header.thinking_retention or "all"
-    return Rendering(tokenizer, header.template, thinking_retention=retention)
+    return Rendering(
+        tokenizer,
+        header.template,
+        thinking_retention=header.thinking_retention or "all",
+        special_tokens_in_contents=header.special_tokens_in_contents or "tokens",
+    )

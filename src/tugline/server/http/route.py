@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import traceback
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -77,8 +76,7 @@ def respond(error: Exception) -> Response:
     name, detail = _name_of(error), str(error)
     if name == "fault":
         fault = uuid.uuid4().hex[:12]
-        # without local variables, which contain tokens
-        _log.error("fault", id=fault, exception="".join(traceback.format_exception(error)))
+        _log.error("fault", id=fault, traceback=log.describe_error(error))
         detail = f"something went wrong here; the server's log has it under the id {fault}"
     status, title = PROBLEMS[name]
     mistakes = getattr(error, "problems", ()) if status == 422 else ()

@@ -1,0 +1,1 @@
+"""States of the parser of answers, and what they collect."""

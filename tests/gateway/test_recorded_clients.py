@@ -1,0 +1,79 @@
+"""Sessions of real programs, from their recorded request bodies, become the traces they should.
+
+Each file has the model's answers in its first line, then the bodies in the order of their arrival.
+The programs' prompts and the results of their tools are shortened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rig import in_turn, rig
+from tugline.schema import read_jsonl
+from tugline.traces.base import PrefixMerging
+from tugline.types import Branch, Call, EchoChange, TraceKind
+
+RECORDED = Path(__file__).with_name("recorded")
+
+
+async def replay(folder: Path, program: str) -> Sequence[Call]:
+    """The calls of a session with these bodies; none is refused, and nothing is masked."""
+    answers, *bodies = [row for _, row in read_jsonl(RECORDED / f"{program}.jsonl")]
+    async with rig(folder, in_turn(*answers)) as it:
+        for body in bodies:
+            async with it.post_openai(**body) as response:
+                assert response.status == 200, await response.text()
+                await response.read()
+        calls = it.calls
+    assert len(calls) == len(bodies)
+    assert not PrefixMerging().build(calls).ledger.masked
+    return calls
+
+
+def list_kinds(calls: Sequence[Call]) -> list[TraceKind]:
+    """The kind of each trace."""
+    return [trace.kind for trace in PrefixMerging().build(calls).traces]
+
+
+async def test_crewai_leaves_out_the_text_of_answers_with_calls(tmp_path: Path) -> None:
+    """CrewAI 1.15: seven calls are one trace instead of seven, and the change is recorded."""
+    calls = await replay(tmp_path, "crewai")
+    assert [call.branch for call in calls] == [None] * 7
+    changes = {call.echo_changes for call in calls[1:]}
+    assert changes == {(EchoChange.REASONING, EchoChange.TEXT)}
+    assert list_kinds(calls) == ["main"]
+
+
+async def test_continue_compacts_to_an_assistant_message(tmp_path: Path) -> None:
+    """Continue 1.5: the request with the system prompt and its summary is answered and trained."""
+    calls = await replay(tmp_path, "continue")
+    kinds = [call.kind for call in calls]
+    assert kinds == [*["main"] * 5, "compaction", "main", "main"]
+    assert [message.role for message in calls[6].messages] == ["system", "assistant"]
+    branches = [call.branch for call in calls]
+    assert branches == [*[None] * 6, Branch.COMPACTED, None]
+    assert list_kinds(calls) == ["main", "compaction"]
+
+
+async def test_copilot_compacts_in_the_background_without_tools(tmp_path: Path) -> None:
+    """Copilot CLI 1.0: its summary with ``tool_choice: none`` is a compaction and trained.
+
+    The conversation continues meanwhile as one trace, until the summary replaces it.
+    """
+    calls = await replay(tmp_path, "copilot")
+    assert [call.kind for call in calls] == ["main", "compaction", "main", "main"]
+    assert [call.branch for call in calls] == [None, None, None, Branch.COMPACTED]
+    assert not any(call.constrained for call in calls)
+    assert list_kinds(calls) == ["main", "compaction", "compaction"]
+
+
+async def test_a_changed_text_is_no_omission(tmp_path: Path) -> None:
+    """An echo whose text differs from the answer forks, although its calls have their ids."""
+    answers, first, second, *_ = [row for _, row in read_jsonl(RECORDED / "crewai.jsonl")]
+    second["messages"][2]["content"] = "I look at"
+    async with rig(tmp_path, in_turn(*answers)) as it:
+        for body in (first, second):
+            async with it.post_openai(**body) as response:
+                await response.read()
+        assert [call.branch for call in it.calls] == [None, Branch.HISTORY_EDITED]
