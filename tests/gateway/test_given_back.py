@@ -59,6 +59,13 @@ async def too_many(it: Rig, _engine: Faulty, messages: list[Any]) -> None:
         assert response.status == 400
 
 
+async def text_only(it: Rig, _engine: Faulty, messages: list[Any]) -> None:
+    """A text completion, answered and refused."""
+    for prompt, status in ((messages[0]["content"], 200), ([], 400)):
+        async with it.post_openai("completions", prompt=prompt) as response:
+            assert response.status == status
+
+
 async def failed(it: Rig, engine: Faulty, messages: list[Any]) -> None:
     """Refused by the engine, twice."""
     engine.faults += [{"status": 503}, {"status": 503}]
@@ -120,8 +127,8 @@ async def unrecorded(it: Rig, _engine: Faulty, messages: list[Any]) -> None:
 
 
 STEPS: list[Step] = [
-    refused, invalid, too_many, failed, truncated, completed, replayed, several, cancelled,
-    aborted, unrecorded,
+    refused, invalid, text_only, too_many, failed, truncated, completed, replayed, several,
+    cancelled, aborted, unrecorded,
 ]  # fmt: skip
 
 
@@ -139,6 +146,7 @@ def check_counters(it: Rig) -> None:
     assert engine.traffic.calls.total() == len(calls)
     assert engine.traffic.sampled_tokens == sampled
     assert not transcript.turns.unfinished
+    assert not transcript.parse_cache._nearest[0]
     assert transcript.several._value == TUNING.several_sampled
     assert not it.upstream._waits
     assert not it.running

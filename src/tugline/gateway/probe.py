@@ -1,8 +1,9 @@
 """Probe a running engine: working modes, meaning of logprobs, and advice on settings.
 
-Version numbers are not trusted. Every route is tried whole and streamed, with tools if the engine
-renders; the meaning of logprobs is measured. A node runs the same probe when it starts, so an
-engine that loses token ids is refused before the first session (I1, I2).
+Version numbers are not trusted. Every route is tried as for clients that stream and for those that
+get whole answers, with tools if the engine renders; the meaning of logprobs is measured. A node
+runs the same probe when it starts, so an engine that loses token ids is refused before the first
+session (I1, I2).
 """
 
 import asyncio
@@ -168,6 +169,7 @@ class _Probe:
             sampling=Sampling(temperature=temperature, top_p=1.0, top_k=0, max_tokens=count),
             request_id=f"probe-{time.time_ns()}-{self._number}",
             prompt=TokenSequence(ids) if wire.mode is Mode.EXACT else None,
+            stream_interval=None if stream else DEFAULTS.stream_interval,
         )
         whole = Delta()
         async for delta in read_reply(self._engine, self._engine.url, wire, ask):

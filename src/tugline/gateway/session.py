@@ -99,10 +99,8 @@ class LiveSession:
     def tokens_left(self) -> int | None:
         """Tokens left to sample, less those reserved by running calls; None without a limit."""
         limit = self._task.limits.max_sampled_tokens
-        if limit is None:
-            return None
         reserved = sum(choice.max_tokens or 0 for choice in self._unended)
-        return limit - self.transcript.sampled_tokens - reserved
+        return None if limit is None else limit - self.transcript.sampled_tokens - reserved
 
     @property
     def turns_left(self) -> int | None:
@@ -187,6 +185,8 @@ class LiveSession:
                 prompt = self.transcript.turns.match(request.messages, request.tools, thread)
         except RecursionError as error:
             raise errors.RequestError("the request is nested too deeply") from error
+        finally:
+            self.transcript.parse_cache.release_body()
         carried = dialect.carries_malformed(request)
         request = msgspec.structs.replace(
             request,

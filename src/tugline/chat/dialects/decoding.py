@@ -306,6 +306,10 @@ class ParseCache:
         _, count, best = self._nearest
         return best.start + best.ends[count - 1] if count else 0
 
+    def release_body(self) -> None:
+        """Forget the body being parsed, also where its request was refused before `decode_body`."""
+        self._nearest = b"", 0, Items()
+
     def decode_body(
         self, data: bytes, decoder: msgspec.json.Decoder[S], name: str
     ) -> tuple[S, Items]:
@@ -315,7 +319,7 @@ class ParseCache:
         """
         known = self.known_bytes(data)
         _, count, best = self._nearest
-        self._nearest = b"", 0, Items()
+        self.release_body()
         body, text, start = None, data, best.start
         if count:
             text = data[:start] + data[known + 1 :]
