@@ -11,6 +11,7 @@ from calls import make_call
 from conformance import worker
 from conformance.session_run import SessionRun, WireRecord
 from conformance.worker import stages_of
+from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import Rendering
 from tugline.cli.harness_check import CASES, LAST_WORDS, Case, cases_of, check
 from tugline.sandbox.base import Exit
@@ -35,11 +36,13 @@ def test_requests_outside_the_scripts_are_side_calls() -> None:
 
 
 def test_an_answer_is_what_the_renderer_reads_back() -> None:
-    """Reasoning, text and parallel calls of the script survive the template's own parser."""
+    """Reasoning, text and parallel calls of the script survive the parser of answers."""
     turn = CASE.script()[0]
-    parsed = RENDERING.parse(WORDS.encode(turn.render()))
+    end = RENDERING.render([Message(role=Role.USER, content="x")], ())
+    _, parsed = StreamParser.parse(RENDERING, end, WORDS.encode(turn.render()))
     assert (parsed.reasoning, parsed.content) == (turn.reasoning, turn.text)
-    assert [(name, json.loads(arguments)) for name, arguments in parsed.calls] == list(turn.calls)
+    calls = [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls]
+    assert calls == list(turn.calls)
 
 
 # --------------------------------------------------------------------------- the checks

@@ -51,7 +51,8 @@ async def test_a_stop_sequence_ends_the_answer(tmp_path: Path) -> None:
     assert call.sampled_ids.tolist() == ids("one two three", end=False)
     assert call.stop == "three"
     (ledger,) = count_calls([call], []).values()
-    assert call.unreported_tokens + len(call.sampled_ids) == sampled > len(call.sampled_ids)
+    # the engine may sample some more until it is stopped, which it does not report
+    assert sampled >= call.unreported_tokens + len(call.sampled_ids) > len(call.sampled_ids)
     assert ledger.dropped[Reason.BEHIND_STOP] == call.unreported_tokens
 
 

@@ -27,7 +27,7 @@ BUGS = [
     (Gateway, "_handle"), (LiveSession, "read_body"), (LiveSession, "prepare"),
     (LiveSession, "_prepare"), (LiveSession, "complete"), (Rendering, "render"),
     (StreamParser, "feed"), (StreamParser, "finish"), (Choice, "_take"), (Choice, "_finish"),
-    (Choice, "_engine_request"), (Completion, "wait_started"), (Completion, "wait_done"),
+    (Choice, "_engine_request"), (Completion, "wait_until_accepted"), (Completion, "wait_done"),
     (Completion, "pieces"), (Writer, "append"), (EngineHttp, "request"),
 ]  # fmt: skip
 """Methods of the way from a request to its answer."""

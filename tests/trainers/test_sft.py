@@ -19,6 +19,7 @@ from tiny import rendering
 from trainers.sessions import tiny
 from training_run import make_model
 from tugline.chat.model_call import serialize_message
+from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import Rendering
 from tugline.errors import UsageError
 from tugline.inference.base import GenerateRequest, join
@@ -204,7 +205,8 @@ async def test_held_out_loss_falls_and_the_model_answers(tmp_path: Path) -> None
     )
     async with Engine(model, eos_ids=eos_ids, max_model_len=512) as engine:
         answer = join([chunk async for chunk in engine.generate(request)])
-    assert made.parse(answer.ids.tolist()).content == "It is done."
+    _, message = StreamParser.parse(made, prompt, answer.ids.tolist())
+    assert message.content == "It is done."
 
 
 class Killed(Exception):

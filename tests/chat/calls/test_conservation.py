@@ -275,7 +275,7 @@ def test_a_good_call_after_a_bad_one_is_a_call() -> None:
     for bad in (good.replace("}}", "}"), good.removesuffix("\n</tool_call>").replace("}", "")):
         message = parse("qwen3", f"Hm.\n{bad}\n{good}")
         assert message.content == f"Hm.\n{bad}"
-        assert [call.arguments for call in message.tool_calls] == ['{"path": "a"}']
+        assert [call.arguments for call in message.tool_calls] == ['{"path":"a"}']
         message = parse("qwen3", f"Hm.\n{bad}\n{good}", malformed=MalformedCalls.RAW)
         assert message.content == "Hm."
         assert [call.name for call in message.tool_calls] == ["read", "read"]

@@ -32,6 +32,7 @@ from tugline.types import (
     Role,
     Sampling,
     Status,
+    Tool,
     VersionSpan,
 )
 
@@ -178,6 +179,7 @@ async def test_a_resumed_answer_passes(fields: dict[str, object], tmp_path: Path
 
 QUESTION = (Message(Role.USER, "x"),)
 PROMPT = RENDERING.render(QUESTION, ())
+TOOLS = (Tool("read", "", {}),)
 
 
 def _call(sampled: list[int], answer: Message | None, **fields: Any) -> Call:
@@ -198,7 +200,7 @@ def test_any_sampled_answer_passes(
     sampled = ids("".join(texts), end=data.draw(st.booleans()))
     sampled += data.draw(st.lists(st.integers(0, RENDERING.tokenizer.size - 1), max_size=4))
     gone, stops = data.draw(st.booleans()), data.draw(st.sampled_from([(), ("a",), ("\n",)]))
-    decoder = StreamParser(RENDERING, PROMPT[-64:], "0", stops=stops)
+    decoder = StreamParser(RENDERING, PROMPT[-64:], "0", stops=stops, tools=TOOLS)
     at = 0
     pieces: list[Piece] = []
     while at < len(sampled) and decoder.matched_stop is None:
@@ -213,7 +215,10 @@ def test_any_sampled_answer_passes(
     received = streamed if gone else decoder.finish()[1]
     outcome = CallOutcome.CLIENT_GONE if gone else CallOutcome.COMPLETE
     sampling = Sampling(temperature=1.0, stop=stops)
-    call = _call(sampled[: decoder.length], received, outcome=outcome, sampling=sampling)
+    call = _call(
+        sampled[: decoder.length], received, outcome=outcome, sampling=sampling, tools=TOOLS
+    )
+    call = replace(call, malformed=decoder.malformed)
     assert TextVerifier(folder).find_faults(folder / "s.rec", HEADER, [call]) == {}
     false = replace(call, answer=replace(received, content=received.content + "!"))
     assert TextVerifier(folder).find_faults(folder / "s.rec", HEADER, [false])

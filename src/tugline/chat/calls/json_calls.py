@@ -6,7 +6,7 @@ import re
 import msgspec
 
 from tugline.chat.calls.base import Grammar, ParsedCall, Tags, is_name, write_pattern
-from tugline.chat.calls.values import Schemas, split_object
+from tugline.chat.calls.values import Schemas, split_object, strip_space
 from tugline.chat.tokenizer import Tokenizer
 
 _NAME = r'[^\s"{}\ud800-\udfff]*'
@@ -68,7 +68,8 @@ class _JsonGrammar(Grammar):
         if name is None or not is_name(name):
             return None
         written_id = head[0].strip() if "{number}" in table.head else ""
-        return [ParsedCall(name, self.tags.restore(arguments), self._cut_id(written_id))]
+        arguments = strip_space(self.tags.restore(arguments))
+        return [ParsedCall(name, arguments, self._cut_id(written_id))]
 
     def match_opening(self, block: str) -> tuple[str, int] | None:
         head = self._head.match(block)

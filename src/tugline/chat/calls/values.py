@@ -12,6 +12,7 @@ from typing import Any
 
 from tugline.types import Tool
 
+_TEXT_OR_SPACE = re.compile(r'("(?:[^"\\]|\\.)*")|\s+')
 _MAX_DEPTH = 24
 """Depth of a schema at which everything is allowed, so that no schema exhausts the stack."""
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -81,6 +82,11 @@ def starts_with_json(text: str) -> bool:
     except _JSON_ERRORS:
         return False
     return True
+
+
+def strip_space(text: str) -> str:
+    """Remove white space between the parts of JSON; texts and numbers stay as they are."""
+    return _TEXT_OR_SPACE.sub(lambda match: match[1] or "", text)
 
 
 def encode_text(text: str) -> str:

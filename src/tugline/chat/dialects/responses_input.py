@@ -21,6 +21,7 @@ from tugline.errors import Unsupported
 from tugline.types import Message, Role, Tool, ToolCall
 
 _SEAL = "tugline."
+_THOUGHT = re.compile(r"\s*<think>.*</think>\s*", re.DOTALL)
 _TURN = re.compile(r"(?:rs|msg|fc|ctc|lsh)_(.+-\d+)_\d+")
 _ROLES = {role.value: role for role in Role if role is not Role.TOOL}
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -87,7 +88,7 @@ class ItemFolder:
     def _is_same_turn(self, item: Any, index: int) -> bool:
         turn, kind = _find_turn(item), item.get("type") or "message"
         previous = msgspec.json.decode(self._items[index - 1])
-        if (previous.get("type") or "message") == "message":
+        if (previous.get("type") or "message") == "message" and not _is_thought(previous):
             known = _find_turn(previous)
             if kind == "message" and (turn is None or known is None):
                 return False  # a response has one message at a place, so the other is not its own
@@ -119,6 +120,12 @@ def _holds_call(answer: Message, message: Message) -> bool:
         for call in source.tool_calls
     ]
     return bool(message.tool_calls) and calls[-1] in calls[:-1]
+
+
+def _is_thought(item: Any) -> bool:
+    """Whether a message is only inlined reasoning, as pydantic-ai sends it before an answer."""
+    content = item.get("content")
+    return isinstance(content, str) and _THOUGHT.fullmatch(content) is not None
 
 
 def _find_turn(item: Any) -> str | None:
