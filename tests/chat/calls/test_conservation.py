@@ -289,3 +289,11 @@ def test_thousands_of_tags_are_parsed_at_once(unit: str) -> None:
     for text in (unit * 5000, f"<tool_call><function=read>{parameter * 5000}</tool_call>" + unit):
         message = parse(made.name, text, tools=TOOLS)
         assert squeeze(text) == squeeze(message.content)
+
+
+def test_tags_in_a_value_without_the_line_breaks_of_the_template_are_text() -> None:
+    """A list in JSON may hold a closing and an opening tag."""
+    value = ["</parameter><parameter=a>"]
+    call = f"<function=read>\n<parameter=path>\n{json.dumps(value)}\n</parameter>\n</function>"
+    [parsed] = parse("qwen3.5", f"<tool_call>\n{call}\n</tool_call>").tool_calls
+    assert parsed.arguments == json.dumps({"path": json.dumps(value)}, separators=(",", ":"))

@@ -50,13 +50,19 @@ class _TaggedGrammar(Grammar):
         self._open = re.compile(rf"\s*{re.escape(function[0])}{name}")
         self._close = re.compile(rf"\s*{re.escape(function[2])}")
         self._closes = function[2] != ""
+        self._breaks_lines = function[1].endswith("\n")
         others = [re.escape(parameter[0])] if tags.restore(parameter[0]) != parameter[0] else []
         other = re.escape(function[0]) or rf"[^\s<]+\s*{key_start}"
         others.append(rf"{re.escape(self._value_end)}\s*{other}")
         self._other_call = re.compile("|".join(others))
 
     def parse(self, block: str, schemas: Schemas) -> list[ParsedCall] | None:
-        reader = _BlockReader(block, self, schemas.list_keys())
+        calls = self._parse(block, schemas, strict=True)
+        return self._parse(block, schemas, strict=False) if calls is None else calls
+
+    def _parse(self, block: str, schemas: Schemas, *, strict: bool) -> list[ParsedCall] | None:
+        """Parse a block whose line breaks are those of the template, if `strict`, or may differ."""
+        reader = _BlockReader(block, self, schemas.list_keys(), strict=strict)
         calls: list[ParsedCall] = []
         at = 0
         while not _BLANK.fullmatch(block, at):
@@ -86,7 +92,7 @@ class _TaggedGrammar(Grammar):
             return schemas.encode_value(name, self.tags.restore(key), text)
         return text.strip() if kind == "false" and is_json(text) else encode_text(text)
 
-    def write_key_pattern(self, keys: Iterable[str]) -> re.Pattern[str]:
+    def write_key_pattern(self, keys: Iterable[str], *, strict: bool) -> re.Pattern[str]:
         """Write the pattern of a parameter's opening.
 
         `keys` are declared names; those with the characters of a tag are matched as they are.
@@ -99,12 +105,17 @@ class _TaggedGrammar(Grammar):
         after = write_pattern(end.rstrip("\n"))
         if self._typed:
             after = after.replace(r"\{kind\}", "(?P<kind>true|false)")
-        line_break = r"\n?" if end.endswith("\n") else ""
-        return re.compile(rf"\s*{re.escape(start)}(?P<key>{names}){after}{line_break}")
+        line_break = ""
+        if end.endswith("\n"):
+            line_break = r"\n" if strict else r"\n?"
+        space = r"\n" if strict and self._breaks_lines else r"\s*"
+        return re.compile(rf"{space}{re.escape(start)}(?P<key>{names}){after}{line_break}")
 
-    def find_value_ends(self, block: str) -> list[int]:
+    def find_value_ends(self, block: str, *, strict: bool) -> list[int]:
         """Return where the tags that may end a value begin, in descending order."""
-        return [match.start() for match in re.finditer(re.escape(self._value_end), block)][::-1]
+        tag = re.escape(self._value_end)
+        pattern = rf"(?<=\n){tag}" if strict and self._line_break else tag
+        return [match.start() for match in re.finditer(pattern, block)][::-1]
 
     def skip_value_end(self, at: int) -> int:
         """Return where a tag that begins at `at` ends."""
@@ -134,12 +145,14 @@ class _TaggedGrammar(Grammar):
 class _BlockReader:
     """Reader of one block, which knows the tags after which the rest parses as a whole."""
 
-    def __init__(self, block: str, grammar: _TaggedGrammar, keys: Iterable[str]) -> None:
+    def __init__(
+        self, block: str, grammar: _TaggedGrammar, keys: Iterable[str], *, strict: bool
+    ) -> None:
         self._block, self._grammar = block, grammar
-        self._key = grammar.write_key_pattern(keys)
+        self._key = grammar.write_key_pattern(keys, strict=strict)
         self._valid: list[int] = []
         """Negated starts of the tags that may end a value, so in ascending order."""
-        for start in grammar.find_value_ends(block):
+        for start in grammar.find_value_ends(block, strict=strict):
             if self.continues(grammar.skip_value_end(start)):
                 self._valid.append(-start)
 
