@@ -74,12 +74,16 @@ _ABORT_AGAIN_S = 0.02
 """First pause before an abort is repeated; it doubles."""
 
 
+def _do_nothing() -> None:
+    """Stand in for a listener."""
+
+
 class AnswerLife(Progress):
     """State of an answer, and the requests for it, each known before it is sent."""
 
     def __init__(self, answer_id: str, engine: EngineContext) -> None:
         self.state = AnswerState.QUEUED
-        self.on_change: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = _do_nothing
         """Called after each change of the state, and when clients can get more of the answer."""
         self.replicas: list[str] = []
         """Addresses of the replicas that answered, in order."""
@@ -100,6 +104,10 @@ class AnswerLife(Progress):
             raise RuntimeError(msg)
         self.state = state
         self.on_change()
+
+    def forget_listener(self) -> None:
+        """Call `on_change` no more."""
+        self.on_change = _do_nothing
 
     def abandon(self) -> None:
         """Mark the answer as one without clients, unless it has ended."""

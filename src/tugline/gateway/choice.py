@@ -284,6 +284,7 @@ class Choice:
             tokens=self._list_tokens() if self._request.logprobs else (),
         )
         self.pieces += pieces
+        self._earlier = None
         self.life.enter(AnswerState.COMPLETE)
 
     def _list_tokens(self) -> tuple[tuple[str, float], ...]:

@@ -159,6 +159,7 @@ class Completion:
         """Publish the end; this is called as well if the task was cancelled before it began."""
         for choice in self.choices:
             choice.fail(ClientGone("nothing was sampled"))
+            choice.life.forget_listener()  # else both are kept until a garbage collection
         error = next((c.error for c in self.choices if c.error is not None), None)
         closed = isinstance(error, ClientGone) and self._closed is not None
         self.error = self._closed if closed else error

@@ -62,7 +62,7 @@ class CallSettings:
     # One completion
     grace_s: float = 0.6
     """Time for which an answer without a client is still sampled, in case the client retries."""
-    stream_interval: int = 32
+    stream_interval: int = 128
     """Tokens of an event of the engine's stream, if the client does not stream."""
     cancel_timeout_s: float = 10.0
     """Longest wait for a cancelled call to be recorded."""

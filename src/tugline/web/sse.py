@@ -21,14 +21,21 @@ async def read_payloads(chunks: AsyncIterable[bytes]) -> AsyncGenerator[list[byt
 
     White space around a payload is not stripped.
     """
-    rest = b""
+    rest: list[bytes] = []
+    """What came since the last line break."""
     async for chunk in chunks:
-        data = rest + chunk
-        end = data.rfind(b"\n") + 1
-        payloads, rest = _DATA.findall(data, 0, end), data[end:]
+        end = chunk.rfind(b"\n") + 1
+        if not end:
+            rest.append(chunk)
+            continue
+        data = b"".join([*rest, chunk])  # no copy of a single chunk
+        end += len(data) - len(chunk)
+        payloads = _DATA.findall(data, 0, end)
+        rest = [data[end:]] if end < len(data) else []
         if payloads and payloads[-1].strip() == DONE:
             payloads.pop()
         if payloads:
             yield payloads
-    if rest.startswith(b"data:") and rest[5:].strip() != DONE:
-        yield [rest[5:]]
+    last = b"".join(rest)
+    if last.startswith(b"data:") and last[5:].strip() != DONE:
+        yield [last[5:]]
