@@ -40,7 +40,8 @@ class _JsonGrammar(Grammar):
         head = head.replace(r"\{name\}", rf"(?P<name>{_NAME})").replace(r"\{number\}", r"\d+")
         self._head = re.compile(rf"\s*{head}\s*")
         self._tail = re.compile(rf"\s*{write_pattern(tags.mark(table.tail))}\s*")
-        name, arguments = re.escape(table.name_key), re.escape(table.arguments_key)
+        name = re.escape(table.name_key)
+        arguments = re.escape(table.arguments_key)
         self._keys = re.compile(
             rf'\{{\s*"{name}"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"{arguments}"\s*:\s*'
         )

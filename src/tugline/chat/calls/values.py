@@ -215,7 +215,8 @@ class _Check:
             return False
         if not isinstance(self._value, str):
             return True
-        longest, shortest = schema.get("maxLength"), schema.get("minLength")
+        longest = schema.get("maxLength")
+        shortest = schema.get("minLength")
         too_long = isinstance(longest, int) and len(self._value) > longest
         too_short = isinstance(shortest, int) and len(self._value) < shortest
         return not (too_long or too_short)
