@@ -85,11 +85,13 @@ def test_a_real_edit_branches_with_its_reason(
     assert 0 < plan.reused <= len(first.tokens) + len(ids)
 
 
-def test_invalid_json_arguments_match_only_their_own_bytes() -> None:
-    """There is no value to compare."""
+def test_invalid_json_arguments_are_matched_by_the_id_of_their_call() -> None:
+    """There is no value to compare; with another id only their own bytes match."""
     tree, _, _ = make_tool_turn('{"path": ')
-    assert tree.match(echo('{"path": '), TOOLS).branch is None
-    assert tree.match(echo('{"path":'), TOOLS).branch is Branch.CALL_REPAIRED
+    for arguments, changes in (('{"path": ', ()), ("{}", (EchoChange.ARGUMENTS,))):
+        prompt = tree.match(echo(arguments), TOOLS)
+        assert (prompt.branch, prompt.echo_changes) == (None, changes)
+    assert tree.match(echo("{}", "new"), TOOLS).branch is Branch.CALL_REPAIRED
 
 
 def test_rewritten_echoes_continue_exactly() -> None:
