@@ -286,7 +286,12 @@ def test_thousands_of_tags_are_parsed_at_once(unit: str) -> None:
     """An answer of nothing but tags costs no more than its length."""
     made: Rendering = rendering("qwen3.5")
     parameter = "<parameter=path>\n</parameter>\n"
-    for text in (unit * 5000, f"<tool_call><function=read>{parameter * 5000}</tool_call>" + unit):
+    many = "<tool_call>" * 20_000 + unit + "</tool_call>" * 20_000
+    for text in (
+        many,
+        unit * 5000,
+        f"<tool_call><function=read>{parameter * 5000}</tool_call>" + unit,
+    ):
         message = parse(made.name, text, tools=TOOLS)
         assert squeeze(text) == squeeze(message.content)
 

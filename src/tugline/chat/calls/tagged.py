@@ -158,7 +158,8 @@ class _BlockReader:
 
     def continues(self, at: int) -> bool:
         """Whether the block parses from `at`, inside a call and between its parameters."""
-        block, grammar = self._block, self._grammar
+        block = self._block
+        grammar = self._grammar
         while True:
             key = self._key.match(block, at)
             if key:
@@ -178,7 +179,8 @@ class _BlockReader:
 
         Each is a text and whether it is declared as one; None if one is repeated or nameless.
         """
-        block, grammar = self._block, self._grammar
+        block = self._block
+        grammar = self._grammar
         parameters: dict[str, tuple[str, str | None]] = {}
         while key := self._key.match(block, at):
             end = self._find_value_end(key.end())

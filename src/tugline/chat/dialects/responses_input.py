@@ -86,7 +86,8 @@ class ItemFolder:
             messages.append(message)
 
     def _is_same_turn(self, item: Any, index: int) -> bool:
-        turn, kind = _find_turn(item), item.get("type") or "message"
+        turn = _find_turn(item)
+        kind = item.get("type") or "message"
         previous = msgspec.json.decode(self._items[index - 1])
         if (previous.get("type") or "message") == "message" and not _is_thought(previous):
             known = _find_turn(previous)

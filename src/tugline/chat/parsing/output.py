@@ -85,7 +85,8 @@ class AnswerOutput:
 
     def build_message(self) -> Message:
         """Return the whole answer."""
-        text, reasoning = "".join(self.text.emitted), "".join(self.reasoning.emitted)
+        text = "".join(self.text.emitted)
+        reasoning = "".join(self.reasoning.emitted)
         return Message(Role.ASSISTANT, text, tuple(self._sent), reasoning=reasoning or None)
 
     def _emit(self, kind: Delta, text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Self
 from tugline.chat.calls.base import ParsedCall
 from tugline.chat.model_call import ReasoningDelta, TextDelta
 from tugline.chat.parsing.output import AnswerOutput, CallReader, Delta
-from tugline.chat.parsing.text_tags import CLOSINGS_TRIED, TextTags
+from tugline.chat.parsing.text_tags import CLOSINGS_TRIED, TextTags, find_between
 from tugline.chat.templates.answers import THINK_END_TEXT, THINK_TEXT, AnswerSyntax
 
 
@@ -364,7 +364,7 @@ class Call(Collecting):
         ids, reader = self._ids, self.parser.reader
         edges = [at for at in self._opened if at < end]
         for start, after in pairwise([*edges, end]):
-            closed = next((at for at in self._closed if start < at < after), None)
+            closed = find_between(self._closed, start, after)
             stop = after if closed is None else closed + 1
             calls = None if closed is None else self._parse(start, closed)
             if calls is None:

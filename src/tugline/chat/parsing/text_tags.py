@@ -4,7 +4,9 @@ The text is split at the tags that open and close a call. A closing tag ends a c
 parses as a whole.
 """
 
+import bisect
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 
 from tugline.chat.calls.base import ParsedCall
@@ -15,6 +17,12 @@ from tugline.chat.templates.answers import AnswerSyntax
 
 CLOSINGS_TRIED = 16
 """Number of closing tags that are tried as the end of one call."""
+
+
+def find_between(positions: Sequence[int], start: int, end: int) -> int | None:
+    """Return the first of the ascending `positions` after `start` and before `end`."""
+    at = bisect.bisect_right(positions, start)
+    return positions[at] if at < len(positions) and positions[at] < end else None
 
 
 class TextTags:
@@ -75,10 +83,10 @@ class TextTags:
     def _take_calls(self) -> None:
         """Emit the calls that the closing tag at the end of the text completes."""
         end = self._text.rfind(self._closing) + len(self._closing)
-        if end < len(self._closing) or end in self._closed:
+        if end < len(self._closing) or end in self._closed[-1:]:
             return  # the tag is another one
-        openings = self._list_openings(end)
-        if openings and len(self._closed) < CLOSINGS_TRIED:
+        openings = self._list_openings(end) if len(self._closed) < CLOSINGS_TRIED else []
+        if openings:
             for start in dict.fromkeys((openings[0], openings[-1])):
                 calls = self._reader.parse(self._text[start:end])
                 if calls is not None:
@@ -95,7 +103,7 @@ class TextTags:
         edges = [*self._list_openings(end), end]
         outside = text[: edges[0]]
         for start, after in pairwise(edges):
-            closed = next((at for at in self._closed if start < at <= after), None)
+            closed = find_between(self._closed, start, after + 1)
             stop = after if closed is None else closed
             self._add_block(outside, text[start:stop], closed=closed is not None)
             outside = text[stop:after]
