@@ -67,7 +67,8 @@ test-all: $(STAMP) ## every suite, whole, one after the other: one and a half to
 	@$(MAKE) --no-print-directory --keep-going $(SUITES)
 
 test-properties: $(STAMP) ## tool calls of every template, and mutated requests, with 2,000 and 10,000 examples: half an hour
-	@TUGLINE_CALL_EXAMPLES=2000 TUGLINE_MUTATIONS=10000 $(BIN)/pytest -n auto --timeout 1800 tests/chat/calls tests/gateway/test_mutations.py $(ARGS)
+	@$(BIN)/python tools/gpt_oss_vocabulary.py .cache/gpt-oss
+	@TUGLINE_GPT_OSS=$(CURDIR)/.cache/gpt-oss TUGLINE_CALL_EXAMPLES=2000 TUGLINE_MUTATIONS=10000 $(BIN)/pytest -n auto --timeout 1800 tests/chat/calls tests/gateway/test_mutations.py $(ARGS)
 
 test-chaos: $(STAMP) ## everything killed with kill -9, frozen or without disk, on both stores
 	@$(BIN)/pytest -m slow tests/chaos $(ONLY_CORE) $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,8 @@ SPECIALS: dict[str, str] = {
 
 OFFLINE = sorted(set(CONFIGS) - {"gpt-oss"})
 """Templates that render without asking the internet for a vocabulary."""
+GPT_OSS = os.environ.get("TUGLINE_GPT_OSS", "")
+"""Folder of the vocabulary that ``tools/gpt_oss_vocabulary.py`` makes; empty if there is none."""
 
 
 def tokenizer(specials: Sequence[str] = tuple(SPECIALS["qwen3"].split())) -> Tokenizer:
@@ -54,4 +57,7 @@ def merging_tokenizer(specials: Sequence[str], *, across_words: bool = False) ->
 @functools.cache
 def rendering(name: str = "qwen3", thinking_retention: str = "all") -> Rendering:
     """A template over the byte-level tokenizer with the special tokens it needs."""
+    if name == "gpt-oss":
+        os.environ["TIKTOKEN_ENCODINGS_BASE"] = GPT_OSS
+        return Rendering(Tokenizer.load(Path(GPT_OSS)), name)
     return Rendering(tokenizer(SPECIALS[name].split()), name, thinking_retention=thinking_retention)

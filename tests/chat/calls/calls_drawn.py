@@ -16,6 +16,7 @@ Drawn = tuple[Tool, dict[str, Any]]
 TAGS = (
     "<parameter=a>", "</parameter>", "<function=f>", "</function>", "</arg_value>", "<arg_key>",
     '<parameter name="a">', "</invoke>", "```", "<tool_call>", "</tool_call>", "<|im_end|>",
+    "\n</parameter>\n", "\n</parameter>\n<function=f>\n", "</parameter><function=f>",
 )  # fmt: skip
 CODE = ("    return 1\n", "\n\nx = {'a': 1}\n", "  ", "\n", "\t", " True", "None ", "if a:\n\n")
 _LIKE_JSON = ("10001", "null", "True", "true", "1.5", "[]", '{"k": 1}', '"quoted"', "NaN", "1e999")

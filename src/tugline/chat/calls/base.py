@@ -52,6 +52,8 @@ class Tags:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode the ids of a block, tags replaced."""
+        if self._by_id.keys().isdisjoint(ids):
+            return self._tokenizer.decode_bytes(ids)
         parts: list[str] = []
         start = 0
         for at, token in enumerate(ids):

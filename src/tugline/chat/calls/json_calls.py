@@ -62,10 +62,11 @@ class _JsonGrammar(Grammar):
             if members.keys() != {table.name_key, table.arguments_key}:
                 return None
             written = name
-            name = _read_text(members[table.name_key])
-            arguments = members[table.arguments_key]
-            if (written and written != name) or split_object(arguments) is None:
+            name = _read_text(members[table.name_key].text)
+            member = members[table.arguments_key]
+            if (written and written != name) or not member.is_object:
                 return None
+            arguments = member.text
         if name is None or not is_name(name):
             return None
         written_id = head[0].strip() if "{number}" in table.head else ""
@@ -80,9 +81,10 @@ class _JsonGrammar(Grammar):
         keys = self._keys.match(block, start)
         named = keys or self._named.search(block, start)
         name = _read_text(named["name"]) if named else None
-        if name is not None:
-            return name, keys.end() if keys else 0
         written = head.groupdict().get("name") if head else None
+        if name is not None:
+            agrees = not written or written == name
+            return name, keys.end() if keys and agrees else 0
         return (written, start) if written else None
 
     def _cut_id(self, head: str) -> str:

@@ -2,7 +2,8 @@
 
 A closing tag ends a value only if the rest of the block then parses as a whole, so a value may hold
 tags. Which tags do so is found from the end of the block, in one pass. A value holds no other call:
-no opening tag that is an id, and no closing tag before the opening of a function.
+no opening tag that is an id, and, where line breaks differ from those of the template, no closing
+tag before the opening of a function.
 """
 
 import bisect
@@ -51,10 +52,12 @@ class _TaggedGrammar(Grammar):
         self._close = re.compile(rf"\s*{re.escape(function[2])}")
         self._closes = function[2] != ""
         self._breaks_lines = function[1].endswith("\n")
-        others = [re.escape(parameter[0])] if tags.restore(parameter[0]) != parameter[0] else []
         other = re.escape(function[0]) or rf"[^\s<]+\s*{key_start}"
-        others.append(rf"{re.escape(self._value_end)}\s*{other}")
-        self._other_call = re.compile("|".join(others))
+        after_value = rf"{re.escape(self._value_end)}\s*{other}"
+        ids = [each for each in (key_start, after_value) if tags.restore(each) != each]
+        self._other_call = re.compile("|".join(ids or ["(?!)"]))
+        """Beginning of another call in ids, which no written value holds."""
+        self._other_text = re.compile("|".join(dict.fromkeys([*ids, after_value])))
 
     def parse(self, block: str, schemas: Schemas) -> list[ParsedCall] | None:
         calls = self._parse(block, schemas, strict=True)
@@ -121,9 +124,14 @@ class _TaggedGrammar(Grammar):
         """Return where a tag that begins at `at` ends."""
         return at + len(self._value_end)
 
-    def holds_call(self, block: str, start: int, end: int) -> bool:
-        """Whether the value between two positions holds the beginning of another call."""
-        return self._other_call.search(block, start, end) is not None
+    def holds_call(self, block: str, start: int, end: int, *, strict: bool) -> bool:
+        """Whether the value between two positions holds the beginning of another call.
+
+        With line breaks around values, as the template writes them, ordinary text is never one.
+        """
+        exact = strict and self._line_break
+        pattern = self._other_call if exact else self._other_text
+        return pattern.search(block, start, end) is not None
 
     def cut_line_break(self, text: str) -> str:
         """Remove the line break that the template writes after a value."""
@@ -149,6 +157,7 @@ class _BlockReader:
         self, block: str, grammar: _TaggedGrammar, keys: Iterable[str], *, strict: bool
     ) -> None:
         self._block, self._grammar = block, grammar
+        self._strict = strict
         self._key = grammar.write_key_pattern(keys, strict=strict)
         self._valid: list[int] = []
         """Negated starts of the tags that may end a value, so in ascending order."""
@@ -196,6 +205,8 @@ class _BlockReader:
         """Return the first tag from `start` on that may end a value."""
         at = bisect.bisect_right(self._valid, -start) - 1
         end = -self._valid[at] if at >= 0 else None
-        if end is None or self._grammar.holds_call(self._block, start, end):
+        if end is None:
+            return None
+        if self._grammar.holds_call(self._block, start, end, strict=self._strict):
             return None
         return end

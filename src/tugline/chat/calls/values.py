@@ -8,7 +8,9 @@ import json
 import re
 from collections.abc import Sequence
 from json import JSONDecodeError
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from tugline.types import Tool
 
@@ -27,18 +29,35 @@ def _refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_int=str, parse_float=str)
-"""Decoder that only finds where values end: numbers of any size are kept as text."""
+_DECODER = json.JSONDecoder(
+    parse_constant=_refuse_constant, parse_int=str, parse_float=str, object_pairs_hook=tuple
+)
+"""Decoder that finds where values end: numbers are texts of any size, objects tuples of pairs."""
 _JSON_ERRORS = (ValueError, RecursionError)
 
 
 # --------------------------------------------------------------------------- JSON
-def split_object(text: str, at: int = 0) -> tuple[dict[str, str], int] | None:
-    """Split the JSON object at `at` into its keys and the JSON text of their values.
+class Member(NamedTuple):
+    """Value of a key in a JSON object."""
+
+    text: str
+    """The value's JSON text."""
+    value: Any
+    """The value: numbers are texts, and objects tuples of pairs."""
+
+    @property
+    def is_object(self) -> bool:
+        """Whether the value is an object in which no key is repeated or empty."""
+        keys = [key for key, _ in self.value] if isinstance(self.value, tuple) else [""]
+        return all(keys) and len(set(keys)) == len(keys)
+
+
+def split_object(text: str, at: int = 0) -> tuple[dict[str, Member], int] | None:
+    """Split the JSON object at `at` into its members.
 
     Also returns where the object ends. None if it is malformed, or if a key is repeated or empty.
     """
-    members: dict[str, str] = {}
+    members: dict[str, Member] = {}
     try:
         at = _skip(text, at, "{")
         separator = "}" if text[at : at + 1] == "}" else ","
@@ -47,8 +66,8 @@ def split_object(text: str, at: int = 0) -> tuple[dict[str, str], int] | None:
             if text[at] != '"' or not key or key in members:
                 return None
             at = _skip(text, end, ":")
-            _, end = _DECODER.raw_decode(text, at)
-            members[key] = text[at:end]
+            value, end = _DECODER.raw_decode(text, at)
+            members[key] = Member(text[at:end], value)
             at = _SPACE.match(text, end).end()  # type: ignore[union-attr] # matches always
             separator = text[at : at + 1]
             if separator == ",":
@@ -86,7 +105,11 @@ def starts_with_json(text: str) -> bool:
 
 def strip_space(text: str) -> str:
     """Remove white space between the parts of JSON; texts and numbers stay as they are."""
-    return _TEXT_OR_SPACE.sub(lambda match: match[1] or "", text)
+    try:
+        return msgspec.json.format(text, indent=-1)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        # Halves of surrogate pairs, and more depth than msgspec reads.
+        return _TEXT_OR_SPACE.sub(lambda match: match[1] or "", text)
 
 
 def encode_text(text: str) -> str:
