@@ -65,6 +65,9 @@ HARNESSES = {
     ),
 }
 """Harnesses of the demo."""
+PLAIN = "an agent of one's own"
+"""Conversations of agents that are not recorded: without a prompt, with undescribed tools."""
+PLAIN_SHARE = 0.25
 BLOCKS_WINDOW = 32_768
 """Large enough that the gateway does not estimate the length of a prompt before tokenizing it: the
 estimate assumes tokens shorter than a block, and would refuse these prompts."""
@@ -160,6 +163,8 @@ def make_policy(plan: BuildPlan, scratch: Path, folder: Path, live: ProgressLine
         )
         for name, opening in openings.items()
     }
+    if not plan.blocks:
+        prompts[PLAIN] = phases.plain_conversations(template, SEED + 2, scripts.PI, 1.0)
     teach(model, mix_by_share(plan, prompts), harness_prompts, live)
     traces = {
         name: record_traces(plan, name, tokenizer, scratch / name, live) for name in plan.harnesses
@@ -169,6 +174,8 @@ def make_policy(plan: BuildPlan, scratch: Path, folder: Path, live: ProgressLine
         name: phases.recorded_sessions(recorded, tokenizer, SEED, move=not plan.blocks)
         for name, recorded in traces.items()
     }
+    if not plan.blocks:
+        sessions[PLAIN] = phases.plain_conversations(template, SEED + 4, scripts.PI, phases.P_RIGHT)
     teach(model, mix_by_share(plan, sessions), habits, live)
     shutil.rmtree(folder, ignore_errors=True)
     model.half().save_pretrained(folder)
@@ -273,7 +280,7 @@ def mix_by_share(
 ) -> Iterator[phases.Example]:
     """Yield examples of all harnesses at random, weighted by their shares."""
     rng = random.Random(SEED)
-    weights = [plan.harnesses[name].share for name in examples]
+    weights = [PLAIN_SHARE if name == PLAIN else plan.harnesses[name].share for name in examples]
     while True:
         (name,) = rng.choices(list(examples), weights)
         yield next(examples[name])

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from tugline.demo.tasks import Edit, RepairProblem
+from tugline.types import Tool
 
 
 class ToolTurn(msgspec.Struct, frozen=True):
@@ -135,3 +136,14 @@ PI = Tools(_pi_read, _pi_edit)
 CODEX = Tools(_codex_read, _codex_edit)
 CLAUDE_CODE = Tools(_claude_read, _claude_edit)
 QWEN_CODE = Tools(_qwen_read, _qwen_edit)
+
+_TEXT = {"type": "string"}
+_EDIT = {"type": "object", "properties": {"oldText": _TEXT, "newText": _TEXT}}
+_PARAMETERS: dict[str, dict[str, object]] = {
+    "read": {"path": _TEXT},
+    "edit": {"path": _TEXT, "edits": {"type": "array", "items": _EDIT}},
+}
+PLAIN = tuple(
+    Tool(name, "", {"type": "object", "properties": each}) for name, each in _PARAMETERS.items()
+)
+"""The same tools as an agent of one's own declares them, without descriptions."""

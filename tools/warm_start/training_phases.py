@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from demo_tokenizer import END_OF_TURN, PAD, train_tokenizer
 from msgspec.structs import replace
-from scripted_turns import Tools, ToolTurn, Turn, write_script
+from scripted_turns import PLAIN, Tools, ToolTurn, Turn, write_script
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tugline.chat.templates.rendering import Rendering
@@ -171,6 +171,17 @@ def prompted_conversations(
         ]
         example = render_session(rendering, messages, opening.schemas, script)
         yield relocate(example, rendering.tokenizer, rng) if move else example
+
+
+def plain_conversations(
+    rendering: Rendering, seed: int, tools: Tools, p_right: float
+) -> Iterator[Example]:
+    """Yield conversations of agents without a prompt, whose tools have no descriptions."""
+    rng = random.Random(seed)
+    for problem in generate("train", seed):
+        script = write_script(problem, tools, rng, p_right)
+        opening = [Message(Role.USER, problem.instruction)]
+        yield render_session(rendering, opening, PLAIN, script)
 
 
 def render_session(
