@@ -39,6 +39,12 @@ class Needy(Uninstallable):
     error = ConfigError("there is no Node here")
 
 
+class OutOfOrder(Uninstallable):
+    """A harness on a node whose disk fails."""
+
+    error = OSError("Input/output error")
+
+
 class Hanging(Evaluator):
     """An evaluator that never returns."""
 

@@ -27,7 +27,7 @@ from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import describe, make_failure
 from tugline.sandbox.files import remove
-from tugline.types import Call, Cause, Ledger, Status, Trajectory
+from tugline.types import Call, Cause, Ledger, Status, Task, Trajectory
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
 _BUSY = frozenset({408, 425, 429})
@@ -90,6 +90,8 @@ class SessionRunner:
     tracer: Tracer | None
     on_ended: Callable[[], None]
     """Called when a session has ended on this node."""
+    on_result: Callable[[Task, Trajectory, float], None]
+    """Called with each result, and the Unix time at which its session began."""
 
     def __post_init__(self) -> None:
         self._directories = self.folder / "sessions"
@@ -246,8 +248,10 @@ class SessionRunner:
             _log.warning("not released", session=session.id, error=str(error))
 
     async def _finish(self, session: ActiveSession, trajectory: Trajectory) -> None:
-        self.stats.count_result(trajectory)
         ended = time.time()
+        self.stats.count_result(trajectory)
+        began = session.stages[0][1] if session.stages else ended
+        self.on_result(session.work.task, trajectory, began)
         _log.info("ended", status=trajectory.status, seconds=sum(trajectory.seconds.values()))
         data = await asyncio.to_thread(pack, trajectory)
         await self.journal.write(session.directory.name, data)

@@ -36,6 +36,11 @@ _HEAD = struct.Struct("<III")
 _LIMIT = 1 << 30
 """Largest record in bytes, far above any request."""
 _SECTOR = 512
+_UNREADABLE = (
+    *(msgspec.DecodeError, zstandard.ZstdError, LookupError, ValueError),
+    *(TypeError, ArithmeticError, RecursionError),
+)
+"""Errors of a record that is complete, but not as `Packer` writes it."""
 
 
 @dataclass(slots=True)
@@ -117,7 +122,7 @@ def _unpack_frame(
         return None
     try:
         return unpacker.unpack(frame.data)
-    except (msgspec.DecodeError, zstandard.ZstdError, KeyError, ValueError) as error:
+    except _UNREADABLE as error:
         msg = f"{path} holds a record at offset {frame.start} that cannot be read: {error!r}"
         raise CaptureError(msg) from error
 

@@ -23,20 +23,28 @@ from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.gateway.app import Gateway
 from tugline.gateway.engine import Opened, SessionTerms
 from tugline.harnesses.base import Launch, LaunchContext, prepare
+from tugline.recording import file as recordings
 from tugline.recording.records import RecordedResult
 from tugline.rollout.parts import Parts, PrewarmedSandbox, TaskSandboxes, read_tail
-from tugline.rollout.stages import StageSlots, classify, make_failure, make_total_timeout
+from tugline.rollout.stages import (
+    StageSlots,
+    classify,
+    classify_recording_error,
+    make_failure,
+    make_total_timeout,
+)
 from tugline.sandbox.base import Exit, Sandbox
 from tugline.sandbox.files import collect_artifacts
 from tugline.sandbox.patch import Patch
 from tugline.schema import copy_fields
-from tugline.traces.base import Built
+from tugline.traces.base import Built, count_session
 from tugline.types import (
     Call,
     CallOutcome,
     Cause,
     Failure,
     Ledger,
+    Reason,
     Session,
     SpentLimit,
     Status,
@@ -94,6 +102,9 @@ async def roll_out(  # noqa: PLR0913 - a session, its environment and its observ
     except _EarlyEnd as early:
         end = early
         await rollout.build_remaining()
+    except errors.CaptureError as error:  # raised when the gateway closed the session
+        end = _EarlyEnd(classify_recording_error(error))
+        await rollout.build_remaining()
     finally:
         await rollout.close_sandbox()
     return await rollout.commit(end)
@@ -118,6 +129,8 @@ class _Rollout:
     seconds: dict[str, float] = field(default_factory=dict)
     recording: bool = False
     """Whether the gateway has a recording of this session."""
+    is_built: bool = False
+    """Whether BUILD has succeeded."""
 
     def __post_init__(self) -> None:
         self.harness = self.parts.harness(self.task.harness)
@@ -171,14 +184,18 @@ class _Rollout:
         """Run BUILD: build traces from the recorded calls."""
         async with self._stage(Status.BUILD):
             self.calls, self.built = await asyncio.to_thread(self._build)
+            self.is_built = True
 
     async def build_remaining(self) -> None:
-        """Build what was recorded before a rollout ended without BUILD (I2)."""
-        if not self.recording or Status.BUILD.value in self.seconds:
+        """Build what was recorded before a rollout ended; if that fails, count its tokens (I2)."""
+        if not self.recording or self.is_built:
             return
-        # The rollout has its failure already.
-        with contextlib.suppress(errors.CaptureError, errors.EngineError, OSError):
-            self.calls, self.built = await asyncio.to_thread(self._build)
+        if Status.BUILD.value not in self.seconds:
+            # The rollout has its failure already.
+            with contextlib.suppress(_EarlyEnd):
+                self.calls, self.built = await asyncio.to_thread(self._build)
+                return
+        self.calls, self.built = await asyncio.to_thread(self._count_tokens)
 
     def check_engine_and_harness(self) -> None:
         """End the rollout if the engine failed or the harness crashed.
@@ -220,8 +237,7 @@ class _Rollout:
         try:
             await self.gateway.write_result(self.session.id, result)
         except errors.CaptureError as error:
-            failure = classify(Status.BUILD, error, recorded=False)
-            return self._make_trajectory(_EarlyEnd(failure))
+            return self._make_trajectory(_EarlyEnd(classify_recording_error(error)))
         return trajectory
 
     async def close_sandbox(self) -> None:
@@ -248,6 +264,10 @@ class _Rollout:
                     self.on_stage(current)
                 began = time.monotonic()
                 yield
+        except _EarlyEnd as early:
+            places = log.describe_error(early)
+            _log.warning("stage failed", session=self.session.id, stage=current, traceback=places)
+            raise
         except Exception as error:
             if scope.cancelled and isinstance(error, TimeoutError):
                 if not scope.timed_out:
@@ -287,12 +307,26 @@ class _Rollout:
         return self.gateway.open(self.session, self.task, terms, on_hang=credit)
 
     def _build(self) -> tuple[Sequence[Call], Built]:
+        """Read the calls and build their traces. Raises `_EarlyEnd`, whatever the calls hold."""
         try:
             calls = self.gateway.read_calls(self.session.id)
-        # Reading errors are the node's; errors in the content, raised by `build`, the engine's.
-        except errors.CaptureError as error:
-            raise OSError(str(error)) from error
-        return calls, self.builder.build(calls)
+        except Exception as error:
+            raise _EarlyEnd(classify_recording_error(error)) from error
+        try:
+            return calls, self.builder.build(calls)
+        except (errors.CaptureError, errors.EngineError) as error:  # such as a call without ids
+            raise _EarlyEnd(classify(Status.BUILD, error)) from error
+        except Exception as error:
+            raise _EarlyEnd(classify_recording_error(error)) from error
+
+    def _count_tokens(self) -> tuple[Sequence[Call], Built]:
+        """Return the calls that can be read, and a ledger that drops all of their tokens."""
+        calls: Sequence[Call] = ()
+        with contextlib.suppress(errors.CaptureError):  # nothing can be read
+            path = self.gateway.describe(self.session.id).path
+            calls = recordings.read(path, salvage=True).calls
+        dropped = {call.number: Reason.SESSION_FAILED for call in calls}
+        return calls, Built((), count_session(calls, (), dropped))
 
     async def _evaluate_once(self) -> Verdict:
         timeout_s = self.task.limits.eval_s
