@@ -33,7 +33,7 @@ from sandboxes import (
     wait_until_running,
 )
 from tugline.errors import SandboxError, UsageError
-from tugline.sandbox.base import Exit, Mount, PausableTimeout, Sandbox, run_beside
+from tugline.sandbox.base import Exit, Mount, PausableTimeout, ProgramTimeout, Sandbox, run_beside
 from tugline.sandbox.limits import RECORD, Cgroup, find_cgroup_parent
 from tugline.sandbox.patch import FileChange
 from tugline.types import Cause
@@ -292,11 +292,14 @@ def test_an_exit_takes_precedence_over_a_late_timer(driver: Driver, tmp_path: Pa
     assert (end.code, end.timed_out) == (0, False)
 
 
+BURN = "import time\nwhile time.process_time() < 0.4: pass"
+
+
 @BOUNDED
-async def test_starved_programs_are_marked(
+async def test_waits_for_a_processor_are_not_charged(
     driver: Driver, sandbox: Sandbox, tmp_path: Path
 ) -> None:
-    """A timeout on overloaded processors is marked, that of a sleeping program is not."""
+    """On overloaded processors, a program has up to four times as long, unless it sleeps."""
     own: Cgroup = sandbox._cgroup  # type: ignore[attr-defined]
     if own.cpu is None or own.cpu_time is None:
         pytest.skip(f"no control groups of the processor can be made for {driver.name} here")
@@ -305,13 +308,25 @@ async def test_starved_programs_are_marked(
         async with driver.runtime.open(tmp_path / f"{number}", driver.spec()) as neighbour:
             await run_shell(neighbour, f": {mark}; while :; do :; done", 120)
 
+    async def run_limited(script: str, limit_s: float) -> tuple[Exit, ProgramTimeout]:
+        timeout = ProgramTimeout(limit_s)
+        end = await sandbox.run(("sh", "-c", script), env={}, timeout_s=timeout)
+        return end, timeout
+
     mark, count = unique_sleep(), 5 * (os.cpu_count() or 1)
     async with run_beside(*(keep_busy(number) for number in range(count))):
         await until(lambda: len(running(mark)) >= count, 90)
-        idle = await run_shell(sandbox, "sleep 60", 3.0)
-        assert (idle.timed_out, idle.starved) == (True, False)
-        busy = await run_shell(sandbox, "while :; do :; done", 3.0)
-        assert (busy.timed_out, busy.starved) == (True, True)
+        idle, timeout = await run_limited("sleep 60", 3.0)
+        assert idle.timed_out
+        assert timeout.waited_s < 1.0
+        assert idle.seconds < 4.5
+        busy, timeout = await run_limited("while :; do :; done", 2.0)
+        assert busy.timed_out
+        assert timeout.waited_s > 3.0
+        assert 5.0 < busy.seconds < 9.5
+        slow, timeout = await run_limited(f"exec python3 -I -c '{BURN}'", 4.0)
+        assert (slow.code, slow.timed_out) == (0, False)
+        assert timeout.waited_s > 0.5
 
 
 # --------------------------------------------------------------------------- limits

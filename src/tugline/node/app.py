@@ -212,7 +212,8 @@ class Node:
 
     async def _work_as_member(self) -> bool:
         """Register and work; return True when drained, False if the node's lease was lost."""
-        self.health.set_problem(await asyncio.to_thread(self.check) or "")
+        problem = await asyncio.to_thread(self.check)
+        self.health.set_problem(problem or "")
         registration = copy_fields(
             protocol.NodeRegistration,
             self.settings,

@@ -33,7 +33,7 @@ from tugline.rollout.stages import (
     make_failure,
     make_total_timeout,
 )
-from tugline.sandbox.base import Exit, Sandbox
+from tugline.sandbox.base import Exit, ProgramTimeout, Sandbox
 from tugline.sandbox.files import collect_artifacts
 from tugline.sandbox.patch import Patch
 from tugline.schema import copy_fields
@@ -330,19 +330,24 @@ class _Rollout:
 
     async def _evaluate_once(self) -> Verdict:
         timeout_s = self.task.limits.eval_s
+        limit = ProgramTimeout(timeout_s + self.slots.eval_grace_s)
         outcome = SessionOutcome(
             task=self.task,
             patch=self.patch,
             open_sandbox=self.prewarmed.open,
             timeout_s=timeout_s,
+            limit=limit,
             calls=self.calls,
             traces=self.built.traces,
             exit=self.exit,
             spent=self._spent,
             sandbox=self.sandbox if self.evaluator.in_place else None,
         )
-        async with asyncio.timeout(timeout_s + self.slots.eval_grace_s):
-            return await self.evaluator.evaluate(outcome)
+        try:
+            async with limit.enforce():
+                return await self.evaluator.evaluate(outcome)
+        finally:
+            self.slots.note_waits(limit.waited_s, time.monotonic() - outcome.began)
 
     def _find_agent_failure(self) -> Failure | None:
         """Return a failure for the limit that ended the agent, whose work was still evaluated."""

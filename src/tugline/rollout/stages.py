@@ -68,6 +68,9 @@ class StageSlots:
         self.agent_timeout.limit_s = limit_s
         return self.agent_timeout
 
+    def note_waits(self, waited_s: float, seconds: float) -> None:
+        """Take notice of an evaluation that waited for a processor for `waited_s` of `seconds`."""
+
     def pause_timeout(self, *, paused: bool) -> None:
         """Pause the agent's timeout, as when no model call is answered, or resume it."""
         self.paused = paused

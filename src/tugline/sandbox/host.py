@@ -13,17 +13,15 @@ from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NamedTuple
 
-import msgspec
-
 from tugline.errors import SandboxError, TuglineError, UsageError
 from tugline.sandbox import base, files
 from tugline.sandbox.cache import Fill, WorkspaceCache
 from tugline.sandbox.limits import (
     Cgroup,
     OomKills,
+    ProcessorWaits,
     ProgramLimits,
     SandboxCgroup,
-    is_starved,
     reap_cgroups,
     set_rlimits,
 )
@@ -37,6 +35,8 @@ from tugline.sandbox.runner import Guard, Runner
 from tugline.types import Cause, Workspace
 
 _PROBE_S = 20.0
+_WAITS_EVERY_S = 0.5
+"""Seconds between two measurements of the waits for a processor."""
 
 
 class Layout(NamedTuple):
@@ -167,8 +167,6 @@ class IsolatedSandbox(HostSandbox):
         self._own_cgroup = SandboxCgroup(cgroup_parent or Cgroup(), directory)
         self._cgroup = self._own_cgroup.group
         """Control group with the memory and processor accounting; its fields may be None."""
-        self._cpu_time = (0.0, 0.0)
-        """Result of `Cgroup.read_cpu_time` before the last kill."""
         self._limiting: asyncio.Future[None] | None = None
         """Task that sets the limits during the start: moving a process into a group is slow."""
         self._runner: Runner | None = None
@@ -209,12 +207,9 @@ class IsolatedSandbox(HostSandbox):
                 timeout_s=timeout_s,
                 log=self.logs / f"{log_name}.log",
             )
-            began_s, _ = await asyncio.to_thread(self._cgroup.read_cpu_time)
-            end = await self._run_monitored(program)
-            if end.timed_out:
-                used_s, waited_s = self._cpu_time
-                starved = is_starved(used_s - began_s, waited_s, end.seconds)
-                end = msgspec.structs.replace(end, starved=starved)
+            watch = [self._credit(timeout_s)] if isinstance(timeout_s, base.ProgramTimeout) else []
+            async with base.run_beside(*watch):
+                end = await self._run_monitored(program)
             if end.cause is Cause.AGENT_MEMORY:
                 await self._stop()  # a full /dev/shm would also end the next program
             return end
@@ -273,6 +268,13 @@ class IsolatedSandbox(HostSandbox):
                 await self._forwards.move(self._pid)
             return self._runner
 
+    async def _credit(self, limit: base.ProgramTimeout) -> None:
+        """Credit the time for which the sandbox's programs wait for a processor."""
+        waits = await asyncio.to_thread(ProcessorWaits, self._cgroup)
+        while True:
+            await asyncio.sleep(min(_WAITS_EVERY_S, limit.limit_s / 8))
+            limit.credit(await asyncio.to_thread(waits.measure))
+
     def _count_oom_kills(self) -> OomKills:
         return self._cgroup.count_oom_kills()
 
@@ -284,7 +286,6 @@ class IsolatedSandbox(HostSandbox):
         """Kill the sandbox's processes, unless a runner other than `runner` was started since."""
         async with self._starting:
             if runner in {None, self._runner}:
-                self._cpu_time = await asyncio.to_thread(self._cgroup.read_cpu_time)
                 await self._kill_processes()
 
     async def _stop(self) -> None:
