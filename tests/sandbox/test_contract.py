@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
 import time
+import weakref
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -327,6 +329,52 @@ async def test_waits_for_a_processor_are_not_charged(
         slow, timeout = await run_limited(f"exec python3 -I -c '{BURN}'", 4.0)
         assert (slow.code, slow.timed_out) == (0, False)
         assert timeout.waited_s > 0.5
+
+
+# --------------------------------------------------------------------------- memory
+async def use_and_close(driver: Driver, folder: Path, use: str) -> weakref.ref[Sandbox]:
+    """Use a sandbox, close it, and return a weak reference to it."""
+    async with driver.runtime.open(folder, driver.spec()) as sandbox:
+        if use == "nothing":
+            return weakref.ref(sandbox)
+        if use == "a server":
+            server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+            async with server:
+                await sandbox.expose(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        if use == "a timeout":
+            assert (await run_shell(sandbox, "sleep 60", 0.3)).timed_out
+        if use == "a limit":
+            timeout = ProgramTimeout(0.5)
+            await sandbox.run(("sleep", "60"), env={}, timeout_s=timeout)
+        if use == "a cancellation":
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await run_shell(sandbox, "sleep 60")
+        if use == "an error":
+            with pytest.raises(UsageError):
+                await sandbox.get(PurePosixPath("/nowhere"))
+        await run_shell(sandbox, "echo hello")
+        await sandbox.put(sandbox.workdir, {"a": "b"})
+        await sandbox.get(sandbox.workdir / "a")
+        await sandbox.diff()
+        return weakref.ref(sandbox)
+
+
+@pytest.mark.parametrize(
+    "use", ["nothing", "programs", "a server", "a timeout", "a limit", "a cancellation", "an error"]
+)
+async def test_closed_sandboxes_are_freed_without_a_collection(
+    driver: Driver, tmp_path: Path, use: str
+) -> None:
+    """A node that is never idle collects no cycles: it excludes old objects from collections."""
+    await use_and_close(driver, tmp_path / "first", "programs")
+    gc.collect()
+    gc.disable()
+    try:
+        closed = await use_and_close(driver, tmp_path / "second", use)
+        await until(lambda: closed() is None, 5)  # threads hold their last function for a moment
+    finally:
+        gc.enable()
 
 
 # --------------------------------------------------------------------------- limits

@@ -19,7 +19,6 @@ from tugline.sandbox.cache import Fill, WorkspaceCache
 from tugline.sandbox.limits import (
     Cgroup,
     OomKills,
-    ProcessorWaits,
     ProgramLimits,
     SandboxCgroup,
     reap_cgroups,
@@ -30,13 +29,11 @@ from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
 from tugline.sandbox.patch import Patch, PatchLimits
 from tugline.sandbox.processes import finish
 from tugline.sandbox.repos import end_history
-from tugline.sandbox.resource_monitor import ResourceMonitor
+from tugline.sandbox.resource_monitor import ResourceMonitor, credit_waits
 from tugline.sandbox.runner import Guard, Runner
 from tugline.types import Cause, Workspace
 
 _PROBE_S = 20.0
-_WAITS_EVERY_S = 0.5
-"""Seconds between two measurements of the waits for a processor."""
 
 
 class Layout(NamedTuple):
@@ -75,6 +72,9 @@ class HostSandbox(base.Sandbox):
             await self._stop()
         finally:
             await asyncio.to_thread(self._clean_up)
+
+    def release(self) -> None:
+        """Drop what refers back to the closed sandbox: nodes may never collect cycles."""
 
     async def put(self, root: PurePath, contents: Mapping[str, base.Content]) -> None:
         """Write files under the workdir or the home."""
@@ -181,6 +181,11 @@ class IsolatedSandbox(HostSandbox):
         await super().start()
         await self._ensure_started()
 
+    def release(self) -> None:
+        """See `HostSandbox.release`."""
+        self._monitor.close()
+        self._runner = None
+
     async def expose(self, url: str) -> str:
         """Forward a port to the server at `url`, unless the sandbox uses the host's network."""
         await self._ensure_started()
@@ -207,8 +212,7 @@ class IsolatedSandbox(HostSandbox):
                 timeout_s=timeout_s,
                 log=self.logs / f"{log_name}.log",
             )
-            watch = [self._credit(timeout_s)] if isinstance(timeout_s, base.ProgramTimeout) else []
-            async with base.run_beside(*watch):
+            async with credit_waits(self._cgroup, timeout_s):
                 end = await self._run_monitored(program)
             if end.cause is Cause.AGENT_MEMORY:
                 await self._stop()  # a full /dev/shm would also end the next program
@@ -267,13 +271,6 @@ class IsolatedSandbox(HostSandbox):
                     self._limiting = asyncio.ensure_future(limiting)
                 await self._forwards.move(self._pid)
             return self._runner
-
-    async def _credit(self, limit: base.ProgramTimeout) -> None:
-        """Credit the time for which the sandbox's programs wait for a processor."""
-        waits = await asyncio.to_thread(ProcessorWaits, self._cgroup)
-        while True:
-            await asyncio.sleep(min(_WAITS_EVERY_S, limit.limit_s / 8))
-            limit.credit(await asyncio.to_thread(waits.measure))
 
     def _count_oom_kills(self) -> OomKills:
         return self._cgroup.count_oom_kills()
@@ -338,7 +335,10 @@ class HostRuntime(base.Runtime):
                 await sandbox.start()
                 yield sandbox
             finally:
-                await finish(sandbox.aclose())
+                try:
+                    await finish(sandbox.aclose())
+                finally:
+                    sandbox.release()
 
     async def prefetch(self, workspaces: Iterable[Workspace]) -> list[str]:
         """Fill the caches; return the error of each workspace that failed."""
