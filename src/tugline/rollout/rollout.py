@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from tugline import errors, log
 from tugline.evaluators.base import SessionOutcome, Verdict
@@ -65,12 +66,22 @@ OnStage = Callable[[Status], None]
 """Called before each stage."""
 
 
+class _End(NamedTuple):
+    """Outcome of a rollout that ended before its last stage."""
+
+    failure: Failure | None
+    status: Status = Status.FAILED
+
+
 class _EarlyEnd(Exception):
-    """Ends a rollout before its last stage."""
+    """Ends a rollout before its last stage.
+
+    Only `end` is kept: an error in a variable of a frame that it passed through is a cycle.
+    """
 
     def __init__(self, failure: Failure | None, status: Status = Status.FAILED) -> None:
         super().__init__(status)
-        self.failure, self.status = failure, status
+        self.end = _End(failure, status)
 
 
 async def roll_out(  # noqa: PLR0913 - a session, its environment and its observers
@@ -100,10 +111,10 @@ async def roll_out(  # noqa: PLR0913 - a session, its environment and its observ
             rollout.check_engine_and_harness()
             await rollout.evaluate()
     except _EarlyEnd as early:
-        end = early
+        end = early.end
         await rollout.build_remaining()
     except errors.CaptureError as error:  # raised when the gateway closed the session
-        end = _EarlyEnd(classify_recording_error(error))
+        end = _End(classify_recording_error(error))
         await rollout.build_remaining()
     finally:
         await rollout.close_sandbox()
@@ -228,7 +239,7 @@ class _Rollout:
                 _log.warning("evaluation repeated", session=self.session.id, error=str(error))
                 self.verdict = await self._evaluate_once()
 
-    async def commit(self, end: _EarlyEnd | None) -> Trajectory:
+    async def commit(self, end: _End | None) -> Trajectory:
         """Return the trajectory, after writing the result to the recording if there is one."""
         trajectory = self._make_trajectory(end)
         if not self.recording:
@@ -237,7 +248,7 @@ class _Rollout:
         try:
             await self.gateway.write_result(self.session.id, result)
         except errors.CaptureError as error:
-            return self._make_trajectory(_EarlyEnd(classify_recording_error(error)))
+            return self._make_trajectory(_End(classify_recording_error(error)))
         return trajectory
 
     async def close_sandbox(self) -> None:
@@ -357,7 +368,7 @@ class _Rollout:
         cause = end.cause or Cause.AGENT_TIMEOUT
         return make_failure(cause, f"{cause.value} after {end.seconds:.0f} s")
 
-    def _make_trajectory(self, end: _EarlyEnd | None) -> Trajectory:
+    def _make_trajectory(self, end: _End | None) -> Trajectory:
         completed = Status.TIMED_OUT if self.exit.timed_out else Status.COMPLETED
         return Trajectory(
             session=self.session.id,

@@ -127,9 +127,10 @@ class OutputLog:
 
     async def finish(self) -> None:
         """Copy the last output of a program that has ended. Raises `DiskFull`."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        task, self._task = self._task, None  # its frames refer to this object
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
         await asyncio.to_thread(self._close)
         if self._error is not None and self._error.errno in {errno.ENOSPC, errno.EDQUOT}:
             raise DiskFull(f"cannot write {self._log}: {self._error.strerror}")
