@@ -39,6 +39,22 @@ class Needy(Uninstallable):
     error = ConfigError("there is no Node here")
 
 
+class OutOfOrder(Uninstallable):
+    """A harness on a node whose disk fails."""
+
+    error = OSError("Input/output error")
+
+
+class Unencodable(Evaluator):
+    """An evaluator whose report cannot be encoded."""
+
+    opens_sandbox = False
+
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
+        """Give a reward, with a report that is not text."""
+        return Verdict(Reward(1.0), {"reason": "\ud800"})
+
+
 class Hanging(Evaluator):
     """An evaluator that never returns."""
 

@@ -137,6 +137,8 @@ class Idler:
         self.control, self.node, self.room = control, node, room
         self.held: dict[str, Session] = {}
         self.applied = 0
+        self.problem: str | None = None
+        """Problem that it reports with each request."""
 
     @classmethod
     async def join(
@@ -162,7 +164,13 @@ class Idler:
     async def ask(self, *, wait_s: float = 5.0, room: int | None = None) -> LeaseResponse:
         """Request a lease; holds the granted work."""
         left = self.room - len(self.held) if room is None else room
-        ask = LeaseRequest(capacity=left, held=self._holding(), applied=self.applied, wait_s=wait_s)
+        ask = LeaseRequest(
+            capacity=left,
+            held=self._holding(),
+            applied=self.applied,
+            problem=self.problem,
+            wait_s=wait_s,
+        )
         orders = await self.control.dispatcher.lease(self.node, ask)
         self.held |= {work.session.id: work.session for work in orders.work}
         return orders
@@ -178,7 +186,7 @@ class Idler:
     async def renew(self) -> LeaseResponse:
         """Send a heartbeat."""
         return await self.control.dispatcher.renew(
-            self.node, Renewal(held=self._holding(), applied=self.applied)
+            self.node, Renewal(held=self._holding(), applied=self.applied, problem=self.problem)
         )
 
     async def commit(self, session: str, **outcome: Any) -> Commit:

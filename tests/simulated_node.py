@@ -43,6 +43,8 @@ class Link:
     def __init__(self, control: ControlPlane) -> None:
         self.control, self.away = control, False
         self.refusal: ServerError | None = None
+        self.refused: dict[str, Exception] = {}
+        """Errors by session, each raised once in place of a commit."""
         self.requests: list[str] = []
         self.commits = asyncio.Event()
         """Cleared while commits get no answer."""
@@ -55,6 +57,8 @@ class Link:
                 raise self.refusal or ServerError("connection refused")
             if name == "commit":
                 await self.commits.wait()
+                if args[0] in self.refused:
+                    raise self.refused.pop(args[0])
             return await getattr(self.control.dispatcher, name)(*args)
 
         return request
@@ -120,6 +124,8 @@ class Script(Harness, LocalRuntime):
             event.set()
         self.hang: frozenset[str] = frozenset()
         """Sessions that never end, besides those with the instruction ``hang``."""
+        self.report: dict[str, Any] = {}
+        """Report of each evaluation."""
         self.order: list[str] = []
         """Sessions in the order in which they began to run."""
         self.cancelled: list[str] = []
@@ -168,7 +174,7 @@ class SimulatedEvaluator(Evaluator):
         with self._script.count("eval"):
             async with outcome.open_sandbox({}):
                 await self._script.held["eval"].wait()
-        return Verdict(Reward(0.5), {})
+        return Verdict(Reward(0.5), self._script.report)
 
 
 class SimulatedSandbox(LocalSandbox):

@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,3 +144,37 @@ def test_events_go_to_the_current_stderr(monkeypatch: pytest.MonkeyPatch) -> Non
     first.close()
     log.get("test").warning("event")
     assert "event" in second.getvalue()
+
+
+def test_a_full_log_is_rotated(tmp_path: Path) -> None:
+    """The last three are kept; no event is lost or split, also if two processes write."""
+    path = tmp_path / "log.jsonl"
+    files = [log.RotatingFile(path, max_bytes=1000) for _ in range(2)]
+    for number in range(400):
+        file = files[number % 2]
+        file.write(json.dumps({"number": number}) + "\n")
+        file.flush()
+    for file in files:
+        file.close()
+    names = sorted(each.name for each in tmp_path.iterdir())
+    assert names == ["log.jsonl", "log.jsonl.1", "log.jsonl.2", "log.jsonl.3"]
+    assert all(each.stat().st_size < 1100 for each in tmp_path.iterdir())
+    lines = [line for name in (*names[:0:-1], names[0]) for line in _read_lines(tmp_path / name)]
+    numbers = [json.loads(line)["number"] for line in lines]
+    assert sorted(numbers) == list(range(min(numbers), 400))
+
+
+def test_a_log_that_cannot_be_rotated_goes_on(tmp_path: Path) -> None:
+    """As when its folder is lost."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    file = log.RotatingFile(folder / "log.jsonl", max_bytes=10)
+    shutil.rmtree(folder)
+    for _ in range(5):
+        file.write("an event\n")
+        file.flush()
+    file.close()
+
+
+def _read_lines(path: Path) -> list[str]:
+    return path.read_text().splitlines()

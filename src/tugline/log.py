@@ -8,16 +8,21 @@ Code that starts the work of a node or a session binds ids once, with `about`; a
 any module, task or thread, have these ids. Log records of other libraries are converted.
 """
 
+import contextlib
 import logging
+import os
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
 
+MAX_BYTES, KEPT = 64 << 20, 3
+"""Size at which a log file begins anew, and number of full ones that are kept."""
 NEWLINE = "↵"
 configured: dict[str, Any] = {}
 """Arguments of the last `configure`, for processes that this one starts."""
@@ -25,7 +30,10 @@ _VISIBLE = {"\n": NEWLINE, "\t": "⇥", " ": " "}
 
 
 def configure(*, level: str = "warning", path: Path | None = None) -> None:
-    """Write events of at least `level` to `path` as JSON lines, or to stderr as text for people."""
+    """Write events of at least `level` to `path` as JSON lines, or to stderr as text for people.
+
+    The file is rotated: see `RotatingFile`.
+    """
     configured.update(level=level, path=path)
     renderer: Any = structlog.dev.ConsoleRenderer(
         colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
@@ -34,7 +42,7 @@ def configure(*, level: str = "warning", path: Path | None = None) -> None:
     factory: Any = lambda *_: structlog.WriteLogger(sys.stderr)  # noqa: E731
     if path is not None:
         renderer = structlog.processors.JSONRenderer()
-        factory = structlog.WriteLoggerFactory(file=path.open("a", encoding="utf-8"))
+        factory = structlog.WriteLoggerFactory(file=cast("TextIO", RotatingFile(path)))
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -52,6 +60,51 @@ def configure(*, level: str = "warning", path: Path | None = None) -> None:
     root = logging.getLogger()
     if not any(isinstance(handler, _LibraryHandler) for handler in root.handlers):
         root.addHandler(_LibraryHandler())
+
+
+class RotatingFile:
+    """A log that begins anew at `max_bytes`; the last `KEPT` are renamed to ``.1``, ``.2``, ...
+
+    Several processes may write to it: each notices when another one has renamed it.
+    """
+
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
+        self._path, self._max_bytes = path, max_bytes
+        self._lock = threading.Lock()
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, text: str) -> None:
+        """Write an event, after renaming a file that is full."""
+        with self._lock:
+            if os.fstat(self._file.fileno()).st_size >= self._max_bytes:
+                self._rotate()
+            self._file.write(text)
+
+    def flush(self) -> None:
+        """Hand everything to the system."""
+        with self._lock:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _rotate(self) -> None:
+        try:
+            own = os.fstat(self._file.fileno())
+            if self._path.exists() and os.path.samestat(self._path.stat(), own):
+                for number in range(KEPT - 1, 0, -1):
+                    with contextlib.suppress(FileNotFoundError):
+                        self._numbered(number).replace(self._numbered(number + 1))
+                self._path.replace(self._numbered(1))
+            file = self._path.open("a", encoding="utf-8")
+        except OSError:  # a full disk or a lost folder: go on with the old file
+            return
+        self._file.close()
+        self._file = file
+
+    def _numbered(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}")
 
 
 def _show_traceback(_logger: object, _method: str, event: Any) -> Any:

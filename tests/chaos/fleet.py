@@ -29,6 +29,7 @@ GROUP = 4
 TUGLINE = str(Path(sys.executable).with_name("tugline"))
 READY_S = 60.0
 LEASE_S = 3.0
+_SEARCH_PATH = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Program:
             self.process = subprocess.Popen(
                 self.argv,
                 cwd=self.folder,
-                env={**os.environ, "PYTHONPATH": str(HERE.parent), **self.env},
+                env={**os.environ, "PYTHONPATH": _SEARCH_PATH, **self.env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

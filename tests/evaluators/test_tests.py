@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from judging import Judge, task
 from sandboxes import WITH_PYTHON, Driver
-from tugline.errors import EvaluatorError, SandboxError
+from tugline.errors import EvaluatorError
 from tugline.evaluators.tests import TestsEvaluator, find_tests
 from tugline.sandbox.base import Exit
 from tugline.sandbox.local import LocalSandbox
@@ -272,17 +273,31 @@ async def test_an_endless_loop_earns_nothing(
     assert verdict.report["reason"].startswith(reason)
 
 
-async def test_a_busy_node_is_no_verdict(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A time-out on a machine with no free processor is an error, not a reward of 0."""
-    run = LocalSandbox.run
+async def test_waits_for_a_processor_extend_an_evaluation(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not charged to the test, nor to the evaluation; after four times as long it is 0."""
+    run, waits = LocalSandbox.run, [0.5]
 
-    async def starve(self: LocalSandbox, *args: Any, **how: Any) -> Exit:
-        end = await run(self, *args, **how)
-        return msgspec.structs.replace(end, starved=end.timed_out)
+    async def wait_for_a_processor(
+        self: LocalSandbox, argv: Sequence[str], *, timeout_s: Any, **how: Any
+    ) -> Exit:
+        work = asyncio.create_task(run(self, argv, timeout_s=timeout_s, **how))
+        while not (await asyncio.wait({work}, timeout=0.1))[0]:
+            timeout_s.credit(waits[0])
+        return await work
 
-    monkeypatch.setattr(LocalSandbox, "run", starve)
-    with pytest.raises(SandboxError, match="no verdict on sleep after 1 s: other prog"):
-        await judge(TestsEvaluator(command=["sleep", "60"], format="tap", timeout_s=1.0))
+    monkeypatch.setattr(LocalSandbox, "run", wait_for_a_processor)
+    slow = TestsEvaluator(command=["sleep", "1.5"], format="tap", timeout_s=0.8)
+    judge.timeout_s = 1.0
+    verdict = await judge(slow)
+    assert not verdict.report["timed_out"]
+    began = time.monotonic()
+    judge.timeout_s = 60.0
+    endless = TestsEvaluator(command=["sleep", "60"], format="tap", timeout_s=0.5)
+    verdict = await judge(endless)
+    assert (verdict.reward.value, verdict.report["timed_out"]) == (0.0, True)
+    assert 1.9 < time.monotonic() - began < 10.0
 
 
 async def test_no_pytest_is_no_verdict(

@@ -11,7 +11,9 @@ import pytest
 
 from faulty import chunk
 from peers import Peer, listen
-from rig import RENDERING, ids, rig, says, text_of, until
+from rig import RENDERING, Rig, ids, rig, says, text_of, until
+from tugline.gateway.answer import AT_ENGINE
+from tugline.gateway.choice import Choice
 from tugline.gateway.policy import CallSettings
 from tugline.inference.server import create_app
 from tugline.testing import ScriptedEngine
@@ -113,6 +115,43 @@ async def test_a_client_timeout_during_a_hang_is_an_engine_failure(
         asking.cancel()
     failure = it.gateway.describe("s1").failure
     assert failure.cause is Cause.ENGINE_LOST
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_retry_of_a_session_that_ended_in_silence_gets_another_replica(
+    tmp_path: Path,
+    stream: bool,  # noqa: FBT001
+) -> None:
+    """Also if the hang is longer than the agent's time, so that nothing else noticed it."""
+    engines = [StoppableEngine(), StoppableEngine()]
+    slow = CallSettings(silent_s=60, probe_every_s=0.05, probe_timeout_s=0.1, grace_s=0.01)
+    async with serve(engines[0]) as one, serve(engines[1]) as two:
+        async with rig(tmp_path / "first", one, two, tuning=slow) as it:
+            hung = it.upstream.choose("s1")
+            engine = engines[[one, two].index(hung.url)]
+            engine.running.clear()
+            asking = asyncio.create_task(it.ask(stream=stream))
+            [life] = [c.life for c in await _wait_for_choices(it)]
+            await until(lambda: life.silent_s > 1.0)
+            asking.cancel()
+            await until(lambda: hung.ejected)
+            assert it.upstream.choose("s1") is not hung
+            engine.running.set()
+            await until(lambda: not hung.ejected)
+        failure = it.gateway.describe("s1").failure
+    assert failure is not None
+    assert failure.cause is Cause.ENGINE_LOST
+
+
+async def _wait_for_choices(it: Rig) -> list[Choice]:
+    """The answers of the call, once its replica was asked."""
+
+    def list_choices() -> list[Choice]:
+        running = it.gateway._sessions.get("s1").running
+        return [c for call in running for c in call.choices if c.life.state in AT_ENGINE]
+
+    await until(list_choices)
+    return list_choices()
 
 
 async def test_time_until_the_idle_timeout_is_credited(tmp_path: Path) -> None:

@@ -122,11 +122,15 @@ async def test_the_journal_keeps_results_until_they_are_committed(tmp_path: Path
     assert again.contains("a.b-0.3")
     assert await again.read("a.b-0.3") == b"data"
     await again.write("c.1", b"x")
-    again.set_aside("c.1")
+    (tmp_path / "session").mkdir()
+    again.set_aside("c.1", tmp_path / "session")
+    await again.write("d.1", b"y")
+    again.set_aside("d.1", tmp_path / "missing")
     again.remove("a.b-0.3")
     again.remove("a.b-0.3")
     assert again.list_pending() == []
-    assert (tmp_path / "journal" / "c.1.refused").read_bytes() == b"x"
+    assert (tmp_path / "session" / "result.refused").read_bytes() == b"x"
+    assert list((tmp_path / "journal").glob("[cd]*")) == []
 
 
 async def test_a_failing_journal_does_not_fail_a_result(tmp_path: Path) -> None:

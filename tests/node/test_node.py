@@ -14,7 +14,7 @@ from tugline.node.active_sessions import CHUNK
 from tugline.node.housekeeping import COMMITTED
 from tugline.protocol import NodeRegistration, PauseMode
 from tugline.server.store import leases, nodes, results
-from tugline.types import Boundary, Group, Stale, Status
+from tugline.types import Boundary, Cause, Group, Stale, Status
 from waiting import until
 
 
@@ -308,6 +308,46 @@ async def test_an_exception_of_a_plugin_fails_one_session(tmp_path: Path) -> Non
         del bench.script.find_crash
         result = (await bench.wait_for_results(1))["a-0"]
     assert result.status is Status.COMPLETED
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        pytest.param(ServerError("too large", status=413), id="413"),
+        pytest.param(ServerError("no such field", status=422), id="422"),
+        pytest.param(OverflowError("int too large to convert"), id="a fault of the store"),
+    ],
+)
+async def test_a_refused_result_ends_its_session(tmp_path: Path, refusal: Exception) -> None:
+    """With the cause and its tokens, instead of being leased again for ever; others go on."""
+    async with open_bench(tmp_path) as bench:
+        bench.link.refused["a-0"] = refusal
+        await bench.control.submit([make_task("a"), make_task("b")])
+        results = await bench.wait_for_results(2)
+        await until(lambda: not bench.node.runner.sessions)
+        epoch = (await bench.read_session("a-0")).epoch
+        assert bench.journal == []
+    failure = results["a-0"].failure
+    assert failure is not None
+    assert failure.cause is Cause.RESULT
+    assert str(refusal) in failure.message
+    assert results["a-0"].ledger.sampled == 2
+    assert results["a-0"].ledger.balanced
+    assert results["b-0"].status is Status.COMPLETED
+    assert sorted(bench.script.order) == ["a-0", "b-0"]
+    assert (tmp_path / "sessions" / f"a-0.{epoch}" / "result.refused").exists()
+
+
+async def test_a_result_that_cannot_be_encoded_ends_its_session(tmp_path: Path) -> None:
+    """Such as one whose report holds no text."""
+    async with open_bench(tmp_path) as bench:
+        bench.script.report = {"reason": "\ud800"}
+        await bench.control.submit([make_task("a")])
+        result = (await bench.wait_for_results(1))["a-0"]
+    assert result.failure is not None
+    assert result.failure.cause is Cause.RESULT
+    assert result.ledger.sampled == 2
+    assert bench.script.order == ["a-0"]
 
 
 async def test_a_session_begins_in_an_empty_folder(tmp_path: Path) -> None:

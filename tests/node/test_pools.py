@@ -105,3 +105,59 @@ async def test_groups_are_numbered_in_order_of_arrival() -> None:
         assert (second.turn, third.turn) == ((1, 1), (0, 1))
     with node.enter("a", 0, None) as again:
         assert again.turn == (2, 0)
+
+
+# --------------------------------------------------------------------------- busy processors
+def read_sizes(pools: Pools) -> tuple[int, int]:
+    """Slots of RUN and EVAL."""
+    return pools.by_stage[Status.RUN].size, pools.by_stage[Status.EVAL].size
+
+
+def test_evaluations_without_processors_lower_the_slots() -> None:
+    """Down to one per processor; evaluations that need not wait raise them again."""
+    pools = Pools(NodeSettings(slots=10, memory_floor_mb=0), Admission(), processors=2)
+    sizes = []
+    for _ in range(8):
+        pools.note_waits(9.0, 10.0)
+        sizes.append(read_sizes(pools))
+    assert sizes[0] == (8, 8)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] == (2, 2)
+    assert pools.count_room() == 3, "two, and one ahead"
+    for _ in range(20):
+        pools.note_waits(0.1, 10.0)
+    assert read_sizes(pools) == (10, 10)
+
+
+def test_slots_are_never_fewer_than_processors() -> None:
+    """A node with fewer slots than processors keeps them all."""
+    pools = Pools(NodeSettings(slots=2, memory_floor_mb=0), Admission(), processors=16)
+    pools.note_waits(10.0, 10.0)
+    assert read_sizes(pools) == (2, 2)
+
+
+async def test_a_smaller_pool_gives_no_slot_until_enough_are_free() -> None:
+    """And a larger one serves those that wait."""
+    pool, running = Pool(3), []
+
+    async def hold(number: int, end: asyncio.Event) -> None:
+        async with pool.acquire((number, 0)):
+            running.append(number)
+            await end.wait()
+
+    ends = [asyncio.Event() for _ in range(5)]
+    tasks = [asyncio.create_task(hold(number, end)) for number, end in enumerate(ends)]
+    await asyncio.sleep(0)
+    pool.resize(1)
+    for number in (0, 1):
+        ends[number].set()
+        await asyncio.wait({tasks[number]})
+        await asyncio.sleep(0)
+    assert (running, pool.busy, pool.waiting) == ([0, 1, 2], 1, 2)
+    pool.resize(3)
+    await asyncio.sleep(0)
+    assert (running, pool.busy) == ([0, 1, 2, 3, 4], 3)
+    for end in ends:
+        end.set()
+    await asyncio.wait(tasks)
+    assert pool.busy == 0

@@ -1,5 +1,6 @@
 """Recordings keep every call exactly, survive a crash at any byte, and report other damage."""
 
+import errno
 import json
 import os
 import struct
@@ -153,6 +154,44 @@ def test_a_full_disk_keeps_earlier_calls(tmp_path: Path) -> None:
         with pytest.raises(CaptureError, match="closed"):
             writer.append(third)
     assert len(read(path).calls) == 1
+
+
+def test_a_failed_flush_closes_no_descriptor_under_a_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the rest of a record is written into another file, which gets the number."""
+    writer = Writer(tmp_path / "s.rec")
+    writing, may_write = threading.Event(), threading.Event()
+    failing = threading.Event()
+    pwrite = os.pwrite
+
+    def write_slowly(number: int, data: bytes, at: int) -> int:
+        writing.set()
+        assert may_write.wait(20)
+        os.fstat(number)  # still open
+        return pwrite(number, data[:7], at)
+
+    def fail(_number: int) -> None:
+        failing.set()
+        raise OSError(errno.EIO, "the disk fails")
+
+    with ThreadPoolExecutor(2) as threads:
+        monkeypatch.setattr(os, "fdatasync", fail)
+        flushed = None
+        monkeypatch.setattr(os, "pwrite", write_slowly)
+        appended = threads.submit(writer.append, make_call(0, [1], [2]))
+        assert writing.wait(20)
+        flushed = threads.submit(writer.flush)
+        failing.wait(0.2)
+        may_write.set()
+        appended.result(20)
+        with pytest.raises(CaptureError, match="the disk fails"):
+            flushed.result(20)
+    monkeypatch.undo()
+    assert writer.closed
+    assert len(read(tmp_path / "s.rec").calls) == 1
+    with pytest.raises(CaptureError, match="is closed"):
+        writer.append(make_call(1, [1], [2]))
 
 
 def test_closing_waits_for_the_flush_of_another_thread(

@@ -36,6 +36,7 @@ from tugline.types import (
     STAGES,
     Cause,
     PluginSpec,
+    Reason,
     Session,
     Status,
     Task,
@@ -123,6 +124,24 @@ def _base(folder: Path) -> None:
 
 def _remove_recording(folder: Path) -> None:
     next((folder / "gateway").glob("s9.*.rec")).unlink()
+
+
+def _damage_last_call(folder: Path) -> None:
+    (path,) = (folder / "gateway").glob("s9.*.rec")
+    data = path.read_bytes()
+    path.write_bytes(data[:-9] + bytes([data[-9] ^ 255]) + data[-8:])
+
+
+def _overwrite_recording(folder: Path) -> None:
+    (path,) = (folder / "gateway").glob("s9.*.rec")
+    path.write_bytes(b"nothing")
+
+
+def _counted(_folder: Path, trajectory: Trajectory) -> None:
+    """The tokens that can be read are in the ledger, as dropped ones."""
+    ledger = trajectory.ledger
+    assert ledger.sampled > 0
+    assert ledger.dropped == {Reason.SESSION_FAILED: ledger.sampled}
 
 
 def _odd_bytes(folder: Path, trajectory: Trajectory) -> None:
@@ -265,9 +284,9 @@ async def test_a_failure_is_a_typed_result(
 
 
 def test_every_cause_has_a_case() -> None:
-    """Every cause in `HANDLING` occurs."""
+    """Every cause in `HANDLING` occurs, except that of a node's server."""
     causes = {case.cause for cases in CASES.values() for case in cases.values()}
-    assert causes - {None} == set(HANDLING)
+    assert causes - {None} == set(HANDLING) - {Cause.RESULT}
 
 
 @pytest.mark.parametrize(
@@ -276,6 +295,7 @@ def test_every_cause_has_a_case() -> None:
         (Status.INIT, OSError("x"), Cause.NODE),
         (Status.RUN, OSError(errno.EDQUOT, "x"), Cause.DISK),
         (Status.BUILD, EngineError("no ids"), Cause.ENGINE),
+        (Status.INIT, CaptureError("no file"), Cause.RECORDING),
         (Status.BUILD, CaptureError("no ids"), Cause.ENGINE),
         (Status.BUILD, TimeoutError(errno.ETIMEDOUT, "a file system's"), Cause.NODE),
         (Status.EVAL, UsageError("x"), Cause.EVALUATOR),

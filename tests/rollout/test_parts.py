@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,28 @@ def test_keys_of_options_must_be_strings() -> None:
     assert caught.value.field == "harness.options"
     where = "harness.options['mcp']['a'][0]['b']"
     assert str(caught.value) == f"{where} has the key 5, must be a string (in quotes)"
+
+
+def make_tests(number: int, size: int) -> PluginSpec:
+    """Tests of one task."""
+    return PluginSpec("tests", {"files": {"test_a.py": f"# {number}\n" + "x" * size}})
+
+
+def test_instances_are_shared_while_they_are_used() -> None:
+    """Also beyond those that are kept, and those with the same options in another order."""
+    parts = Parts()
+    first = parts.evaluator(PluginSpec("tests", {"files": {"test_a.py": ""}, "timeout_s": 5.0}))
+    for number in range(300):
+        parts.evaluator(make_tests(number, 10))
+    again = PluginSpec("tests", {"timeout_s": 5.0, "files": {"test_a.py": ""}})
+    assert parts.evaluator(again) is first
+
+
+@pytest.mark.parametrize(("count", "size"), [(1000, 10), (40, 1 << 20)])
+def test_the_tests_of_ended_tasks_are_not_kept(count: int, size: int) -> None:
+    """However many tasks a node runs, it keeps a bounded number, of a bounded size."""
+    parts = Parts()
+    kept = [weakref.ref(parts.evaluator(make_tests(number, size))) for number in range(count)]
+    alive = [ref for ref in kept if ref() is not None]
+    assert 0 < len(alive) <= min(128, max(1, (4 << 20) // size))
+    assert kept[-1]() is not None

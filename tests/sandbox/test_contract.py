@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
 import time
+import weakref
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -33,7 +35,7 @@ from sandboxes import (
     wait_until_running,
 )
 from tugline.errors import SandboxError, UsageError
-from tugline.sandbox.base import Exit, Mount, PausableTimeout, Sandbox, run_beside
+from tugline.sandbox.base import Exit, Mount, PausableTimeout, ProgramTimeout, Sandbox, run_beside
 from tugline.sandbox.limits import RECORD, Cgroup, find_cgroup_parent
 from tugline.sandbox.patch import FileChange
 from tugline.types import Cause
@@ -292,11 +294,14 @@ def test_an_exit_takes_precedence_over_a_late_timer(driver: Driver, tmp_path: Pa
     assert (end.code, end.timed_out) == (0, False)
 
 
+BURN = "import time\nwhile time.process_time() < 0.4: pass"
+
+
 @BOUNDED
-async def test_starved_programs_are_marked(
+async def test_waits_for_a_processor_are_not_charged(
     driver: Driver, sandbox: Sandbox, tmp_path: Path
 ) -> None:
-    """A timeout on overloaded processors is marked, that of a sleeping program is not."""
+    """On overloaded processors, a program has up to four times as long, unless it sleeps."""
     own: Cgroup = sandbox._cgroup  # type: ignore[attr-defined]
     if own.cpu is None or own.cpu_time is None:
         pytest.skip(f"no control groups of the processor can be made for {driver.name} here")
@@ -305,13 +310,71 @@ async def test_starved_programs_are_marked(
         async with driver.runtime.open(tmp_path / f"{number}", driver.spec()) as neighbour:
             await run_shell(neighbour, f": {mark}; while :; do :; done", 120)
 
+    async def run_limited(script: str, limit_s: float) -> tuple[Exit, ProgramTimeout]:
+        timeout = ProgramTimeout(limit_s)
+        end = await sandbox.run(("sh", "-c", script), env={}, timeout_s=timeout)
+        return end, timeout
+
     mark, count = unique_sleep(), 5 * (os.cpu_count() or 1)
     async with run_beside(*(keep_busy(number) for number in range(count))):
         await until(lambda: len(running(mark)) >= count, 90)
-        idle = await run_shell(sandbox, "sleep 60", 3.0)
-        assert (idle.timed_out, idle.starved) == (True, False)
-        busy = await run_shell(sandbox, "while :; do :; done", 3.0)
-        assert (busy.timed_out, busy.starved) == (True, True)
+        idle, timeout = await run_limited("sleep 60", 3.0)
+        assert idle.timed_out
+        assert timeout.waited_s < 1.0
+        assert idle.seconds < 4.5
+        busy, timeout = await run_limited("while :; do :; done", 2.0)
+        assert busy.timed_out
+        assert timeout.waited_s > 3.0
+        assert 5.0 < busy.seconds < 9.5
+        slow, timeout = await run_limited(f"exec python3 -I -c '{BURN}'", 4.0)
+        assert (slow.code, slow.timed_out) == (0, False)
+        assert timeout.waited_s > 0.5
+
+
+# --------------------------------------------------------------------------- memory
+async def use_and_close(driver: Driver, folder: Path, use: str) -> weakref.ref[Sandbox]:
+    """Use a sandbox, close it, and return a weak reference to it."""
+    async with driver.runtime.open(folder, driver.spec()) as sandbox:
+        if use == "nothing":
+            return weakref.ref(sandbox)
+        if use == "a server":
+            server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+            async with server:
+                await sandbox.expose(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        if use == "a timeout":
+            assert (await run_shell(sandbox, "sleep 60", 0.3)).timed_out
+        if use == "a limit":
+            timeout = ProgramTimeout(0.5)
+            await sandbox.run(("sleep", "60"), env={}, timeout_s=timeout)
+        if use == "a cancellation":
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await run_shell(sandbox, "sleep 60")
+        if use == "an error":
+            with pytest.raises(UsageError):
+                await sandbox.get(PurePosixPath("/nowhere"))
+        await run_shell(sandbox, "echo hello")
+        await sandbox.put(sandbox.workdir, {"a": "b"})
+        await sandbox.get(sandbox.workdir / "a")
+        await sandbox.diff()
+        return weakref.ref(sandbox)
+
+
+@pytest.mark.parametrize(
+    "use", ["nothing", "programs", "a server", "a timeout", "a limit", "a cancellation", "an error"]
+)
+async def test_closed_sandboxes_are_freed_without_a_collection(
+    driver: Driver, tmp_path: Path, use: str
+) -> None:
+    """A node that is never idle collects no cycles: it excludes old objects from collections."""
+    await use_and_close(driver, tmp_path / "first", "programs")
+    gc.collect()
+    gc.disable()
+    try:
+        closed = await use_and_close(driver, tmp_path / "second", use)
+        await until(lambda: closed() is None, 5)  # threads hold their last function for a moment
+    finally:
+        gc.enable()
 
 
 # --------------------------------------------------------------------------- limits

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import resource
 import subprocess
@@ -24,10 +23,10 @@ from tugline.sandbox.limits import (
     TRIAL,
     Cgroup,
     OomKills,
+    ProcessorWaits,
     ProgramLimits,
     SandboxCgroup,
     find_cgroup_parent,
-    is_starved,
     list_unenforced,
     reap_cgroups,
     set_rlimits,
@@ -71,25 +70,51 @@ def parent() -> Cgroup:
     return group
 
 
+class Counted(Cgroup, frozen=True):
+    """A control group with the counts of a test."""
+
+    reads: Iterator[tuple[float | None, dict[str, float]]] = iter(())
+
+    def read_used_s(self) -> float | None:
+        """The next used time; its waits are read after it."""
+        used_s, waits = next(self.reads)
+        _WAITS.update(waits)
+        return used_s
+
+    def read_waits(self) -> dict[str, float]:
+        """The waits of the same time."""
+        return dict(_WAITS)
+
+
+_WAITS: dict[str, float] = {}
+
+
 @pytest.mark.parametrize(
-    ("used_s", "waited_s", "starved"),
+    ("used_s", "waits", "lost_s"),
     [
-        pytest.param(9.9, 0.1, False, id="ran alone"),
-        pytest.param(0.1, 0.3, False, id="slept"),
-        pytest.param(20.0, 9.9, False, id="many of its own on two processors"),
-        pytest.param(5.1, 4.9, False, id="half of one"),
-        pytest.param(1.0, 9.0, True, id="a tenth of one"),
-        pytest.param(0.0, 10.0, True, id="nothing"),
-        pytest.param(math.inf, 10.0, False, id="not counted here"),
+        pytest.param(9.9, {"1": 0.1}, 0.1, id="ran alone"),
+        pytest.param(0.1, {"1": 0.3}, 0.3, id="slept"),
+        pytest.param(20.0, {"1": 9.9, "2": 9.9}, 0.0, id="many of its own on two processors"),
+        pytest.param(5.0, {"1": 5.0}, 5.0, id="half of one"),
+        pytest.param(1.0, {"1": 9.0, "2": 8.0}, 9.0, id="a tenth of one"),
+        pytest.param(0.0, {"1": 10.5}, 10.0, id="nothing"),
+        pytest.param(None, {"1": 10.0}, 0.0, id="not counted here"),
     ],
 )
-def test_starvation_is_detected(used_s: float, waited_s: float, *, starved: bool) -> None:
-    """Within ten seconds; not of a program that slept or competed with itself."""
-    assert is_starved(used_s, waited_s, 10.0) is starved
+def test_waits_for_a_processor_are_measured(
+    used_s: float | None, waits: dict[str, float], lost_s: float
+) -> None:
+    """Of ten seconds; threads that compete with each other lose nothing."""
+    _WAITS.clear()
+    times = iter((100.0, 110.0))
+    before = None if used_s is None else 3.0
+    reads = iter(((before, {"1": 0.0}), ((used_s and used_s + 3.0) or before, waits)))
+    measured = ProcessorWaits(Counted(reads=reads), lambda: next(times)).measure()
+    assert measured == pytest.approx(lost_s)
 
 
-def test_cpu_time_is_read_in_both_cgroup_versions(tmp_path: Path) -> None:
-    """The CPU time of all processes and the longest wait; infinite where it is not counted."""
+def test_processor_times_are_read_in_both_cgroup_versions(tmp_path: Path) -> None:
+    """The time of all processes and the waits of each thread; nothing where it is not counted."""
     new, old = tmp_path / "new", tmp_path / "old"
     for folder, threads in ((new, "cgroup.threads"), (old, "tasks")):
         folder.mkdir()
@@ -98,10 +123,12 @@ def test_cpu_time_is_read_in_both_cgroup_versions(tmp_path: Path) -> None:
     (old / "cpu.stat").write_text("nr_periods 0\nnr_throttled 0\n")
     (old / "cpuacct.usage").write_text("1500000000\n")
     for folder, used_s in ((new, 2.5), (old, 1.5)):
-        measured, waited_s = Cgroup(cpu_time=folder).read_cpu_time()
-        assert measured == used_s
-        assert 0 < waited_s < time.monotonic()
-    assert Cgroup().read_cpu_time() == (math.inf, 0.0)
+        group = Cgroup(cpu_time=folder)
+        assert group.read_used_s() == used_s
+        waits = group.read_waits()
+        assert 0 < waits[str(os.getpid())] < time.monotonic()
+        assert waits["99999999"] == 0.0
+    assert (Cgroup().read_used_s(), Cgroup().read_waits()) == (None, {})
 
 
 def test_cpu_time_of_ended_processes_counts(parent: Cgroup, tmp_path: Path) -> None:
@@ -114,7 +141,7 @@ def test_cpu_time_of_ended_processes_counts(parent: Cgroup, tmp_path: Path) -> N
     with program(sys.executable, "-c", burn) as burner:
         group.add(burner.pid)
         burner.communicate("go\n", timeout=60)
-    assert 0.25 < group.group.read_cpu_time()[0] < 2.0
+    assert 0.25 < (group.group.read_used_s() or 0.0) < 2.0
     group.remove()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tugline.sandbox.base import Content, Exit, Mount, Sandbox
+from tugline.sandbox.base import Content, Exit, Mount, ProgramTimeout, Sandbox
 from tugline.sandbox.patch import Patch
 from tugline.types import Call, Reward, SpentLimit, Task, Trace
 
@@ -40,6 +40,8 @@ class SessionOutcome:
     `mounts`. `Task.files` must be passed to be included."""
     timeout_s: float
     """Time limit of the evaluation."""
+    limit: ProgramTimeout | None = None
+    """Timeout of the whole evaluation, which does not charge waits for a processor."""
     calls: Sequence[Call] = ()
     """The session's model calls, in order."""
     traces: Sequence[Trace] = ()

@@ -18,10 +18,10 @@ from typing import Any
 
 import msgspec
 
-from tugline.errors import EvaluatorError, SandboxError
+from tugline.errors import EvaluatorError
 from tugline.evaluators.base import SessionOutcome
 from tugline.evaluators.filters import FreshTree, Rules, apply_patch, filter_patch
-from tugline.sandbox.base import Content, Exit, Sandbox
+from tugline.sandbox.base import Content, Exit, ProgramTimeout, Sandbox
 from tugline.sandbox.files import read_ends
 from tugline.sandbox.patch import Patch
 from tugline.sandbox.processes import run_command
@@ -47,6 +47,7 @@ class ScriptRunner:
 
     def __init__(self, sandbox: Sandbox, outcome: SessionOutcome) -> None:
         self.sandbox, self._deadline = sandbox, outcome.began + outcome.timeout_s
+        self._limit = outcome.limit
         self.refused: dict[str, str] = {}
         """Paths of the patch that were not applied, with reasons."""
         self.diff = ""
@@ -62,13 +63,12 @@ class ScriptRunner:
     ) -> Exit:
         """Run a program for at most `timeout_s` and not beyond the deadline.
 
-        Raises `SandboxError` if it timed out because the node was busy.
+        The time for which it waits for a processor is not charged: see `ProgramTimeout`.
         """
-        timeout_s = min(timeout_s, max(self._deadline - time.monotonic(), _LEAST_S))
-        end = await self.sandbox.run(argv, env=env, timeout_s=timeout_s, log_name=log_name)
-        if end.starved:
-            msg = "other programs of the node used the processors until the timeout"
-            raise SandboxError(f"no verdict on {argv[0]} after {end.seconds:.0f} s: {msg}")
+        limit_s = min(timeout_s, max(self._deadline - time.monotonic(), _LEAST_S))
+        timeout = ProgramTimeout(limit_s, self._limit)
+        end = await self.sandbox.run(argv, env=env, timeout_s=timeout, log_name=log_name)
+        self._deadline += timeout.waited_s
         return end
 
     async def read_log(self, log_name: str, *, head: int = 0, tail: int = TAIL) -> bytes:

@@ -17,7 +17,7 @@ import msgspec
 from tugline.errors import ConfigError, EvaluatorError, SandboxError, UnknownPlugin
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.plugins import make
-from tugline.sandbox.base import Mount
+from tugline.sandbox.base import Mount, ProgramTimeout
 from tugline.types import PluginSpec, Reward, Task
 
 _NO_LOCK = contextlib.nullcontext()
@@ -96,7 +96,8 @@ class WeightedEvaluator(Evaluator):
         evaluator = self._evaluators[name]
         in_place = evaluator.in_place
         try:
-            async with asyncio.timeout(outcome.timeout_s), alone if in_place else _NO_LOCK:
+            limit = ProgramTimeout(outcome.timeout_s, outcome.limit)
+            async with limit.enforce(), alone if in_place else _NO_LOCK:
                 sandbox = outcome.sandbox if in_place else None
                 return await evaluator.evaluate(replace(outcome, sandbox=sandbox))
         except (EvaluatorError, SandboxError, TimeoutError) as error:

@@ -174,6 +174,5 @@ class AnswerLife(Progress):
         return self._engine.upstream.gate.now() - self._last_at if self._requests else 0.0
 
     async def engine_answers(self) -> bool:
-        """Whether the last replica answers a probe, or is paused."""
-        upstream = self._engine.upstream
-        return await upstream.answers(self._url) or not upstream.gate.is_open
+        """Whether the last replica answers a probe, or is paused; else its retry gets another."""
+        return await self._engine.upstream.answers(self._url)

@@ -75,6 +75,7 @@ class Traffic:
 
 
 _log = log.get("gateway.engine")
+_VERSION = version("tugline")
 _LONG = 6
 """Bytes per token of the window from which a text is unlikely to fit."""
 _PIECE = 1 << 14
@@ -198,7 +199,7 @@ class EngineContext:
             session=session,
             task=task,
             created=time.time(),
-            tugline=version("tugline"),
+            tugline=_VERSION,
             model=self.card.id,
             window=self.card.max_model_len,
             engine=wire.name,

@@ -42,7 +42,12 @@ class Replica:
     def count_fault(self) -> None:
         """Count a consecutive fault, and eject the replica at `eject_after` of them."""
         self.faults += 1
-        if self.faults >= self._eject_after and not self.ejected:
+        if self.faults >= self._eject_after:
+            self.eject()
+
+    def eject(self) -> None:
+        """Avoid it until it answers a probe."""
+        if not self.ejected:
             self.ejected = True
             _log.warning("replica ejected", url=self.url, faults=self.faults)
 
@@ -118,7 +123,7 @@ class TokenSource(contextlib.AbstractAsyncContextManager[Any]):
         """
 
     async def answers(self, url: str) -> bool:
-        """Whether a replica answers a probe."""
+        """Probe a replica after a call that ended in silence; one that hangs is avoided then."""
         return True
 
     @abstractmethod
@@ -239,11 +244,16 @@ class Upstream(TokenSource):
 
     async def answers(self, url: str) -> bool:
         """See `TokenSource.answers`."""
-        try:
-            await self._http.card(self.name, self._settings.probe_timeout_s, url=url)
-        except TuglineError:
+        if not await self._is_alive(url) and self.gate.is_open:
+            next(replica for replica in self.replicas if replica.url == url).eject()
             return False
         return True
+
+    async def _is_alive(self, url: str) -> bool:
+        with contextlib.suppress(TuglineError):
+            await self._http.card(self.name, self._settings.probe_timeout_s, url=url)
+            return True
+        return False
 
     @contextlib.asynccontextmanager
     async def _watch(self, replica: Replica, session: str) -> AsyncIterator[_Wait]:
@@ -281,7 +291,7 @@ class Upstream(TokenSource):
         """
         if not replica.ejected and not self._silent(replica):
             return
-        if not await self.answers(replica.url):
+        if not await self._is_alive(replica.url):
             if not self.gate.is_open:
                 return
             replica.count_fault()

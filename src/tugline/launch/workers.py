@@ -283,6 +283,7 @@ class Workers(Gateway):
         if state is not None:
             self._keep_closed(session.id, state)
         elif opened is not None:
+            self._keep_closed(session.id, SessionState(self.recording_path(session)))
             raise errors.CaptureError(f"session {session.id!r} could not be opened again")
 
     def describe(self, session: str) -> SessionState:

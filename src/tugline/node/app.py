@@ -27,6 +27,7 @@ from tugline.gateway.app import Gateway
 from tugline.histogram import CONTENT_TYPE, Values, families, page
 from tugline.node.active_sessions import StopReason
 from tugline.node.admission import Admission, Engines
+from tugline.node.health import Canary, Health
 from tugline.node.housekeeping import Housekeeping
 from tugline.node.pools import Pools
 from tugline.node.session_runner import RetryingDispatcher, SessionRunner
@@ -150,6 +151,8 @@ class Node:
             kv=settings.engine_kv,
         )
         self.pools = Pools(settings, admission, self._changed.set)
+        canary = Canary(gateway, parts, folder / "sessions")
+        self.health = Health(canary.run, self._changed.set)
         self.runner = SessionRunner(
             self._dispatcher,
             gateway,
@@ -159,6 +162,7 @@ class Node:
             stats=self.stats,
             tracer=tracer,
             on_ended=self._changed.set,
+            on_result=self.health.note_result,
         )
         self._controls = Controls(gateway, self.runner.pause_timeouts)
         sessions = folder / "sessions"
@@ -184,7 +188,7 @@ class Node:
         self._instance = await asyncio.to_thread(
             read_or_make, self._folder / "instance", lambda: secrets.token_hex(8)
         )
-        async with run_beside(self._disk.run(), self.runner.logs.run()):
+        async with run_beside(self._disk.run(), self.runner.logs.run(), self.health.run()):
             try:
                 await _run_until_one_ends(self._work(), self._wait_until_drained())
             finally:
@@ -208,15 +212,14 @@ class Node:
 
     async def _work_as_member(self) -> bool:
         """Register and work; return True when drained, False if the node's lease was lost."""
-        problem = await asyncio.to_thread(self.check) or ""
-        if problem:
-            _log.error("sandboxes do not start: the node begins in quarantine", problem=problem)
+        problem = await asyncio.to_thread(self.check)
+        self.health.set_problem(problem or "")
         registration = copy_fields(
             protocol.NodeRegistration,
             self.settings,
             gateway=self.gateway.url,
             instance=self._instance,
-            problem=problem[:2000],
+            problem=self.health.problem,
         )
         registered = await self._dispatcher.call(lambda: self._server.register(registration))
         self.id = registered.node
@@ -259,18 +262,19 @@ class Node:
         """Request work; return the response, or None if the request was outdated before it came."""
         self._changed.clear()
         room = self._count_room()
+        problem = self.health.problem
         # While a control is being applied, a waiting request would be answered at once.
         wait_s = protocol.LEASE_WAIT_S if self._controls.is_settled else 0.0
 
         def lease() -> Awaitable[protocol.LeaseResponse]:
-            held, applied = self.runner.list_held(), self._controls.applied
-            body = protocol.LeaseRequest(capacity=room, held=held, applied=applied, wait_s=wait_s)
+            renewal = self._make_renewal()
+            body = copy_fields(protocol.LeaseRequest, renewal, capacity=room, wait_s=wait_s)
             return self._server.lease(node, body)
 
         request = asyncio.create_task(self._dispatcher.call(lease))
         request.add_done_callback(lambda _: self._changed.set())
         try:
-            while not request.done() and not self._is_outdated(room):
+            while not request.done() and not self._is_outdated(room, problem):
                 await self._changed.wait()
                 self._changed.clear()
             return request.result() if request.done() else None
@@ -278,8 +282,10 @@ class Node:
             request.cancel()
             await asyncio.wait({request})
 
-    def _is_outdated(self, room: int) -> bool:
-        """Return whether an open lease request with capacity `room` should be replaced."""
+    def _is_outdated(self, room: int, problem: str) -> bool:
+        """Return whether an open lease request with these values should be replaced."""
+        if problem != self.health.problem:
+            return True
         if self.draining:
             return room > 0 or not self.runner.sessions or self._drain_reported != self.id
         return room == 0 and self._count_room() > 0
@@ -288,10 +294,16 @@ class Node:
         closed = self.draining or self.stats.disk_low or not self._controls.is_settled
         return 0 if closed else self.pools.count_room()
 
+    def _make_renewal(self) -> protocol.Renewal:
+        return protocol.Renewal(
+            held=self.runner.list_held(),
+            applied=self._controls.applied,
+            problem=self.health.problem,
+        )
+
     async def _renew(self, registered: protocol.NodeRegistered) -> None:
         def renew() -> Awaitable[protocol.LeaseResponse]:
-            held, applied = self.runner.list_held(), self._controls.applied
-            return self._server.renew(registered.node, protocol.Renewal(held=held, applied=applied))
+            return self._server.renew(registered.node, self._make_renewal())
 
         while True:
             await asyncio.sleep(registered.lease_s / 3)

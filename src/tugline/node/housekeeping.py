@@ -162,11 +162,14 @@ class Journal:
         """Remove a result that is committed or fenced. Blocks."""
         self._path(name).unlink(missing_ok=True)
 
-    def set_aside(self, name: str) -> None:
-        """Rename a result that the server refused, for inspection. Blocks."""
-        path = self._path(name)
+    def set_aside(self, name: str, folder: Path) -> None:
+        """Move a result that the server refused to `folder`, for inspection. Blocks.
+
+        There it is removed with the session's other files; without the folder, at once.
+        """
         with contextlib.suppress(OSError):
-            path.replace(path.with_suffix(".refused"))
+            self._path(name).replace(folder / "result.refused")
+        self.remove(name)
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.result"

@@ -3,7 +3,8 @@
 An engine is idle while no agent is in RUN. So sessions are prepared before a slot is free: slots x
 (time in INIT / time in RUN), with a margin because both times vary widely; at most `ready_max`, and
 none while memory is low. The oldest group gets slots first, so that whole groups finish. BUILD and
-EVAL have separate pools; the node takes no new work while too many sessions wait there.
+EVAL have separate pools; the node takes no new work while too many sessions wait there. Evaluations
+that wait for the processors lower the slots of RUN and EVAL, others raise them again.
 """
 
 from __future__ import annotations
@@ -13,16 +14,24 @@ import contextlib
 import heapq
 import itertools
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 
+from tugline import log
 from tugline.node.admission import Admission
 from tugline.node.settings import NodeSettings
 from tugline.rollout.stages import StageSlots
 from tugline.types import Status
+
+_STARVED = 0.5
+"""Fraction of an evaluation's time without a processor above which the node has too many slots."""
+_LOWER, _RAISE = 0.75, 0.05
+"""Factor that lowers the slots, and fraction of the configured slots that raises them."""
+_log = log.get("node.pools")
 
 Turn = tuple[int, int]
 """Priority: number of the group in the order of arrival, sample."""
@@ -66,8 +75,16 @@ class Pool:
             future.cancel()
             raise
 
+    def resize(self, size: int) -> None:
+        """Change the number of slots; slots that are held stay with their sessions."""
+        self.size = size
+        while self.busy < size and self._queue:
+            self.busy += 1
+            self._release()
+
     def _release(self) -> None:
-        while self._queue:
+        """Give one busy slot to the first waiting session, or free it."""
+        while self._queue and self.busy <= self.size:
             future = heapq.heappop(self._queue)[-1]
             if not future.done():
                 future.set_result(None)
@@ -97,6 +114,7 @@ class Pools:
     admission: Admission
     on_room: Callable[[], None] = lambda: None
     """Called when the capacity may have grown."""
+    processors: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     read_available_mb: Callable[[], float] = lambda: psutil.virtual_memory().available / _MB
 
     def __post_init__(self) -> None:
@@ -111,6 +129,8 @@ class Pools:
         self.mean_s = {Status.INIT: RunningMean(), Status.RUN: RunningMean()}
         self._numbers = itertools.count()
         """Numbers of groups in the order of arrival."""
+        self._load_factor = 1.0
+        """Fraction of the configured slots of RUN and EVAL in use; less on busy processors."""
         self._memory = (-math.inf, True)
         """Monotonic time of the last check, and whether memory was sufficient."""
 
@@ -138,13 +158,13 @@ class Pools:
         if init is None or not run:
             return min(1, self.settings.ready_limit)
         # Free slots are roughly a Poisson process: add a margin of two standard deviations.
-        mean = self.settings.slots * init / run
+        mean = self.by_stage[Status.RUN].size * init / run
         return min(math.ceil(mean + 2 * math.sqrt(mean)) + 1, self.settings.ready_limit)
 
     def count_room(self) -> int:
         """Return the number of sessions that could start INIT now."""
         running = self.by_stage[Status.RUN].busy - self.admission.waiting
-        free = self.settings.slots - running
+        free = max(0, self.by_stage[Status.RUN].size - running)
         ahead = self.target if self._has_memory() else 0
         return max(
             0,
@@ -154,6 +174,26 @@ class Pools:
                 self.settings.capacity - len(self.members),
             ),
         )
+
+    def note_waits(self, waited_s: float, seconds: float) -> None:
+        """Lower the slots after an evaluation that mostly waited for a processor; else raise them.
+
+        Not below one slot per processor, which no number of sessions can overload.
+        """
+        starved = waited_s > _STARVED * seconds
+        factor = self._load_factor * (_LOWER if starved else 1.0) + (0.0 if starved else _RAISE)
+        self._load_factor = min(1.0, max(factor, self.processors / self.settings.slots))
+        before = self.by_stage[Status.RUN].size
+        for stage, slots in (
+            (Status.RUN, self.settings.slots),
+            (Status.EVAL, self.settings.eval_slots),
+        ):
+            size = max(round(self._load_factor * slots), min(slots, self.processors))
+            self.by_stage[stage].resize(size)
+        after = self.by_stage[Status.RUN].size
+        if after != before:
+            _log.warning("slots follow the load of the processors", slots=after, before=before)
+            self.on_room()
 
     def _has_memory(self) -> bool:
         checked, sufficient = self._memory
@@ -171,6 +211,10 @@ class PooledSlots(StageSlots):
         self._pools, self.task, self.turn = pools, task, turn
         self.passed: Status | None = None
         """INIT after INIT has ended, RUN after RUN has started; None before."""
+
+    def note_waits(self, waited_s: float, seconds: float) -> None:
+        """See `StageSlots.note_waits`."""
+        self._pools.note_waits(waited_s, seconds)
 
     @contextlib.asynccontextmanager
     async def acquire(self, status: Status) -> AsyncIterator[None]:

@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+import zstandard
+from msgspec.structs import replace
+
 from tugline import log
 from tugline.errors import FencedError, ServerError, StoreError
 from tugline.gateway.app import Gateway
@@ -22,12 +26,12 @@ from tugline.node.housekeeping import COMMITTED, Journal
 from tugline.node.pools import Pools
 from tugline.node.telemetry import Rollout, Stats, Tracer
 from tugline.protocol import CommitOutcome, Dispatcher, HeldSession, Release, Stop, StopKind, Work
-from tugline.recording.trajectories import pack
+from tugline.recording.trajectories import pack, unpack
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import describe, make_failure
 from tugline.sandbox.files import remove
-from tugline.types import Call, Cause, Ledger, Status, Trajectory
+from tugline.types import Call, Cause, Ledger, Reason, Status, Task, Trajectory
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
 _BUSY = frozenset({408, 425, 429})
@@ -90,6 +94,8 @@ class SessionRunner:
     tracer: Tracer | None
     on_ended: Callable[[], None]
     """Called when a session has ended on this node."""
+    on_result: Callable[[Task, Trajectory, float], None]
+    """Called with each result, and the Unix time at which its session began."""
 
     def __post_init__(self) -> None:
         self._directories = self.folder / "sessions"
@@ -246,10 +252,12 @@ class SessionRunner:
             _log.warning("not released", session=session.id, error=str(error))
 
     async def _finish(self, session: ActiveSession, trajectory: Trajectory) -> None:
-        self.stats.count_result(trajectory)
         ended = time.time()
+        self.stats.count_result(trajectory)
+        began = session.stages[0][1] if session.stages else ended
+        self.on_result(session.work.task, trajectory, began)
         _log.info("ended", status=trajectory.status, seconds=sum(trajectory.seconds.values()))
-        data = await asyncio.to_thread(pack, trajectory)
+        data = await asyncio.to_thread(_pack, trajectory)
         await self.journal.write(session.directory.name, data)
         await self.logs.send(session)
         await self._commit(session.directory.name, data)
@@ -292,32 +300,83 @@ class SessionRunner:
         while not await self._try_to_commit(name, data):  # noqa: ASYNC110 - nothing to wait for
             await asyncio.sleep(LAST_RETRY_S)
 
-    async def _try_to_commit(self, name: str, data: bytes) -> bool:
-        """Offer a result; return False if the node must register again first."""
+    async def _try_to_commit(self, name: str, data: bytes, *, replaced: bool = False) -> bool:
+        """Offer a result; return False if the node must register again first.
+
+        A result that the server refuses is `replaced` by one that has only the reason: without any,
+        the session would be leased again for ever.
+        """
         session, _, epoch = name.rpartition(".")
-        commit, settle = self.dispatcher.server.commit, self.journal.remove
+        commit = self.dispatcher.server.commit
         try:
             response = await self.dispatcher.call(lambda: commit(session, int(epoch), data))
         except FencedError as error:
             self.stats.fenced += 1
             _log.warning("result fenced", session=session, error=str(error))
-        except ServerError as error:
-            if error.status in {401, 403}:
+        except Exception as error:  # noqa: BLE001 - a server in this process may fail on its content
+            if isinstance(error, ServerError) and error.status in {401, 403}:
                 return False
-            _log.error("result refused", session=session, error=str(error))
-            settle = self.journal.set_aside
+            _log.error("result refused", session=session, error=describe(error))
+            if not replaced:
+                directory = self._directories / name
+                await asyncio.to_thread(self.journal.set_aside, name, directory)
+                data = await asyncio.to_thread(_pack_refused, session, data, error)
+                await self.journal.write(name, data)
+                return await self._try_to_commit(name, data, replaced=True)
         else:
             requeued = response.outcome is CommitOutcome.REQUEUED
             self.stats.requeued += requeued
             self.stats.committed += not requeued
         await asyncio.to_thread(self._mark_done, self._directories / name)
-        await asyncio.to_thread(settle, name)
+        await asyncio.to_thread(self.journal.remove, name)
         return True
 
     def _mark_done(self, directory: Path) -> None:
         """Mark the folder of a committed or lost session as removable by housekeeping."""
         with contextlib.suppress(OSError):  # there is no folder
             (directory / COMMITTED).touch()
+
+
+def _pack(trajectory: Trajectory) -> bytes:
+    """Encode a result; one that cannot be encoded is replaced by its failure."""
+    try:
+        return pack(trajectory)
+    except Exception as error:  # noqa: BLE001 - a report may hold anything
+        _log.error("result not encoded", traceback=log.describe_error(error))
+        return pack(
+            replace(
+                trajectory,
+                status=Status.FAILED,
+                traces=(),
+                ledger=_drop_tokens(trajectory.ledger.sampled),
+                reward=None,
+                report={},
+                failure=make_failure(Cause.RESULT, f"not encoded: {type(error).__name__}"),
+            )
+        )
+
+
+def _drop_tokens(sampled: int) -> Ledger:
+    """Return the ledger of a session whose tokens are in no result (I2)."""
+    return Ledger(sampled=sampled, dropped={Reason.SESSION_FAILED: sampled} if sampled else {})
+
+
+def _pack_refused(session: str, data: bytes, error: Exception) -> bytes:
+    """Return the result of a session whose own one, `data`, the server refused."""
+    task, _, sample = session.rpartition("-")
+    sampled = 0
+    with contextlib.suppress(msgspec.DecodeError, zstandard.ZstdError):
+        sampled = unpack(data).ledger.sampled
+    trajectory = Trajectory(
+        session=session,
+        task=task,
+        sample=int(sample) if sample.isdecimal() else 0,
+        status=Status.FAILED,
+        traces=(),
+        ledger=_drop_tokens(sampled),
+        failure=make_failure(Cause.RESULT, f"a result of {len(data)} bytes was refused: {error}"),
+    )
+    return pack(trajectory)
 
 
 def _make_failed(session: ActiveSession, error: BaseException) -> Trajectory:

@@ -130,6 +130,9 @@ class Renewal(msgspec.Struct, frozen=True, kw_only=True):
     held: tuple[HeldSession, ...] = ()
     applied: Annotated[int, Meta(ge=0, le=BIG)] = 0
     """Generation of the applied `Control`; if there is a newer one, the answer comes at once."""
+    problem: Annotated[str, Meta(max_length=2000)] | None = None
+    """Reason why the node's own test failed, which puts it in quarantine; empty ends it. None
+    leaves it as it is."""
 
 
 class LeaseRequest(Renewal, frozen=True, kw_only=True):

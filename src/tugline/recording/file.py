@@ -36,6 +36,11 @@ _HEAD = struct.Struct("<III")
 _LIMIT = 1 << 30
 """Largest record in bytes, far above any request."""
 _SECTOR = 512
+_UNREADABLE = (
+    *(msgspec.DecodeError, zstandard.ZstdError, LookupError, ValueError),
+    *(TypeError, ArithmeticError, RecursionError),
+)
+"""Errors of a record that is complete, but not as `Packer` writes it."""
 
 
 @dataclass(slots=True)
@@ -117,7 +122,7 @@ def _unpack_frame(
         return None
     try:
         return unpacker.unpack(frame.data)
-    except (msgspec.DecodeError, zstandard.ZstdError, KeyError, ValueError) as error:
+    except _UNREADABLE as error:
         msg = f"{path} holds a record at offset {frame.start} that cannot be read: {error!r}"
         raise CaptureError(msg) from error
 
@@ -190,7 +195,9 @@ class Writer:
         self.size = 0
         """Size of the file in bytes."""
         self._lock = threading.RLock()
-        """Held during a flush or close, which may run in different threads."""
+        """Held while the descriptor is used or closed, so that no other file gets its number."""
+        self._flushing = threading.Lock()
+        """Held during a flush, which may take long; a second one waits for it."""
         for frame in read_frames(path, _read_bytes(path) if path.exists() else b""):
             self.size = frame.end
         try:
@@ -219,32 +226,42 @@ class Writer:
         return self._write_records(self._packer.pack(record))
 
     def _write_records(self, packed: Iterable[bytes]) -> int:
-        if self.closed:
+        if self.closed:  # packing changes what later records refer to
             raise CaptureError(f"recording {self.path} is closed")
         records = b"".join(map(_frame, packed))
         self._write(records)
         return len(records)
 
     def _write(self, data: bytes) -> None:
-        try:
-            done = 0
-            while done < len(data):
-                done += os.pwrite(self._fd, data[done:], self.size + done)
-            self.size += len(data)
-            self.dirty = True
-        except OSError as error:
-            raise self._close_failed(error) from error
+        with self._lock:
+            if self.closed:
+                raise CaptureError(f"recording {self.path} is closed")
+            try:
+                done = 0
+                while done < len(data):
+                    done += os.pwrite(self._fd, data[done:], self.size + done)
+                self.size += len(data)
+                self.dirty = True
+            except OSError as error:
+                raise self._close_failed(error) from error
 
     def flush(self) -> None:
         """Write everything to the disk, so that it survives a power failure."""
-        with self._lock:
-            if not self.dirty or self.closed:
-                return
-            self.dirty = False
+        with self._flushing:
+            with self._lock:
+                if not self.dirty or self.closed:
+                    return
+                try:
+                    own = os.dup(self._fd)  # so that no writer waits for the disk
+                except OSError:  # too many open files: the next flush tries again
+                    return
+                self.dirty = False
             try:
-                os.fdatasync(self._fd)
+                os.fdatasync(own)
             except OSError as error:
                 raise self._close_failed(error) from error
+            finally:
+                os.close(own)
 
     def close(self) -> None:
         """Flush and close the file; may be called twice."""

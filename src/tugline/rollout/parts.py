@@ -1,7 +1,7 @@
 """Plug-ins and sandboxes of sessions.
 
-A plug-in instance is created once for each name and options and shared by all sessions, so that a
-harness is installed once and an evaluator can cache verdicts.
+A plug-in instance is created once for each name and options and shared by all sessions that use it
+at the same time, so that a harness is installed once and an evaluator can cache verdicts.
 
 The first sandbox of an evaluation is prewarmed: opened empty while the agent runs, and filled when
 the evaluator opens it. With a runtime that does not isolate sessions, an agent could write to it,
@@ -10,10 +10,13 @@ so a prewarmed sandbox that has changed is not used.
 
 import asyncio
 import contextlib
+import hashlib
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from tugline import log
 from tugline.errors import Invalid, SandboxError, TuglineError, UnknownPlugin, UsageError
@@ -27,17 +30,24 @@ from tugline.types import PluginSpec, Task
 
 _log = log.get("node")
 _LOG_TAIL = 400
+_MAX_KEPT, _MAX_KEPT_BYTES = 128, 4 << 20
+"""Number of instances that are kept, and size of their options; those in use may be more."""
 P = TypeVar("P")
 
 
 class Parts:
     """Plug-in instances by kind, name and options; tasks cannot name other classes.
 
+    All sessions that use an instance at the same time share it. Beyond that, the last ones are
+    kept, in a bounded amount: options hold the tests of tasks.
+
     Methods except `check` raise `UnknownPlugin` or `ConfigError` if creating a plug-in fails.
     """
 
     def __init__(self) -> None:
-        self._instances: dict[tuple[str, str, bytes], Any] = {}
+        self._in_use: WeakValueDictionary[bytes, Any] = WeakValueDictionary()
+        self._recent: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
+        """Instances and the sizes of their options, the last one used at the end."""
         self._reported: set[str] = set()
         self._reporting = asyncio.Lock()
 
@@ -85,11 +95,21 @@ class Parts:
 
     def _make(self, kind: str, spec: PluginSpec, contract: type[P]) -> P:
         options = pack_options(f"{kind} {spec.name!r}: options", spec.options)
-        key = (kind, spec.name, options)
-        instance: P | None = self._instances.get(key)
+        key = hashlib.sha256(f"{kind}\0{spec.name}\0".encode() + options).digest()
+        instance: P | None = self._in_use.get(key)
         if instance is None:
-            instance = self._instances[key] = make(kind, spec, contract)
+            instance = self._in_use[key] = make(kind, spec, contract)
+        self._recent[key] = instance, len(options)
+        self._recent.move_to_end(key)
+        while len(self._recent) > _MAX_KEPT or (
+            len(self._recent) > 1 and self._kept_bytes > _MAX_KEPT_BYTES
+        ):
+            self._recent.popitem(last=False)
         return instance
+
+    @property
+    def _kept_bytes(self) -> int:
+        return sum(size for _, size in self._recent.values())
 
 
 # --------------------------------------------------------------------------- sandboxes

@@ -17,26 +17,35 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from tugline import errors, log
 from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.gateway.app import Gateway
 from tugline.gateway.engine import Opened, SessionTerms
 from tugline.harnesses.base import Launch, LaunchContext, prepare
+from tugline.recording import file as recordings
 from tugline.recording.records import RecordedResult
 from tugline.rollout.parts import Parts, PrewarmedSandbox, TaskSandboxes, read_tail
-from tugline.rollout.stages import StageSlots, classify, make_failure, make_total_timeout
-from tugline.sandbox.base import Exit, Sandbox
+from tugline.rollout.stages import (
+    StageSlots,
+    classify,
+    classify_recording_error,
+    make_failure,
+    make_total_timeout,
+)
+from tugline.sandbox.base import Exit, ProgramTimeout, Sandbox
 from tugline.sandbox.files import collect_artifacts
 from tugline.sandbox.patch import Patch
 from tugline.schema import copy_fields
-from tugline.traces.base import Built
+from tugline.traces.base import Built, count_session
 from tugline.types import (
     Call,
     CallOutcome,
     Cause,
     Failure,
     Ledger,
+    Reason,
     Session,
     SpentLimit,
     Status,
@@ -57,12 +66,22 @@ OnStage = Callable[[Status], None]
 """Called before each stage."""
 
 
+class _End(NamedTuple):
+    """Outcome of a rollout that ended before its last stage."""
+
+    failure: Failure | None
+    status: Status = Status.FAILED
+
+
 class _EarlyEnd(Exception):
-    """Ends a rollout before its last stage."""
+    """Ends a rollout before its last stage.
+
+    Only `end` is kept: an error in a variable of a frame that it passed through is a cycle.
+    """
 
     def __init__(self, failure: Failure | None, status: Status = Status.FAILED) -> None:
         super().__init__(status)
-        self.failure, self.status = failure, status
+        self.end = _End(failure, status)
 
 
 async def roll_out(  # noqa: PLR0913 - a session, its environment and its observers
@@ -92,7 +111,10 @@ async def roll_out(  # noqa: PLR0913 - a session, its environment and its observ
             rollout.check_engine_and_harness()
             await rollout.evaluate()
     except _EarlyEnd as early:
-        end = early
+        end = early.end
+        await rollout.build_remaining()
+    except errors.CaptureError as error:  # raised when the gateway closed the session
+        end = _End(classify_recording_error(error))
         await rollout.build_remaining()
     finally:
         await rollout.close_sandbox()
@@ -118,6 +140,8 @@ class _Rollout:
     seconds: dict[str, float] = field(default_factory=dict)
     recording: bool = False
     """Whether the gateway has a recording of this session."""
+    is_built: bool = False
+    """Whether BUILD has succeeded."""
 
     def __post_init__(self) -> None:
         self.harness = self.parts.harness(self.task.harness)
@@ -171,14 +195,18 @@ class _Rollout:
         """Run BUILD: build traces from the recorded calls."""
         async with self._stage(Status.BUILD):
             self.calls, self.built = await asyncio.to_thread(self._build)
+            self.is_built = True
 
     async def build_remaining(self) -> None:
-        """Build what was recorded before a rollout ended without BUILD (I2)."""
-        if not self.recording or Status.BUILD.value in self.seconds:
+        """Build what was recorded before a rollout ended; if that fails, count its tokens (I2)."""
+        if not self.recording or self.is_built:
             return
-        # The rollout has its failure already.
-        with contextlib.suppress(errors.CaptureError, errors.EngineError, OSError):
-            self.calls, self.built = await asyncio.to_thread(self._build)
+        if Status.BUILD.value not in self.seconds:
+            # The rollout has its failure already.
+            with contextlib.suppress(_EarlyEnd):
+                self.calls, self.built = await asyncio.to_thread(self._build)
+                return
+        self.calls, self.built = await asyncio.to_thread(self._count_tokens)
 
     def check_engine_and_harness(self) -> None:
         """End the rollout if the engine failed or the harness crashed.
@@ -211,7 +239,7 @@ class _Rollout:
                 _log.warning("evaluation repeated", session=self.session.id, error=str(error))
                 self.verdict = await self._evaluate_once()
 
-    async def commit(self, end: _EarlyEnd | None) -> Trajectory:
+    async def commit(self, end: _End | None) -> Trajectory:
         """Return the trajectory, after writing the result to the recording if there is one."""
         trajectory = self._make_trajectory(end)
         if not self.recording:
@@ -220,8 +248,7 @@ class _Rollout:
         try:
             await self.gateway.write_result(self.session.id, result)
         except errors.CaptureError as error:
-            failure = classify(Status.BUILD, error, recorded=False)
-            return self._make_trajectory(_EarlyEnd(failure))
+            return self._make_trajectory(_End(classify_recording_error(error)))
         return trajectory
 
     async def close_sandbox(self) -> None:
@@ -248,6 +275,10 @@ class _Rollout:
                     self.on_stage(current)
                 began = time.monotonic()
                 yield
+        except _EarlyEnd as early:
+            places = log.describe_error(early)
+            _log.warning("stage failed", session=self.session.id, stage=current, traceback=places)
+            raise
         except Exception as error:
             if scope.cancelled and isinstance(error, TimeoutError):
                 if not scope.timed_out:
@@ -287,28 +318,47 @@ class _Rollout:
         return self.gateway.open(self.session, self.task, terms, on_hang=credit)
 
     def _build(self) -> tuple[Sequence[Call], Built]:
+        """Read the calls and build their traces. Raises `_EarlyEnd`, whatever the calls hold."""
         try:
             calls = self.gateway.read_calls(self.session.id)
-        # Reading errors are the node's; errors in the content, raised by `build`, the engine's.
-        except errors.CaptureError as error:
-            raise OSError(str(error)) from error
-        return calls, self.builder.build(calls)
+        except Exception as error:
+            raise _EarlyEnd(classify_recording_error(error)) from error
+        try:
+            return calls, self.builder.build(calls)
+        except (errors.CaptureError, errors.EngineError) as error:  # such as a call without ids
+            raise _EarlyEnd(classify(Status.BUILD, error)) from error
+        except Exception as error:
+            raise _EarlyEnd(classify_recording_error(error)) from error
+
+    def _count_tokens(self) -> tuple[Sequence[Call], Built]:
+        """Return the calls that can be read, and a ledger that drops all of their tokens."""
+        calls: Sequence[Call] = ()
+        with contextlib.suppress(errors.CaptureError):  # nothing can be read
+            path = self.gateway.describe(self.session.id).path
+            calls = recordings.read(path, salvage=True).calls
+        dropped = {call.number: Reason.SESSION_FAILED for call in calls}
+        return calls, Built((), count_session(calls, (), dropped))
 
     async def _evaluate_once(self) -> Verdict:
         timeout_s = self.task.limits.eval_s
+        limit = ProgramTimeout(timeout_s + self.slots.eval_grace_s)
         outcome = SessionOutcome(
             task=self.task,
             patch=self.patch,
             open_sandbox=self.prewarmed.open,
             timeout_s=timeout_s,
+            limit=limit,
             calls=self.calls,
             traces=self.built.traces,
             exit=self.exit,
             spent=self._spent,
             sandbox=self.sandbox if self.evaluator.in_place else None,
         )
-        async with asyncio.timeout(timeout_s + self.slots.eval_grace_s):
-            return await self.evaluator.evaluate(outcome)
+        try:
+            async with limit.enforce():
+                return await self.evaluator.evaluate(outcome)
+        finally:
+            self.slots.note_waits(limit.waited_s, time.monotonic() - outcome.began)
 
     def _find_agent_failure(self) -> Failure | None:
         """Return a failure for the limit that ended the agent, whose work was still evaluated."""
@@ -318,7 +368,7 @@ class _Rollout:
         cause = end.cause or Cause.AGENT_TIMEOUT
         return make_failure(cause, f"{cause.value} after {end.seconds:.0f} s")
 
-    def _make_trajectory(self, end: _EarlyEnd | None) -> Trajectory:
+    def _make_trajectory(self, end: _End | None) -> Trajectory:
         completed = Status.TIMED_OUT if self.exit.timed_out else Status.COMPLETED
         return Trajectory(
             session=self.session.id,

@@ -1,7 +1,7 @@
 """Stage slots, cancellation, timeouts and failures of one session.
 
 `classify` maps an error in a stage to its cause and boundary. The table `types.HANDLING` has the
-consequences of each cause: retry, reward, quarantine (I5).
+consequences of each cause: retry and reward (I5).
 """
 
 import contextlib
@@ -68,6 +68,9 @@ class StageSlots:
         self.agent_timeout.limit_s = limit_s
         return self.agent_timeout
 
+    def note_waits(self, waited_s: float, seconds: float) -> None:
+        """Take notice of an evaluation that waited for a processor for `waited_s` of `seconds`."""
+
     def pause_timeout(self, *, paused: bool) -> None:
         """Pause the agent's timeout, as when no model call is answered, or resume it."""
         self.paused = paused
@@ -92,6 +95,7 @@ _TIMEOUT_CAUSES = {
     Status.BUILD: Cause.WAIT_TIMEOUT,
     Status.EVAL: Cause.EVAL_TIMEOUT,
 }
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _TIMED_STAGES = (Status.INIT, Status.EVAL)
 """Stages with their own timeout; elsewhere a `TimeoutError` comes from a disk or a network."""
 
@@ -106,14 +110,21 @@ def make_total_timeout(status: Status) -> Failure:
     return make_failure(_TIMEOUT_CAUSES[status], f"total_s was over in {status.value}")
 
 
-def classify(status: Status, error: Exception, *, recorded: bool = True) -> Failure:
-    """Return the failure for `error` in stage `status`.
-
-    `recorded` is False if the session's calls could not be written, which is the node's failure.
-    """
+def classify(status: Status, error: Exception) -> Failure:
+    """Return the failure for `error` in stage `status`."""
     if isinstance(error, TimeoutError) and error.errno is None and status in _TIMED_STAGES:
         return make_failure(_TIMEOUT_CAUSES[status], f"{status.value} was out of time")
-    return make_failure(_find_cause(status, error, recorded=recorded), describe(error))
+    return make_failure(_find_cause(status, error), describe(error))
+
+
+def classify_recording_error(error: Exception) -> Failure:
+    """Return the failure of a session whose calls cannot be written, read back or built.
+
+    What an agent sent may be the reason, so it says nothing about the node, except for a full disk.
+    """
+    chain = (error, error.__cause__)
+    full = any(isinstance(each, OSError) and each.errno in _DISK_FULL for each in chain)
+    return make_failure(Cause.DISK if full else Cause.RECORDING, describe(error))
 
 
 def describe(error: BaseException) -> str:
@@ -122,14 +133,14 @@ def describe(error: BaseException) -> str:
     return str(error) if own else f"{type(error).__name__}: {error}"
 
 
-def _find_cause(status: Status, error: Exception, *, recorded: bool) -> Cause:
-    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+def _find_cause(status: Status, error: Exception) -> Cause:
+    if isinstance(error, OSError) and error.errno in _DISK_FULL:
         return Cause.DISK
     for kind, cause in _CAUSES:
         if isinstance(error, kind):
             return cause
-    if isinstance(error, errors.CaptureError) and status is Status.BUILD and recorded:
-        return Cause.ENGINE
+    if isinstance(error, errors.CaptureError):
+        return Cause.ENGINE if status is Status.BUILD else Cause.RECORDING
     if isinstance(error, errors.UsageError) and status is Status.INIT:
         return Cause.TASK
     return Cause.EVALUATOR if status is Status.EVAL else Cause.NODE

@@ -17,7 +17,7 @@ from tugline.datasets.base import Solution
 from tugline.evaluators.base import SessionOutcome
 from tugline.rollout.parts import Parts, PrewarmedSandbox, TaskSandboxes, read_tail
 from tugline.rollout.stages import classify
-from tugline.sandbox.base import Exit, Sandbox
+from tugline.sandbox.base import Exit, ProgramTimeout, Sandbox
 from tugline.sandbox.files import hash_file, remove
 from tugline.types import Failure, Status, Task
 
@@ -57,15 +57,17 @@ async def validate_task(
             if not evaluator.in_place:
                 await stack.aclose()
             stage = Status.EVAL
+            limit = ProgramTimeout(limits.eval_s + _EVAL_GRACE_S)
             outcome = SessionOutcome(
                 task=task,
                 patch=patch,
                 open_sandbox=PrewarmedSandbox(sandboxes.open_evaluation).open,
                 timeout_s=limits.eval_s,
+                limit=limit,
                 exit=end,
                 sandbox=sandbox if evaluator.in_place else None,
             )
-            async with asyncio.timeout(limits.eval_s + _EVAL_GRACE_S):
+            async with limit.enforce():
                 verdict = await evaluator.evaluate(outcome)
     except Exception as error:  # noqa: BLE001 - one task's failure must not end the others
         failure = classify(stage, error)

@@ -31,6 +31,8 @@ WORKDIR = PurePosixPath("/workspace")
 """Default path of the task's files in a sandbox; see `Workspace.path`."""
 HOME = PurePosixPath("/home/agent")
 """Path of the agent's home in a sandbox."""
+STRETCH = 4
+"""Longest time of a program on overloaded processors, as a multiple of its `ProgramTimeout`."""
 MAX_READ_BYTES = 8 << 20
 """Default size limit of `Sandbox.get`."""
 
@@ -47,8 +49,6 @@ class Exit(msgspec.Struct, frozen=True):
     seconds: float
     cause: Cause | None = None
     """Set if the sandbox's memory or disk limit was exceeded."""
-    starved: bool = False
-    """Whether it timed out because other programs of the node used the processors."""
 
 
 class Mount(msgspec.Struct, frozen=True):
@@ -241,6 +241,38 @@ class PausableTimeout:
                 timeout.reschedule(when)
 
 
+class ProgramTimeout(PausableTimeout):
+    """`limit_s` seconds in which no program waits for a processor, at most `STRETCH` times as long.
+
+    So the verdict on a program does not depend on the node's other programs, and an endless loop
+    ends in any case. Runtimes that count such waits call `credit`; a wait counts for all timeouts
+    of an evaluation, which are created `within` that of the whole.
+    """
+
+    def __init__(self, limit_s: float, within: ProgramTimeout | None = None) -> None:
+        super().__init__(limit_s)
+        self.waited_s = 0.0
+        """Seconds that were not charged."""
+        self.running: set[ProgramTimeout] = set() if within is None else within.running
+        """All timeouts of the evaluation that are enforced now."""
+
+    def credit(self, seconds: float) -> None:
+        """Subtract `seconds` from the time charged to all timeouts of the evaluation."""
+        for timeout in self.running:
+            timeout.waited_s += seconds
+            super(ProgramTimeout, timeout).credit(seconds)
+
+    @contextlib.asynccontextmanager
+    async def enforce(self) -> AsyncIterator[None]:
+        """Raise `TimeoutError` in the block once the time is up."""
+        self.running.add(self)
+        try:
+            async with asyncio.timeout(STRETCH * self.limit_s), super().enforce():
+                yield
+        finally:
+            self.running.discard(self)
+
+
 def enforce_timeout(
     timeout: float | PausableTimeout,
 ) -> contextlib.AbstractAsyncContextManager[object]:
@@ -257,7 +289,8 @@ async def run_beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
+        if tasks:
+            await asyncio.wait(tasks)
 
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")

@@ -101,6 +101,8 @@ class WorkspaceCache:
         when, commit = self._resolved.get((source.where, wanted), (-_RESOLVED_FOR_S, ""))
         if time.monotonic() - when > _RESOLVED_FOR_S:
             commit = await source.resolve(wanted)
+            oldest = time.monotonic() - _RESOLVED_FOR_S
+            self._resolved = {key: old for key, old in self._resolved.items() if old[0] > oldest}
             self._resolved[source.where, wanted] = (time.monotonic(), commit)
         return commit
 

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NamedTuple
 
-import msgspec
-
 from tugline.errors import SandboxError, TuglineError, UsageError
 from tugline.sandbox import base, files
 from tugline.sandbox.cache import Fill, WorkspaceCache
@@ -23,7 +21,6 @@ from tugline.sandbox.limits import (
     OomKills,
     ProgramLimits,
     SandboxCgroup,
-    is_starved,
     reap_cgroups,
     set_rlimits,
 )
@@ -32,7 +29,7 @@ from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
 from tugline.sandbox.patch import Patch, PatchLimits
 from tugline.sandbox.processes import finish
 from tugline.sandbox.repos import end_history
-from tugline.sandbox.resource_monitor import ResourceMonitor
+from tugline.sandbox.resource_monitor import ResourceMonitor, credit_waits
 from tugline.sandbox.runner import Guard, Runner
 from tugline.types import Cause, Workspace
 
@@ -75,6 +72,9 @@ class HostSandbox(base.Sandbox):
             await self._stop()
         finally:
             await asyncio.to_thread(self._clean_up)
+
+    def release(self) -> None:
+        """Drop what refers back to the closed sandbox: nodes may never collect cycles."""
 
     async def put(self, root: PurePath, contents: Mapping[str, base.Content]) -> None:
         """Write files under the workdir or the home."""
@@ -167,8 +167,6 @@ class IsolatedSandbox(HostSandbox):
         self._own_cgroup = SandboxCgroup(cgroup_parent or Cgroup(), directory)
         self._cgroup = self._own_cgroup.group
         """Control group with the memory and processor accounting; its fields may be None."""
-        self._cpu_time = (0.0, 0.0)
-        """Result of `Cgroup.read_cpu_time` before the last kill."""
         self._limiting: asyncio.Future[None] | None = None
         """Task that sets the limits during the start: moving a process into a group is slow."""
         self._runner: Runner | None = None
@@ -182,6 +180,11 @@ class IsolatedSandbox(HostSandbox):
         """Create the sandbox's folders and start it."""
         await super().start()
         await self._ensure_started()
+
+    def release(self) -> None:
+        """See `HostSandbox.release`."""
+        self._monitor.close()
+        self._runner = None
 
     async def expose(self, url: str) -> str:
         """Forward a port to the server at `url`, unless the sandbox uses the host's network."""
@@ -209,12 +212,8 @@ class IsolatedSandbox(HostSandbox):
                 timeout_s=timeout_s,
                 log=self.logs / f"{log_name}.log",
             )
-            began_s, _ = await asyncio.to_thread(self._cgroup.read_cpu_time)
-            end = await self._run_monitored(program)
-            if end.timed_out:
-                used_s, waited_s = self._cpu_time
-                starved = is_starved(used_s - began_s, waited_s, end.seconds)
-                end = msgspec.structs.replace(end, starved=starved)
+            async with credit_waits(self._cgroup, timeout_s):
+                end = await self._run_monitored(program)
             if end.cause is Cause.AGENT_MEMORY:
                 await self._stop()  # a full /dev/shm would also end the next program
             return end
@@ -284,7 +283,6 @@ class IsolatedSandbox(HostSandbox):
         """Kill the sandbox's processes, unless a runner other than `runner` was started since."""
         async with self._starting:
             if runner in {None, self._runner}:
-                self._cpu_time = await asyncio.to_thread(self._cgroup.read_cpu_time)
                 await self._kill_processes()
 
     async def _stop(self) -> None:
@@ -337,7 +335,10 @@ class HostRuntime(base.Runtime):
                 await sandbox.start()
                 yield sandbox
             finally:
-                await finish(sandbox.aclose())
+                try:
+                    await finish(sandbox.aclose())
+                finally:
+                    sandbox.release()
 
     async def prefetch(self, workspaces: Iterable[Workspace]) -> list[str]:
         """Fill the caches; return the error of each workspace that failed."""

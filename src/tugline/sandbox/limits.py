@@ -9,14 +9,13 @@ process can clean up. For the disk see `resource_monitor`.
 """
 
 import contextlib
-import math
 import os
 import resource
 import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +40,8 @@ _TRIAL_S = 60.0
 _NICE = 5
 OOM_SCORE = 500
 """``oom_score_adj`` of programs, which are killed before the node; only root may set it lower."""
+_MAX_THREADS = 256
+"""Number of threads whose waits are read."""
 _NEAR_LIMIT = 0.95
 """Fraction of a group's limit from which on kills are attributed to that limit."""
 _REMOVE_S = 5.0
@@ -113,20 +114,24 @@ class Cgroup(msgspec.Struct, frozen=True):
             own = count if peak >= _NEAR_LIMIT * limit else 0
         return OomKills(own, count - own)
 
-    def read_cpu_time(self) -> tuple[float, float]:
-        """Return the group's processor time and the longest run-queue wait of a thread, in seconds.
+    def read_used_s(self) -> float | None:
+        """Return the group's processor time in seconds; None if the kernel does not count it.
 
-        The time includes processes that have ended; it is infinite if the kernel does not count it.
+        It includes processes that have ended.
         """
         if self.cpu_time is None:
-            return math.inf, 0.0
+            return None
         micros = _read_counts(self.cpu_time / "cpu.stat").get("usage_usec")
         nanos = _read_limit(self.cpu_time, "cpuacct.usage") if micros is None else micros * 1000
-        waits = [0]
-        for name in ("cgroup.threads", "tasks"):
+        return None if nanos is None else nanos / 1e9
+
+    def read_waits(self) -> dict[str, float]:
+        """Return the seconds that each thread of the group has waited for a processor so far."""
+        threads: list[str] = []
+        for name in ("cgroup.threads", "tasks") if self.cpu_time else ():
             with contextlib.suppress(OSError):
-                waits += map(_read_wait, (self.cpu_time / name).read_text().split())
-        return math.inf if nanos is None else nanos / 1e9, max(waits) / 1e9
+                threads += (self.cpu_time or _ROOT).joinpath(name).read_text().split()
+        return {thread: _read_wait(thread) / 1e9 for thread in threads[:_MAX_THREADS]}
 
 
 def cgroup_of(pid: int | str) -> Cgroup:
@@ -163,13 +168,30 @@ def list_unenforced(parent: Cgroup) -> list[str]:
     return [f"{line} (no control groups here)" for group, line in limits if group is None]
 
 
-def is_starved(used_s: float, waited_s: float, wall_s: float) -> bool:
-    """Return whether a program was slow because other programs used the processors.
+class ProcessorWaits:
+    """Measures how long the programs of a sandbox were kept from the processors. Methods block."""
 
-    True if one thread waited for more than half of the time and longer than all threads ran. If a
-    sandbox's threads only wait for each other, they run while one waits.
-    """
-    return waited_s > max(used_s, wall_s / 2)
+    def __init__(self, group: Cgroup, clock: Callable[[], float] = time.monotonic) -> None:
+        self._group, self._clock = group, clock
+        self._read()
+
+    def _read(self) -> None:
+        self._at, self._used_s = self._clock(), self._group.read_used_s()
+        self._waits = self._group.read_waits()
+
+    def measure(self) -> float:
+        """Return the seconds since the last call in which a program only waited for a processor.
+
+        Threads that compete with each other lose nothing: while one of them waits, another runs.
+        Zero if the kernel does not count the processor time.
+        """
+        at, used_s, waits = self._at, self._used_s, self._waits
+        self._read()
+        if used_s is None or self._used_s is None:
+            return 0.0
+        idle_s = self._at - at - (self._used_s - used_s)
+        waited = (wait_s - waits.get(thread, 0.0) for thread, wait_s in self._waits.items())
+        return max(0.0, min(idle_s, max(waited, default=0.0)))
 
 
 class SandboxCgroup:

@@ -21,6 +21,8 @@ _CLONE_NEWNET = 0x40000000
 _NS_GET_USERNS = 0xB701
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 _BACKLOG = 128
+_LIBC = ctypes.CDLL(None, use_errno=True)
+"""Loaded once: each `CDLL` is a class of its own, in cycles of references."""
 _HELPER_S = 10.0
 
 
@@ -57,22 +59,21 @@ def _in_helper(pid: int, port: int) -> socket.socket:
 
 def _enter(pid: int, port: int, *, with_user: bool) -> socket.socket:
     """Move this thread to the namespace and return a listening socket."""
-    libc = ctypes.CDLL(None, use_errno=True)
     network = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         if with_user:
             owner = fcntl.ioctl(network, _NS_GET_USERNS)
-            _join(libc, owner, _CLONE_NEWUSER)
+            _join(owner, _CLONE_NEWUSER)
             os.close(owner)
-        _join(libc, network, _CLONE_NEWNET)
+        _join(network, _CLONE_NEWNET)
     finally:
         os.close(network)
     _loopback_up()
     return socket.create_server(("127.0.0.1", port), backlog=_BACKLOG)
 
 
-def _join(libc: ctypes.CDLL, namespace: int, kind: int) -> None:
-    if libc.setns(namespace, kind) != 0:
+def _join(namespace: int, kind: int) -> None:
+    if _LIBC.setns(namespace, kind) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 

@@ -163,7 +163,7 @@ class Relay:
     def __init__(self, dial: Dial) -> None:
         self._dial = dial
         self._connections: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server
+        self._server: asyncio.Server | None = None
 
     async def serve(self, listener: socket.socket) -> None:
         """Begin to accept connections."""
@@ -171,7 +171,9 @@ class Relay:
 
     async def aclose(self) -> None:
         """Accept no more connections and drop the open ones."""
-        self._server.close()
+        server, self._server = self._server, None  # it refers to this object
+        if server is not None:
+            server.close()
         for connection in (connections := list(self._connections)):
             connection.cancel()
         await asyncio.gather(*connections, return_exceptions=True)

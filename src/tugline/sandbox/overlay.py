@@ -44,6 +44,8 @@ _NOSUID_NODEV = 2 | 4
 _DETACH = 2
 _TABLE = Path("/proc/self/mountinfo")
 """The kernel's mount table; psutil reads ``/etc/mtab``, which is stale in some images."""
+_LIBC = ctypes.CDLL(None, use_errno=True)
+"""Loaded once: each `CDLL` is a class of its own, in cycles of references."""
 _log = log.get("sandbox")
 
 
@@ -262,10 +264,9 @@ def mount_overlay(target: Path, options: str) -> str | None:
     """Mount an overlay at `target`; return the error if the kernel refuses."""
     if sys.platform != "linux":
         return "there is none on this system"
-    libc = ctypes.CDLL(None, use_errno=True)
     for attempt in (options, options.removesuffix(",volatile")):
         data = os.fsencode(attempt)
-        if libc.mount(b"overlay", os.fsencode(target), b"overlay", _NOSUID_NODEV, data) == 0:
+        if _LIBC.mount(b"overlay", os.fsencode(target), b"overlay", _NOSUID_NODEV, data) == 0:
             return None
     return os.strerror(ctypes.get_errno())
 
@@ -277,10 +278,9 @@ def unmount_all(directory: Path) -> int:
     """
     directory = directory.resolve()
     mounts = [path for path in _mount_points() if path.is_relative_to(directory)]
-    libc = ctypes.CDLL(None, use_errno=True)
     for path in reversed(mounts):  # a later mount may cover earlier ones
         target = os.fsencode(path)
-        if libc.umount2(target, 0) and libc.umount2(target, _DETACH):
+        if _LIBC.umount2(target, 0) and _LIBC.umount2(target, _DETACH):
             raise SandboxError(f"cannot unmount {path}: {os.strerror(ctypes.get_errno())}")
     return len(mounts)
 

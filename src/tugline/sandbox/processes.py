@@ -17,6 +17,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -126,9 +127,10 @@ class OutputLog:
 
     async def finish(self) -> None:
         """Copy the last output of a program that has ended. Raises `DiskFull`."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        task, self._task = self._task, None  # its frames refer to this object
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
         await asyncio.to_thread(self._close)
         if self._error is not None and self._error.errno in {errno.ENOSPC, errno.EDQUOT}:
             raise DiskFull(f"cannot write {self._log}: {self._error.strerror}")
@@ -218,9 +220,14 @@ class SharedTasks:
         task = self._tasks.get(key)
         if task is None or task.done() or task.get_loop() is not asyncio.get_running_loop():
             task = self._tasks[key] = asyncio.create_task(work())
-            # Retrieve the exception: asyncio warns about one that no caller retrieves.
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            task.add_done_callback(partial(self._forget, key))
         await asyncio.shield(task)
+
+    def _forget(self, key: str, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            task.exception()  # asyncio warns about one that no caller retrieves
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
 
 
 async def run_command(

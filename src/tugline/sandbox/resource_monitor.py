@@ -14,7 +14,7 @@ import functools
 import os
 import stat
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -24,8 +24,8 @@ import msgspec
 
 from tugline import log
 from tugline.errors import SandboxError
-from tugline.sandbox.base import Exit, run_beside
-from tugline.sandbox.limits import OomKills
+from tugline.sandbox.base import Exit, PausableTimeout, ProgramTimeout, run_beside
+from tugline.sandbox.limits import Cgroup, OomKills, ProcessorWaits
 from tugline.sandbox.runner import KILLED, SandboxEnded
 from tugline.types import Cause
 
@@ -37,6 +37,8 @@ _MIN_FILE_BYTES = 1024
 """Minimum size counted for a file: a million empty files fill a disk, too."""
 _UNBOUNDED = 1 << 62
 """Size of folders that cannot be measured, which serve only to hide files."""
+_WAITS_EVERY_S = 0.5
+"""Seconds between two measurements of waits for a processor."""
 _MAX_LOCKED_FOLDERS = 20
 _MAX_HELD_FILES = 1 << 20
 _LOOKUPS = 3
@@ -58,6 +60,10 @@ def disk_usage(folders: Iterable[Path], root: Path | None, stop_at: int) -> int:
         if total > stop_at:
             return total
     return total + (open_file_usage(root) if root else 0)
+
+
+async def _kill_nothing() -> None:
+    """Stand in for the function of a closed sandbox."""
 
 
 @dataclass
@@ -103,6 +109,12 @@ class ResourceMonitor:
         if ended is not None and cause is None:
             raise ended
         return msgspec.structs.replace(end, cause=cause)
+
+    def close(self) -> None:
+        """Drop the sandbox's functions, which refer to the sandbox and so to this monitor."""
+        self.folders = list
+        self.count_kills = OomKills
+        self.kill = _kill_nothing
 
     async def _watch(self, pid: int) -> None:
         root = Path(f"/proc/{pid}/root")
@@ -155,6 +167,21 @@ class ResourceMonitor:
 
     async def _in_thread(self, function: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(_SCANNERS, function, *args)
+
+
+@contextlib.asynccontextmanager
+async def credit_waits(group: Cgroup, limit: float | PausableTimeout) -> AsyncIterator[None]:
+    """Credit a `ProgramTimeout` in the block for the programs' waits for a processor."""
+    work = [_credit_waits(group, limit)] if isinstance(limit, ProgramTimeout) else []
+    async with run_beside(*work):
+        yield
+
+
+async def _credit_waits(group: Cgroup, limit: ProgramTimeout) -> None:
+    waits = await asyncio.to_thread(ProcessorWaits, group)
+    while True:
+        await asyncio.sleep(min(_WAITS_EVERY_S, limit.limit_s / 8))
+        limit.credit(await asyncio.to_thread(waits.measure))
 
 
 def folder_bytes(folder: Path) -> int:

@@ -125,7 +125,7 @@ class ServerDispatcher:
     # ------------------------------------------------------------------ one request
     async def _renew(self, node: str, request: protocol.Renewal) -> Orders:
         return await self._database.write_relaxed(
-            leases.renew, node, request.held, request.applied, lease_s=self._settings.lease_s
+            leases.renew, node, request, lease_s=self._settings.lease_s
         )
 
     def _has_news(

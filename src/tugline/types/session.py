@@ -210,6 +210,10 @@ class Cause(StrEnum):
     """The node's disk is full."""
     NODE = "node"
     """The node was lost, or failed unexpectedly."""
+    RECORDING = "recording"
+    """The session's calls could not be recorded, read back, or built into traces."""
+    RESULT = "result"
+    """The server refused the result, for example because it is too large."""
     INIT_TIMEOUT = "init_timeout"
     """`Limits.init_s` expired before the agent could start."""
     WAIT_TIMEOUT = "wait_timeout"
@@ -258,6 +262,8 @@ HANDLING: dict[Cause, Handling] = {
     Cause.WORKSPACE: Handling(Boundary.RUNTIME, 1, elsewhere=True),
     Cause.DISK: Handling(Boundary.INFRASTRUCTURE, None, elsewhere=True),
     Cause.NODE: Handling(Boundary.INFRASTRUCTURE, None, elsewhere=True),
+    Cause.RECORDING: Handling(Boundary.INFRASTRUCTURE, 1, elsewhere=True),
+    Cause.RESULT: Handling(Boundary.INFRASTRUCTURE, 0),
     Cause.INIT_TIMEOUT: Handling(Boundary.INFRASTRUCTURE, None, elsewhere=True),
     Cause.WAIT_TIMEOUT: Handling(Boundary.INFRASTRUCTURE, None),
     Cause.ENGINE: Handling(Boundary.ENGINE, 0),

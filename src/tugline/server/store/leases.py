@@ -14,11 +14,8 @@ from tugline.server.store import events, nodes, results, sessions
 from tugline.server.store.base import Tx
 from tugline.server.store.results import CANCELLED, End, finish
 from tugline.server.store.sessions import SessionRow
-from tugline.types import HANDLING, Boundary, Cause, Failure, Session, Status
+from tugline.types import HANDLING, Cause, Failure, Session, Status
 from tugline.types.session import UNKNOWN_CAUSE
-
-NODE_CAUSES = frozenset({Cause.SANDBOX, Cause.NETWORK, Cause.DISK, Cause.NODE, Cause.INIT_TIMEOUT})
-"""Causes that count against the node; several in a row put it in quarantine."""
 
 _GRANT_BATCH = 2000
 """Number of sessions leased per transaction, to keep it short."""
@@ -46,15 +43,15 @@ def register(
     )
 
 
-def renew(
-    tx: Tx, node: str, held: Sequence[protocol.HeldSession], applied: int, *, lease_s: float
-) -> Orders:
-    """Extend a node's lease, record the reported stages, and reconcile.
+def renew(tx: Tx, node: str, renewal: protocol.Renewal, *, lease_s: float) -> Orders:
+    """Extend a node's lease, record the reported stages and problem, and reconcile.
 
     Raises `FencedError` for a lost node.
     """
-    nodes.renew(tx, node, applied, lease_s=lease_s)
-    return reconcile(tx, node, held, advance=True)
+    nodes.renew(tx, node, renewal.applied, lease_s=lease_s)
+    if renewal.problem is not None:
+        nodes.set_problem(tx, node, renewal.problem)
+    return reconcile(tx, node, renewal.held, advance=True)
 
 
 def reconcile(
@@ -159,7 +156,6 @@ def commit(tx: Tx, session: str, epoch: int, end: End) -> protocol.CommitOutcome
     entry = find_lease(tx, session, epoch, end.digest)
     if entry is None:
         return protocol.CommitOutcome.ALREADY
-    _record_health(tx, entry, end)
     if end.failure is not None and not retry(tx, [entry], end.failure):
         return protocol.CommitOutcome.REQUEUED
     finish(tx, entry, end)
@@ -223,17 +219,6 @@ def _may_retry(tx: Tx, entry: SessionRow, limits: Mapping[str, tuple[int, float]
     attempts, retry_s = limits[entry.task]
     failing_s = 0.0 if entry.failing_since is None else tx.now - entry.failing_since
     return entry.outages + 1 < attempts or failing_s < retry_s
-
-
-def _record_health(tx: Tx, entry: SessionRow, end: End) -> None:
-    """Count a failure caused by the node; a session that worked resets the count."""
-    failure = end.failure
-    if entry.node is None:
-        return
-    if failure is not None and failure.cause in NODE_CAUSES:
-        nodes.note_fault(tx, entry.node, entry.task, f"{failure.cause}: {failure.message}")
-    elif end.status is Status.COMPLETED or (failure and failure.boundary is Boundary.AGENT):
-        nodes.note_success(tx, entry.node)
 
 
 def expire_node(tx: Tx, node: str, reason: str) -> None:

@@ -14,10 +14,9 @@ from tugline.server.store import events
 from tugline.server.store.base import Row, Tx, to_struct
 from tugline.server.store.sessions import MAX_PAUSE_S
 
-MAX_FAULTS = 3
-"""Failures in a row that put a node in quarantine."""
 BLOCK_S, MAX_BLOCK_S = 5.0, 300.0
 """First and maximum pause, in seconds, of a node in quarantine."""
+_MAX_DOUBLINGS = 10
 _EXPIRE_BATCH = 20
 """Number of nodes expired per transaction, so that live nodes can renew in between."""
 _COLUMNS = "id, name, state, registration, registered, deadline, applied, fault"
@@ -138,24 +137,19 @@ def list_open(tx: Tx) -> dict[str, bool]:
 
 
 # --------------------------------------------------------------------------- quarantine
-def note_fault(tx: Tx, node: str, task: str, reason: str) -> None:
-    """Count a failure of a node; after `MAX_FAULTS` in a row it is put in quarantine.
+def set_problem(tx: Tx, node: str, problem: str) -> None:
+    """Put a node in quarantine for a problem that it reports; an empty one ends the quarantine.
 
-    Repeated failures of a task count once, so that a single bad task does not block all nodes.
-    Failures of a blocked node do not count: its sessions are older, or a trial that `block` counts.
+    Only the node's own test decides, because a tenant can make its sessions fail in any way.
     """
-    faults = tx.fetch_value(
-        "UPDATE nodes SET faults = faults + 1, failed_task = :task"
-        " WHERE id = :node AND blocked_until IS NULL AND failed_task <> :task RETURNING faults",
-        node=node,
-        task=task,
-    )
-    if faults is not None and faults >= MAX_FAULTS:
-        _quarantine(tx, node, reason)
+    if not problem:
+        _end_quarantine(tx, node)
+    elif not tx.fetch_value("SELECT fault FROM nodes WHERE id = :node", node=node):
+        _quarantine(tx, node, problem)
 
 
 def _quarantine(tx: Tx, node: str, reason: str) -> None:
-    tx.update("nodes", node, fault=reason[:500], faults=MAX_FAULTS)
+    tx.update("nodes", node, fault=reason[:500], faults=1)
     events.add(tx, EventKind.BLOCKED, events.Note(node=node, detail={"reason": reason[:500]}))
     block(tx, node)
 
@@ -163,18 +157,17 @@ def _quarantine(tx: Tx, node: str, reason: str) -> None:
 def block(tx: Tx, node: str) -> None:
     """Block a node for a pause that doubles each time.
 
-    After the pause the node gets one session and is blocked again until a session succeeds.
+    After the pause the node gets one session and is blocked again, until it reports that it works.
     """
     faults = tx.fetch_value("SELECT faults FROM nodes WHERE id = :node", node=node)
-    until = tx.now + min(BLOCK_S * 2.0 ** (faults - MAX_FAULTS), MAX_BLOCK_S)
-    tx.update("nodes", node, faults=min(faults + 1, 2 * MAX_FAULTS + 10), blocked_until=until)
+    until = tx.now + min(BLOCK_S * 2.0 ** (faults - 1), MAX_BLOCK_S)
+    tx.update("nodes", node, faults=min(faults + 1, _MAX_DOUBLINGS), blocked_until=until)
     tx.notify("timers")
 
 
-def note_success(tx: Tx, node: str) -> None:
-    """End a node's quarantine, and reset its failures."""
+def _end_quarantine(tx: Tx, node: str) -> None:
     if tx.run(
-        "UPDATE nodes SET faults = 0, fault = '', failed_task = '', blocked_until = NULL"
+        "UPDATE nodes SET faults = 0, fault = '', blocked_until = NULL"
         " WHERE id = :node AND faults > 0",
         node=node,
     ):
