@@ -15,7 +15,7 @@ from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.sandbox.base import Sandbox
 from tugline.sandbox.local import LocalRuntime
 from tugline.traces.base import Builder, Built, PrefixMerging
-from tugline.types import Reward
+from tugline.types import Call, Reward
 
 
 class Uninstallable(Harness):
@@ -64,6 +64,33 @@ class Hanging(Evaluator):
         """Never ends."""
         await asyncio.Event().wait()
         return Verdict(Reward(1.0), {})
+
+
+class Ending(Evaluator):
+    """An evaluator whose code cancels its task, or exits."""
+
+    opens_sandbox = False
+
+    def __init__(self, *, by: str) -> None:
+        self.by = by
+
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
+        """Raise what must not reach the node."""
+        raise asyncio.CancelledError if self.by == "cancellation" else SystemExit(3)
+
+
+class EndingHarness(Uninstallable):
+    """A harness whose code cancels its task."""
+
+    error = asyncio.CancelledError()  # type: ignore[assignment]
+
+
+class EndingBuilder(PrefixMerging):
+    """A builder whose code exits."""
+
+    def build(self, calls: Sequence[Call]) -> Built:
+        """Exit."""
+        raise SystemExit(3)
 
 
 class Crashing(Evaluator):

@@ -5,6 +5,7 @@ known names, and not in the middle of a run. The same holds for options: `make` 
 the type hints of the class.
 """
 
+import asyncio
 import contextlib
 import difflib
 import functools
@@ -124,3 +125,23 @@ def _parameters(target: Any) -> dict[str, inspect.Parameter]:
         for each in parameters
         if each.annotation is not each.empty
     }
+
+
+# --------------------------------------------------------------------------- running them
+ENDINGS = (asyncio.CancelledError, SystemExit)
+"""What a plug-in's code may raise as well, although only an order may end a task or a process."""
+
+
+@contextlib.contextmanager
+def refuse_endings(what: str, kind: type[Exception] = RuntimeError) -> Iterator[None]:
+    """Raise an error of `kind` for `ENDINGS` that a plug-in raised by itself in the block.
+
+    A cancellation of the current task, by an order or a timeout, is passed on.
+    """
+    try:
+        yield
+    except ENDINGS as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise kind(f"{what} raised {error!r}") from error

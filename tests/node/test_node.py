@@ -338,14 +338,17 @@ async def test_a_refused_result_ends_its_session(tmp_path: Path, refusal: Except
     assert (tmp_path / "sessions" / f"a-0.{epoch}" / "result.refused").exists()
 
 
-async def test_a_result_that_cannot_be_encoded_ends_its_session(tmp_path: Path) -> None:
-    """Such as one whose report holds no text."""
+async def test_a_result_that_cannot_be_encoded_ends_its_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one with a report of objects, of which no copy was made."""
+    monkeypatch.setattr("tugline.evaluators.verdict.make_plain", lambda verdict: verdict)
     async with open_bench(tmp_path) as bench:
-        bench.script.report = {"reason": "\ud800"}
+        bench.script.report = {"reason": object()}
         await bench.control.submit([make_task("a")])
         result = (await bench.wait_for_results(1))["a-0"]
     assert result.failure is not None
-    assert result.failure.cause is Cause.RESULT
+    assert result.failure.cause is Cause.EVALUATOR
     assert result.ledger.sampled == 2
     assert bench.script.order == ["a-0"]
 

@@ -7,7 +7,6 @@ the time limit of the evaluation is exceeded.
 
 import asyncio
 import inspect
-import math
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.evaluators.verdict import make_plain, to_number
 from tugline.plugins import find
 from tugline.types import Reward
 
@@ -87,25 +87,15 @@ async def _in_thread(function: Callable[[], object]) -> object:
 
 def _to_verdict(name: str, result: object) -> Verdict:
     """Convert a function's result. Raises `EvaluatorError` if that is not possible."""
-    if isinstance(result, Mapping) and "value" in result:
-        numbers = {str(key): _check_number(name, value) for key, value in result.items()}
-        result = Reward(numbers.pop("value"), numbers)
-    if isinstance(result, bool | int | float):
-        result = Reward(float(result))
-    if isinstance(result, Reward):
-        result = Verdict(result, {})
-    if not isinstance(result, Verdict):
-        raise EvaluatorError(
-            f"evaluator 'function': {name} returned {result!r:.80}, must be a number, a Reward, "
-            "a Verdict or a dict with 'value'"
-        )
-    for number in (result.reward.value, *result.reward.parts.values(), *result.reward.per_trace):
-        _check_number(name, number)
-    return result
-
-
-def _check_number(name: str, value: object) -> float:
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
-    msg = f"evaluator 'function': {name} returned {value!r:.80} where a finite number belongs"
-    raise EvaluatorError(msg)
+    try:
+        if isinstance(result, Verdict):
+            return make_plain(result)
+        if isinstance(result, Mapping) and "value" in result:
+            parts = {key: value for key, value in result.items() if key != "value"}
+            result = Reward(result["value"], parts)
+        if not isinstance(result, Reward):
+            expected = "a number, a Reward, a Verdict or a dict with 'value'"
+            result = Reward(to_number(result, "the result", expected))
+        return make_plain(Verdict(result, {}))
+    except EvaluatorError as error:
+        raise EvaluatorError(f"evaluator 'function': {name} returned no verdict: {error}") from None

@@ -16,6 +16,7 @@ import msgspec
 
 from tugline.errors import ConfigError, EvaluatorError, SandboxError, UnknownPlugin
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.evaluators.verdict import evaluate
 from tugline.plugins import make
 from tugline.sandbox.base import Mount, ProgramTimeout
 from tugline.types import PluginSpec, Reward, Task
@@ -99,7 +100,7 @@ class WeightedEvaluator(Evaluator):
             limit = ProgramTimeout(outcome.timeout_s, outcome.limit)
             async with limit.enforce(), alone if in_place else _NO_LOCK:
                 sandbox = outcome.sandbox if in_place else None
-                return await evaluator.evaluate(replace(outcome, sandbox=sandbox))
+                return await evaluate(evaluator, replace(outcome, sandbox=sandbox))
         except (EvaluatorError, SandboxError, TimeoutError) as error:
             reason = str(error) or f"out of time after {outcome.timeout_s:g} s"
             if not self._parts[name].required:

@@ -231,7 +231,12 @@ class SessionRunner:
             await asyncio.wait({session.rollout})
             raise
         if session.rollout.cancelled():
-            return None
+            stopped: StopReason | None = session.stop_reason
+            return (
+                None
+                if stopped
+                else _make_failed(session, RuntimeError("the rollout cancelled itself"))
+            )
         error = session.rollout.exception()
         if error is None:
             return session.rollout.result()
@@ -341,7 +346,7 @@ def _pack(trajectory: Trajectory) -> bytes:
     """Encode a result; one that cannot be encoded is replaced by its failure."""
     try:
         return pack(trajectory)
-    except Exception as error:  # noqa: BLE001 - a report may hold anything
+    except Exception as error:  # noqa: BLE001 - a plug-in's traces may hold anything
         _log.error("result not encoded", traceback=log.describe_error(error))
         return pack(
             replace(
@@ -351,7 +356,7 @@ def _pack(trajectory: Trajectory) -> bytes:
                 ledger=_drop_tokens(trajectory.ledger.sampled),
                 reward=None,
                 report={},
-                failure=make_failure(Cause.RESULT, f"not encoded: {type(error).__name__}"),
+                failure=make_failure(Cause.EVALUATOR, f"not encoded: {describe(error)}"),
             )
         )
 

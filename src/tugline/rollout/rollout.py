@@ -21,9 +21,11 @@ from typing import NamedTuple
 
 from tugline import errors, log
 from tugline.evaluators.base import SessionOutcome, Verdict
+from tugline.evaluators.verdict import evaluate
 from tugline.gateway.app import Gateway
 from tugline.gateway.engine import Opened, SessionTerms
 from tugline.harnesses.base import Launch, LaunchContext, prepare
+from tugline.plugins import ENDINGS, refuse_endings
 from tugline.recording import file as recordings
 from tugline.recording.records import RecordedResult
 from tugline.rollout.parts import Parts, PrewarmedSandbox, TaskSandboxes, read_tail
@@ -254,7 +256,8 @@ class _Rollout:
     async def close_sandbox(self) -> None:
         """Close the agent's sandbox. An error here does not change the outcome."""
         try:
-            await self.sandbox_stack.aclose()
+            with refuse_endings("the sandbox"):
+                await self.sandbox_stack.aclose()
         except Exception as error:  # noqa: BLE001 - also a plug-in's; `reap` cleans up later
             places = log.describe_error(error)
             _log.warning("sandbox not closed", session=self.session.id, traceback=places)
@@ -267,14 +270,15 @@ class _Rollout:
         began, started = time.monotonic(), False
         scope = self.slots.cancel_scope
         try:
-            async with scope.enforce(), self.slots.acquire(status):
-                started = True
-                if current is not status:
-                    self.seconds[current.value] = time.monotonic() - began
-                    current = status
-                    self.on_stage(current)
-                began = time.monotonic()
-                yield
+            with refuse_endings(f"a plug-in of {status.value}"):
+                async with scope.enforce(), self.slots.acquire(status):
+                    started = True
+                    if current is not status:
+                        self.seconds[current.value] = time.monotonic() - began
+                        current = status
+                        self.on_stage(current)
+                    began = time.monotonic()
+                    yield
         except _EarlyEnd as early:
             places = log.describe_error(early)
             _log.warning("stage failed", session=self.session.id, stage=current, traceback=places)
@@ -327,7 +331,7 @@ class _Rollout:
             return calls, self.builder.build(calls)
         except (errors.CaptureError, errors.EngineError) as error:  # such as a call without ids
             raise _EarlyEnd(classify(Status.BUILD, error)) from error
-        except Exception as error:
+        except (Exception, *ENDINGS) as error:
             raise _EarlyEnd(classify_recording_error(error)) from error
 
     def _count_tokens(self) -> tuple[Sequence[Call], Built]:
@@ -356,7 +360,7 @@ class _Rollout:
         )
         try:
             async with limit.enforce():
-                return await self.evaluator.evaluate(outcome)
+                return await evaluate(self.evaluator, outcome)
         finally:
             self.slots.note_waits(limit.waited_s, time.monotonic() - outcome.began)
 

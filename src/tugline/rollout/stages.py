@@ -117,7 +117,7 @@ def classify(status: Status, error: Exception) -> Failure:
     return make_failure(_find_cause(status, error), describe(error))
 
 
-def classify_recording_error(error: Exception) -> Failure:
+def classify_recording_error(error: BaseException) -> Failure:
     """Return the failure of a session whose calls cannot be written, read back or built.
 
     What an agent sent may be the reason, so it says nothing about the node, except for a full disk.

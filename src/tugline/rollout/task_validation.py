@@ -15,6 +15,7 @@ import msgspec
 
 from tugline.datasets.base import Solution
 from tugline.evaluators.base import SessionOutcome
+from tugline.evaluators.verdict import evaluate
 from tugline.rollout.parts import Parts, PrewarmedSandbox, TaskSandboxes, read_tail
 from tugline.rollout.stages import classify
 from tugline.sandbox.base import Exit, ProgramTimeout, Sandbox
@@ -68,7 +69,7 @@ async def validate_task(
                 sandbox=sandbox if evaluator.in_place else None,
             )
             async with limit.enforce():
-                verdict = await evaluator.evaluate(outcome)
+                verdict = await evaluate(evaluator, outcome)
     except Exception as error:  # noqa: BLE001 - one task's failure must not end the others
         failure = classify(stage, error)
         return TaskValidation(None, failure.message, failure, time.monotonic() - began)

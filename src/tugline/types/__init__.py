@@ -15,5 +15,5 @@ __all__ = [
     "PluginSpec", "Policy", "Reason", "Reward", "Role", "Sample", "Sampling", "Session", "Span",
     "SpentLimit", "Stale", "Status", "Task", "Timings", "Tool", "ToolCall", "ToolKind", "Trace",
     "TraceKind", "Trajectory", "VersionSpan", "Workspace", "decode", "encode", "is_pass",
-    "make_decoder", "shared_prefix",
+    "make_decoder", "plain_text", "shared_prefix",
 ]  # fmt: skip

@@ -288,13 +288,24 @@ def is_pass(reward: float) -> bool:
     return reward >= 1.0 - _ROUNDING
 
 
+def plain_text(text: str) -> str:
+    """Write lone surrogates and NUL, which not every store can keep, as escapes."""
+    if "\0" not in text and text.isprintable():
+        return text
+    return text.encode(errors="backslashreplace").decode().replace("\0", "\\x00")
+
+
 class Failure(msgspec.Struct, frozen=True):
     """Reason why a session did not complete."""
 
     boundary: Boundary
     message: str
+    """What happened, as plain text, whatever raised it."""
     cause: Cause | None = None
     """None if only the boundary is known."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "message", plain_text(self.message))
 
 
 class SpentLimit(StrEnum):

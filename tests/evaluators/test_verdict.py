@@ -1,0 +1,196 @@
+"""Verdicts are made plain before they are stored; an evaluator's code ends no task of the node."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import decimal
+import json
+import math
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bad_parts import Ending
+from judging import task
+from tugline.errors import EvaluatorError
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.evaluators.verdict import MAX_VALUES, evaluate, make_plain
+from tugline.sandbox.patch import Patch
+from tugline.types import Boundary, Failure, Reward, Status
+
+
+@dataclasses.dataclass
+class Point:
+    """A value of one's own."""
+
+    x: float
+
+
+class Odd:
+    """An object that cannot even be described."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+class Unreadable(Mapping[str, int]):
+    """A mapping that fails when it is read."""
+
+    def __getitem__(self, key: str) -> int:
+        raise OSError("gone")
+
+    def __iter__(self) -> Iterator[str]:
+        raise OSError("gone")
+
+    def __len__(self) -> int:
+        return 1
+
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**40), 10**40),
+    st.floats(),
+    st.text(st.characters(blacklist_categories=())),
+    st.binary(),
+    st.sampled_from(
+        [
+            Path("/x"),
+            np.float32(0.5),
+            np.int64(3),
+            np.bool_(True),
+            np.arange(3),
+            Point(math.nan),
+            Status.COMPLETED,
+            decimal.Decimal("0.1"),
+            datetime(2026, 1, 1, tzinfo=UTC),
+            Odd(),
+            object,
+            10**4000,
+            "\ud800",
+            "a\0b",
+            float("inf"),
+            b"\xff",
+            {1, 2},
+            frozenset("a"),
+            1j,
+            range(3),
+        ]
+    ),
+)
+KEYS = st.one_of(st.text(), st.integers(), st.none(), st.just("\udfff"), st.just(Path("k")))
+REPORTS = st.dictionaries(
+    KEYS,
+    st.recursive(
+        LEAVES,
+        lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(KEYS, inner),
+    ),
+)
+
+
+@given(report=REPORTS)
+def test_any_report_can_be_written_and_read(report: dict[Any, Any]) -> None:
+    """As msgpack, as JSON in UTF-8, and without NUL, which PostgreSQL refuses."""
+    plain = make_plain(Verdict(Reward(1.0), report)).report
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plain)) == plain
+    text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
+    assert "\0" not in text.encode().decode()
+    assert "\\u0000" not in json.dumps(plain)
+
+
+def test_values_that_json_has_stay_as_they_are() -> None:
+    """Texts with any characters, numbers and nested lists."""
+    report = {"a": [1, 2.5, None, True, {"b": "é\n🙂"}], "c": -(1 << 63)}
+    assert make_plain(Verdict(Reward(1.0), report)).report == report
+
+
+def test_a_report_without_end_is_cut() -> None:
+    """One that holds itself, one that is huge, one that cannot be read."""
+    loop: list[Any] = []
+    loop += [loop, loop]
+    json.dumps(make_plain(Verdict(Reward(1.0), {"loop": loop})).report)
+    many = make_plain(Verdict(Reward(1.0), {"many": list(range(10 * MAX_VALUES))})).report
+    assert len(many["many"]) < MAX_VALUES
+    with pytest.raises(EvaluatorError, match="the verdict cannot be read: OSError: gone"):
+        make_plain(Verdict(Reward(1.0), {"x": Unreadable()}))
+
+
+@pytest.mark.parametrize(
+    "value", [np.mean([0, 1]), np.float16(0.5), decimal.Decimal("0.5"), np.array([0.5])]
+)
+def test_rewards_may_be_numbers_of_any_type(value: Any) -> None:
+    """They become floats, also in parts and by trace."""
+    reward = make_plain(Verdict(Reward(value, {"p": value}, (value,)), {})).reward
+    assert reward == Reward(0.5, {"p": 0.5}, (0.5,))
+    assert {type(reward.value), type(reward.parts["p"]), type(reward.per_trace[0])} == {float}
+
+
+@pytest.mark.parametrize(
+    "value", ["1", b"1", None, math.nan, math.inf, 10**400, np.ones(2), object(), Odd(), [1.0]]
+)
+def test_other_rewards_are_no_verdict(value: Any) -> None:
+    """The error names the place and the value."""
+    for reward, name in (
+        (Reward(value), "reward.value"),
+        (Reward(1.0, {"p": value}), r"reward.parts\['p'\]"),
+        (Reward(1.0, {}, (0.0, value)), r"reward.per_trace\[1\]"),
+    ):
+        with pytest.raises(EvaluatorError, match=f"^{name} is .*, must be a finite number$"):
+            make_plain(Verdict(reward, {}))
+
+
+def test_texts_of_failures_can_be_written() -> None:
+    """Whatever an exception says."""
+    failure = Failure(Boundary.EVALUATOR, "half a pair \ud83d, NUL \0, é")
+    assert failure.message == "half a pair \\ud83d, NUL \\x00, é"
+    assert msgspec.json.decode(msgspec.json.encode(failure), type=Failure) == failure
+
+
+# --------------------------------------------------------------------------- cancellation
+OUTCOME = SessionOutcome(task(), Patch(), lambda _: pytest.fail("no sandbox"), 10.0)
+
+
+@pytest.mark.parametrize("by", ["cancellation", "exit"])
+async def test_code_that_ends_its_task_gives_no_verdict(by: str) -> None:
+    """It cannot end the node's task or process."""
+    with pytest.raises(EvaluatorError, match=r"Ending raised (CancelledError|SystemExit)"):
+        await evaluate(Ending(by=by), OUTCOME)
+
+
+async def test_an_order_to_cancel_is_obeyed() -> None:
+    """Also while the evaluator runs."""
+
+    class Waiting(Evaluator):
+        async def evaluate(self, outcome: SessionOutcome) -> Verdict:
+            started.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    started = asyncio.Event()
+    running = asyncio.create_task(evaluate(Waiting(), OUTCOME))
+    await started.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await evaluate(Waiting(), OUTCOME)
+
+
+async def test_another_value_than_a_verdict_is_an_error() -> None:
+    """It names the evaluator."""
+
+    class Forgetful(Evaluator):
+        async def evaluate(self, outcome: SessionOutcome) -> Verdict:
+            return None  # type: ignore[return-value]
+
+    with pytest.raises(EvaluatorError, match="Forgetful returned None, must be a Verdict"):
+        await evaluate(Forgetful(), OUTCOME)
