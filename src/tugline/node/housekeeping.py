@@ -80,8 +80,8 @@ class Housekeeping:
 
     def sweep(self) -> None:
         """Remove the oldest files beyond the limits and update the statistics. Blocks."""
-        removed = _BATCH
-        while removed == _BATCH:
+        removed = 1
+        while removed:
             self._total = 0
             removed = self._remove_some(heapq.nsmallest(_BATCH, self._list_candidates()))
         self.stats.disk_bytes = self._total
