@@ -114,21 +114,30 @@ class Housekeeping:
 
         Adds their sizes to the total. They may be a hundred thousand, so no list is made of them.
         """
-        for name in os.listdir(self.sessions):  # noqa: PTH208 - names take less memory
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                changed = os.stat(f"{self.sessions}/{name}/{COMMITTED}").st_mtime  # noqa: PTH116
-                if not self.is_needed(name):
-                    if name not in self._sizes:
-                        self._sizes[name] = folder_bytes(self.sessions / name)
-                    self._total += self._sizes[name]
-                    yield changed, self._sizes[name], f"{self.sessions}/{name}"
-        names = os.listdir(self.recordings) if self.recordings else []  # noqa: PTH208
-        for name in names:
-            stem, suffix = os.path.splitext(name)  # noqa: PTH122
-            if suffix == ".rec" and not self.is_needed(stem):
-                stat = os.stat(f"{self.recordings}/{name}")  # noqa: PTH116
-                self._total += stat.st_size
-                yield stat.st_mtime, stat.st_size, f"{self.recordings}/{name}"
+        with os.scandir(self.sessions) as folders:
+            for folder in folders:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    changed = os.stat(f"{folder.path}/{COMMITTED}").st_mtime  # noqa: PTH116
+                    if not self.is_needed(folder.name):
+                        yield self._count(changed, self._measure(folder.name), folder.path)
+        if self.recordings is None or not self.recordings.exists():
+            return
+        with os.scandir(self.recordings) as recordings:
+            for recording in recordings:
+                stem, suffix = os.path.splitext(recording.name)  # noqa: PTH122
+                if suffix == ".rec" and not self.is_needed(stem):
+                    stat = recording.stat()
+                    yield self._count(stat.st_mtime, stat.st_size, recording.path)
+
+    def _measure(self, name: str) -> int:
+        """Return the size of the folder of a session, which is measured once."""
+        if name not in self._sizes:
+            self._sizes[name] = folder_bytes(self.sessions / name)
+        return self._sizes[name]
+
+    def _count(self, changed: float, size: int, path: str) -> tuple[float, int, str]:
+        self._total += size
+        return changed, size, path
 
 
 def _reap(parts: Parts, runtime: str, folders: Sequence[Path]) -> int:
