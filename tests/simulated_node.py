@@ -90,6 +90,9 @@ class HoldingGateway:
     async def write_result(self, session: str, result: RecordedResult) -> None:
         """Discard it."""
 
+    def forget(self, session: str) -> None:
+        """Nothing is kept of a session."""
+
     def describe(self, session: str) -> SessionState:
         """No failure, no budgets."""
         return SessionState(Path())

@@ -8,6 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tugline.node import housekeeping
 from tugline.node.housekeeping import COMMITTED, Housekeeping, Journal
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats
@@ -71,6 +74,26 @@ def test_the_oldest_sessions_beyond_the_quota_are_deleted(tmp_path: Path) -> Non
     disk.housekeeping.sweep()
     assert disk.left == ["s2.1", "s2.1.rec", "s3.1", "s3.1.rec"]
     assert 202 * KB <= disk.stats.disk_bytes < 220 * KB
+
+
+def test_more_than_a_batch_of_old_sessions_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that are due, the oldest first; one that cannot be removed stops nothing."""
+    monkeypatch.setattr(housekeeping, "_BATCH", 3)
+    remove = housekeeping._remove
+    monkeypatch.setattr(
+        housekeeping, "_remove", lambda path: None if path.name == "s4.1" else remove(path)
+    )
+    disk = Disk(tmp_path, keep_s=100)
+    for number in range(10):
+        disk.session(f"s{number}.1", age_s=1000 - number)
+    disk.session("new.1")
+    disk.housekeeping.sweep()
+    assert disk.left == ["new.1", "new.1.rec", "s4.1"]
+    monkeypatch.undo()
+    disk.housekeeping.sweep()
+    assert disk.left == ["new.1", "new.1.rec"]
 
 
 def test_a_full_disk_stops_new_work(tmp_path: Path) -> None:

@@ -167,6 +167,10 @@ class Gateway:
         if len(self._closed) > self._settings.closed_sessions:
             del self._closed[next(iter(self._closed))]
 
+    def forget(self, session: str) -> None:
+        """Drop the state of a closed session, whose calls can then not be read any more."""
+        self._closed.pop(session, None)
+
     async def _flush(self) -> None:
         while True:
             await asyncio.sleep(self._flush_s)

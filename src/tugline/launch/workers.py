@@ -352,7 +352,9 @@ class _Process:
         if session not in self._stacks:
             return None
         await self._stacks.pop(session).aclose()
-        return self.gateway.describe(session)
+        state = self.gateway.describe(session)
+        self.gateway.forget(session)
+        return state
 
     async def answer(
         self, number: int, name: str, arguments: tuple[Any, ...], options: dict[str, Any]

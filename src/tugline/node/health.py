@@ -170,6 +170,7 @@ class Canary:
             remove(self._sessions, name)
         with contextlib.suppress(OSError, KeyError):  # it was never opened in the gateway
             self._gateway.describe(session).path.unlink(missing_ok=True)
+            self._gateway.forget(session)
 
 
 def make_task(runtime: str) -> Task:

@@ -8,9 +8,11 @@ of a committed session is an orphan: its programs are ended and it is removed.
 
 import asyncio
 import contextlib
+import heapq
+import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +31,8 @@ _INTERVAL_S, _LOW_INTERVAL_S = 60.0, 5.0
 """Seconds between sweeps, normally and while free space is low."""
 COMMITTED = ".done"
 """Marker file in the folder of a session that is committed or held by another node."""
+_BATCH = 256
+"""Number of the oldest files that are listed at once."""
 _GB = 1 << 30
 _log = log.get("node.disk")
 
@@ -44,6 +48,8 @@ class Housekeeping:
     is_needed: Callable[[str], bool]
     """Returns whether ``<session>.<epoch>`` must be kept."""
     read_free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free
+    _total: int = 0
+    """Size of all removable files, as far as they are counted."""
     _sizes: dict[str, int] = field(default_factory=dict)
     """Sizes of the folders of committed sessions, which do not change any more."""
 
@@ -74,39 +80,64 @@ class Housekeeping:
 
     def sweep(self) -> None:
         """Remove the oldest files beyond the limits and update the statistics. Blocks."""
-        candidates = sorted(self._list_candidates())
-        total = sum(size for _, size, _ in candidates)
-        for changed, size, path in candidates:
-            expired = time.time() - changed > self.settings.keep_s
-            if not (expired or total > self.settings.quota_gb * _GB or self._is_low()):
-                break
-            _remove(path)
-            self._sizes.pop(path.name, None)
-            total -= size
-        self.stats.disk_bytes = total
+        removed = 1
+        while removed:
+            self._total = 0
+            removed = self._remove_some(heapq.nsmallest(_BATCH, self._list_candidates()))
+        self.stats.disk_bytes = self._total
         low = self._is_low()
         if low is not self.stats.disk_low:
             self.stats.disk_low = low
             event = "disk nearly full: no new sessions" if low else "disk has room again"
             _log.error(event, folder=str(self.sessions), floor_gb=self.settings.disk_floor_gb)
 
+    def _remove_some(self, oldest: Sequence[tuple[float, int, str]]) -> int:
+        """Remove the first of these files, as far as the limits require; return how many."""
+        removed = 0
+        for changed, size, name in oldest:
+            path = Path(name)
+            expired = time.time() - changed > self.settings.keep_s
+            if not (expired or self._total > self.settings.quota_gb * _GB or self._is_low()):
+                break
+            _remove(path)
+            if not path.exists():
+                removed += 1
+                self._sizes.pop(path.name, None)
+                self._total -= size
+        return removed
+
     def _is_low(self) -> bool:
         return self.read_free_bytes(self.sessions) < self.settings.disk_floor_gb * _GB
 
-    def _list_candidates(self) -> list[tuple[float, int, Path]]:
-        """Return (time of last change, size, path) of all removable folders and recordings."""
-        candidates = []
-        for folder in self.sessions.iterdir():
-            if (folder / COMMITTED).exists() and not self.is_needed(folder.name):
-                if folder.name not in self._sizes:
-                    self._sizes[folder.name] = folder_bytes(folder)
-                changed = (folder / COMMITTED).stat().st_mtime
-                candidates.append((changed, self._sizes[folder.name], folder))
-        for recording in self.recordings.glob("*.rec") if self.recordings else ():
-            if not self.is_needed(recording.stem):
-                stat = recording.stat()
-                candidates.append((stat.st_mtime, stat.st_size, recording))
-        return candidates
+    def _list_candidates(self) -> Iterator[tuple[float, int, str]]:
+        """Yield (time of last change, size, path) of all removable folders and recordings.
+
+        Adds their sizes to the total. They may be a hundred thousand, so no list is made of them.
+        """
+        with os.scandir(self.sessions) as folders:
+            for folder in folders:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    changed = os.stat(f"{folder.path}/{COMMITTED}").st_mtime  # noqa: PTH116
+                    if not self.is_needed(folder.name):
+                        yield self._count(changed, self._measure(folder.name), folder.path)
+        if self.recordings is None or not self.recordings.exists():
+            return
+        with os.scandir(self.recordings) as recordings:
+            for recording in recordings:
+                stem, suffix = os.path.splitext(recording.name)  # noqa: PTH122
+                if suffix == ".rec" and not self.is_needed(stem):
+                    stat = recording.stat()
+                    yield self._count(stat.st_mtime, stat.st_size, recording.path)
+
+    def _measure(self, name: str) -> int:
+        """Return the size of the folder of a session, which is measured once."""
+        if name not in self._sizes:
+            self._sizes[name] = folder_bytes(self.sessions / name)
+        return self._sizes[name]
+
+    def _count(self, changed: float, size: int, path: str) -> tuple[float, int, str]:
+        self._total += size
+        return changed, size, path
 
 
 def _reap(parts: Parts, runtime: str, folders: Sequence[Path]) -> int:

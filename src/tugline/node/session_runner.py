@@ -201,6 +201,7 @@ class SessionRunner:
                 else:
                     await self._finish(session, trajectory)
         finally:
+            self.gateway.forget(session.id)
             session.ended.set()
             if self.sessions.get(session.id) is session:
                 del self.sessions[session.id]
