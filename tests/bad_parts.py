@@ -8,6 +8,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from tugline import errors
 from tugline.errors import ConfigError, HarnessError, SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
@@ -58,6 +60,45 @@ class Crashing(Evaluator):
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Fails."""
         return Verdict(Reward({}["score"]), {})  # type: ignore[misc]
+
+
+class Cancelling(Evaluator):
+    """An evaluator that raises `CancelledError`, as a cancelled task of its own does."""
+
+    opens_sandbox = False
+
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
+        """Fails."""
+        raise asyncio.CancelledError
+
+
+class CancellingBuilder(Builder):
+    """A builder that raises `CancelledError`."""
+
+    def build(self, calls: Sequence[Any]) -> Built:
+        """Fails."""
+        raise asyncio.CancelledError
+
+
+class CancellingHarness(Uninstallable):
+    """A harness that raises `CancelledError`."""
+
+    error = asyncio.CancelledError()  # type: ignore[assignment]
+
+
+class Unstorable(Evaluator):
+    """An evaluator whose verdict, or whose error, has values that cannot be encoded."""
+
+    opens_sandbox = False
+
+    def __init__(self, *, raises: bool = False) -> None:
+        self._raises = raises
+
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
+        """Fail, or say 0.5."""
+        if self._raises:
+            raise ValueError("lone \udcff")
+        return Verdict(Reward(np.float32(0.5)), {"\ud800": {10**30, "\udcff"}})  # type: ignore[arg-type]
 
 
 class Moody(Evaluator):

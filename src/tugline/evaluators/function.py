@@ -7,7 +7,6 @@ the time limit of the evaluation is exceeded.
 
 import asyncio
 import inspect
-import math
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.evaluators.plain import describe, make_plain, to_number
 from tugline.plugins import find
 from tugline.types import Reward
 
@@ -88,24 +88,28 @@ async def _in_thread(function: Callable[[], object]) -> object:
 def _to_verdict(name: str, result: object) -> Verdict:
     """Convert a function's result. Raises `EvaluatorError` if that is not possible."""
     if isinstance(result, Mapping) and "value" in result:
-        numbers = {str(key): _check_number(name, value) for key, value in result.items()}
+        numbers = {str(key): _to_number(name, value) for key, value in result.items()}
         result = Reward(numbers.pop("value"), numbers)
-    if isinstance(result, bool | int | float):
-        result = Reward(float(result))
     if isinstance(result, Reward):
         result = Verdict(result, {})
-    if not isinstance(result, Verdict):
-        raise EvaluatorError(
-            f"evaluator 'function': {name} returned {result!r:.80}, must be a number, a Reward, "
-            "a Verdict or a dict with 'value'"
+    if isinstance(result, Verdict):
+        rewards = (result.reward.value, *result.reward.parts.values(), *result.reward.per_trace)
+        for number in rewards:
+            _to_number(name, number)
+        return make_plain(result)
+    if hasattr(result, "__float__"):
+        return Verdict(Reward(_to_number(name, result)), {})
+    raise EvaluatorError(
+        f"evaluator 'function': {name} returned {describe(result)}, must be a number, a Reward, "
+        "a Verdict or a dict with 'value'"
+    )
+
+
+def _to_number(name: str, value: object) -> float:
+    try:
+        return to_number(name, value)
+    except EvaluatorError as error:
+        msg = (
+            f"evaluator 'function': {name} returned {describe(value)} where a finite number belongs"
         )
-    for number in (result.reward.value, *result.reward.parts.values(), *result.reward.per_trace):
-        _check_number(name, number)
-    return result
-
-
-def _check_number(name: str, value: object) -> float:
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
-    msg = f"evaluator 'function': {name} returned {value!r:.80} where a finite number belongs"
-    raise EvaluatorError(msg)
+        raise EvaluatorError(msg) from error

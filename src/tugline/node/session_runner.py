@@ -224,9 +224,13 @@ class SessionRunner:
             session.rollout.cancel()
             await asyncio.wait({session.rollout})
             raise
+        error: BaseException | None
         if session.rollout.cancelled():
-            return None
-        error = session.rollout.exception()
+            if session.stop_reason is not None:
+                return None
+            error = RuntimeError("the rollout was cancelled, but not by an order")
+        else:
+            error = session.rollout.exception()
         if error is None:
             return session.rollout.result()
         _log.error("rollout raised", session=session.id, traceback=log.describe_error(error))

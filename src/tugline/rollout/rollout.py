@@ -20,12 +20,19 @@ from pathlib import Path
 
 from tugline import errors, log
 from tugline.evaluators.base import SessionOutcome, Verdict
+from tugline.evaluators.plain import make_plain
 from tugline.gateway.app import Gateway
 from tugline.gateway.engine import Opened, SessionTerms
 from tugline.harnesses.base import Launch, LaunchContext, prepare
 from tugline.recording.records import RecordedResult
 from tugline.rollout.parts import Parts, PrewarmedSandbox, TaskSandboxes, read_tail
-from tugline.rollout.stages import StageSlots, classify, make_failure, make_total_timeout
+from tugline.rollout.stages import (
+    StageSlots,
+    classify,
+    make_failure,
+    make_total_timeout,
+    reject_foreign_cancellation,
+)
 from tugline.sandbox.base import Exit, Sandbox
 from tugline.sandbox.files import collect_artifacts
 from tugline.sandbox.patch import Patch
@@ -227,7 +234,8 @@ class _Rollout:
     async def close_sandbox(self) -> None:
         """Close the agent's sandbox. An error here does not change the outcome."""
         try:
-            await self.sandbox_stack.aclose()
+            with reject_foreign_cancellation():
+                await self.sandbox_stack.aclose()
         except Exception as error:  # noqa: BLE001 - also a plug-in's; `reap` cleans up later
             places = log.describe_error(error)
             _log.warning("sandbox not closed", session=self.session.id, traceback=places)
@@ -240,14 +248,15 @@ class _Rollout:
         began, started = time.monotonic(), False
         scope = self.slots.cancel_scope
         try:
-            async with scope.enforce(), self.slots.acquire(status):
-                started = True
-                if current is not status:
-                    self.seconds[current.value] = time.monotonic() - began
-                    current = status
-                    self.on_stage(current)
-                began = time.monotonic()
-                yield
+            with reject_foreign_cancellation():
+                async with scope.enforce(), self.slots.acquire(status):
+                    started = True
+                    if current is not status:
+                        self.seconds[current.value] = time.monotonic() - began
+                        current = status
+                        self.on_stage(current)
+                    began = time.monotonic()
+                    yield
         except Exception as error:
             if scope.cancelled and isinstance(error, TimeoutError):
                 if not scope.timed_out:
@@ -308,7 +317,14 @@ class _Rollout:
             sandbox=self.sandbox if self.evaluator.in_place else None,
         )
         async with asyncio.timeout(timeout_s + self.slots.eval_grace_s):
-            return await self.evaluator.evaluate(outcome)
+            try:
+                with reject_foreign_cancellation():
+                    verdict = await self.evaluator.evaluate(outcome)
+            except RuntimeError as error:
+                if not isinstance(error.__cause__, asyncio.CancelledError):
+                    raise
+                raise errors.EvaluatorError(str(error)) from error
+        return await asyncio.to_thread(make_plain, verdict)
 
     def _find_agent_failure(self) -> Failure | None:
         """Return a failure for the limit that ended the agent, whose work was still evaluated."""

@@ -4,13 +4,15 @@
 consequences of each cause: retry, reward, quarantine (I5).
 """
 
+import asyncio
 import contextlib
 import errno
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from tugline import errors
+from tugline.evaluators.plain import plain_text
 from tugline.sandbox.base import PausableTimeout
 from tugline.types import HANDLING, Cause, Failure, Status
 
@@ -74,6 +76,21 @@ class StageSlots:
         (self.agent_timeout.pause if paused else self.agent_timeout.resume)()
 
 
+@contextlib.contextmanager
+def reject_foreign_cancellation() -> Iterator[None]:
+    """Raise `RuntimeError` for a `CancelledError` that a plug-in raised by itself.
+
+    Only a request to this task is a cancellation, such as an order or a timeout.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise RuntimeError("CancelledError was raised, but nothing was cancelled") from error
+
+
 # --------------------------------------------------------------------------- failures
 _CAUSES: tuple[tuple[type[Exception], Cause], ...] = (
     (errors.EngineError, Cause.ENGINE),
@@ -98,7 +115,7 @@ _TIMED_STAGES = (Status.INIT, Status.EVAL)
 
 def make_failure(cause: Cause, message: str) -> Failure:
     """Return a failure with the boundary of its cause."""
-    return Failure(HANDLING[cause].boundary, message, cause)
+    return Failure(HANDLING[cause].boundary, plain_text(message), cause)
 
 
 def make_total_timeout(status: Status) -> Failure:
@@ -119,7 +136,7 @@ def classify(status: Status, error: Exception, *, recorded: bool = True) -> Fail
 def describe(error: BaseException) -> str:
     """Return the error's message, with its type unless it is a `TuglineError`."""
     own = isinstance(error, errors.TuglineError)
-    return str(error) if own else f"{type(error).__name__}: {error}"
+    return plain_text(str(error) if own else f"{type(error).__name__}: {error}")
 
 
 def _find_cause(status: Status, error: Exception, *, recorded: bool) -> Cause:
