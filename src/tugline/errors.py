@@ -17,7 +17,7 @@ TuglineError
  +- SandboxError          the sandbox cannot be created or used
  |   +- SandboxNetworkError, ImageError, WorkspaceError, DiskFull
  +- EvaluatorError        the evaluation failed; says nothing about the agent
- +- CaptureError          a recording cannot be written or read; names file and offset
+ +- CaptureError          a recording cannot be written or read; RecordingVersionError
  +- ServerError           the rollout server cannot be reached or refuses a request
  |   +- Invalid, Missing, Conflict  an invalid field, an unknown or a taken id (422, 404, 409)
  |   +- FencedError, QuotaExceeded  a lease was lost (409); a tenant is at a limit (429)
@@ -227,6 +227,12 @@ class EvaluatorError(TuglineError):
 
 class CaptureError(TuglineError):
     """A recording is damaged, has an unknown format, or cannot be written."""
+
+
+class RecordingVersionError(CaptureError):
+    """A recording is of a version that cannot be read; the message names it."""
+
+    problem = "recording-version"
 
 
 class ServerError(TuglineError):

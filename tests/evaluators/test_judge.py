@@ -215,11 +215,11 @@ async def test_retry_after_is_honoured(model: Model, outcome: SessionOutcome) ->
 
 
 async def test_requests_are_limited_by_concurrency(model: Model, outcome: SessionOutcome) -> None:
-    """Over all sessions of a node."""
-    judge = model.judge(concurrency=3)
+    """Over all sessions and rubrics of a node."""
+    judges = [model.judge(concurrency=3, max_chars=1000 + n) for n in range(4)]
     model.script = [0.05] * 12
     outcomes = [replace(outcome, calls=[call(0, answer=f"I am {n}.")]) for n in range(12)]
-    await asyncio.gather(*(judge.evaluate(each) for each in outcomes))
+    await asyncio.gather(*(judges[n % 4].evaluate(each) for n, each in enumerate(outcomes)))
     assert (len(model.requests), model.most_running) == (12, 3)
 
 

@@ -10,13 +10,15 @@ tests (`weighted`), or use it for style, where less depends on it.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -111,7 +113,6 @@ class JudgeEvaluator(Evaluator):
             settings["response_format"] = _schema([each.name for each in self._criteria])
         settings |= self.body or {}
         self._settings = {name: value for name, value in settings.items() if value is not None}
-        self._slots = asyncio.Semaphore(self.concurrency)
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Grade the session."""
@@ -131,7 +132,7 @@ class JudgeEvaluator(Evaluator):
             outcome.task.instruction, outcome.calls, diff, self._criteria, self.max_chars
         )
         data = msgspec.json.encode({**self._settings, "messages": messages}, order="sorted")
-        async with self._slots:
+        async with _find_limit(self._url).hold(self.concurrency):
             answer = await self._request(data)
         parts = {each.name: answer.scores[each.name] / MAX_SCORE for each in self._criteria}
         value = sum(each.weight * parts[each.name] for each in self._criteria)
@@ -178,6 +179,36 @@ class JudgeEvaluator(Evaluator):
             msg = f"judge {self._url}: the environment variable {self.api_key_env} is not set here"
             raise EvaluatorError(msg)
         return key
+
+
+class _Limit:
+    """Limit of concurrent requests to one judge."""
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._ended = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def hold(self, most: int) -> AsyncIterator[None]:
+        """Wait until fewer than `most` requests run, and count one during the block."""
+        async with self._ended:
+            await self._ended.wait_for(lambda: self._running < most)
+            self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            async with self._ended:
+                self._ended.notify_all()
+
+
+_LIMITS: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Limit]] = WeakKeyDictionary()
+"""Limits by URL: every rubric is an evaluator of its own, and all share the server."""
+
+
+def _find_limit(url: str) -> _Limit:
+    limits = _LIMITS.setdefault(asyncio.get_running_loop(), {})
+    return limits.setdefault(url, _Limit())
 
 
 def make_prompt(

@@ -24,7 +24,7 @@ import msgspec
 import zstandard
 
 from tugline.chat.tokens import TokenSequence
-from tugline.errors import CaptureError
+from tugline.errors import CaptureError, RecordingVersionError
 from tugline.recording.codec import Packer, Unpacker
 from tugline.recording.records import Header, RecordedEvent, RecordedResult
 from tugline.types import Call
@@ -147,7 +147,7 @@ def _parse_section(path: Path, data: bytes, at: int) -> Frame:
     if data.startswith(MAGIC, at):
         return Frame(at, at + len(MAGIC))
     msg = f"{path} has version {data[at + len(_NAME)]} (offset {at}); only {VERSION} can be read"
-    raise CaptureError(msg)
+    raise RecordingVersionError(msg)
 
 
 def _parse_record(path: Path, data: bytes, at: int) -> Frame | None:

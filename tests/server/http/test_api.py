@@ -16,6 +16,8 @@ from observed import read
 from recording.view.synthetic import small
 from served import TASK, TOKENS, Answer, Served, result
 from tugline.errors import StoreError
+from tugline.protocol.clients import PROBLEM
+from tugline.recording.file import MAGIC
 from tugline.server.http.handlers import ROUTES
 from tugline.server.http.route import PROBLEMS
 from tugline.server.store import nodes, stats
@@ -103,6 +105,12 @@ async def test_local_recordings_can_be_read(server: Served, tmp_path: Path) -> N
     with tarfile.open(fileobj=io.BytesIO(packed.body)) as archive:
         assert set(archive.getnames()) == {file.name for file in folder.iterdir()}
     assert (await server.ask("GET", "/v1/sessions/t-1/recording")).status == 204
+    recording = folder / f"t-0.{epoch}.rec"
+    data = recording.read_bytes()
+    recording.write_bytes(data[: len(MAGIC) - 1] + b"\x03" + data[len(MAGIC) :])
+    response = await server.ask("GET", path, "read")
+    assert (response.status, response.json["type"]) == (409, f"{PROBLEM}recording-version")
+    assert "has version 3" in response.json["detail"]
 
 
 async def test_files_of_the_server_are_private(server: Served, tmp_path: Path) -> None:

@@ -88,6 +88,29 @@ def read_audit_log(server: Served) -> list[tuple[str, ...]]:
     return [(line["who"], line["what"], *line.get("tasks", ())) for line in lines]
 
 
+async def test_a_token_of_a_tenant_changes_only_its_work(server: Served) -> None:
+    """Notes, cancellations and deliveries of other tenants are refused, and changes for all."""
+    people = {"eve": Person("eve-token", "client", "eve")}
+    server.app.tokens = msgspec.structs.replace(TOKENS, people=people)
+    given = {**TASK, "id": "a", "callback": {"url": "https://8.8.8.8/"}}
+    assert (await server.ask("POST", "/v1/tasks", "client", json=given)).status == 201
+    assert (await server.ask("POST", "/v1/tasks/a/cancel", "client")).status == 200
+    [first, *_] = (await server.ask("GET", "/v1/deliveries", "client")).json
+    for method, path, body in (
+        ("PUT", "sessions/a-0/note", {"text": "mine"}),
+        ("POST", "sessions/a-0/cancel", None),
+        ("POST", "tasks/a/cancel", None),
+        ("POST", f"deliveries/{first['id']}/retry", None),
+        ("POST", "nodes/n/drain", None),
+        ("POST", "weights", {"version": 1}),
+        ("POST", "weights/pause", {}),
+        ("POST", "weights/resume", None),
+        ("DELETE", "consumers/c", None),
+    ):
+        response = await server.ask(method, f"/v1/{path}", "eve-token", json=body)
+        assert response.status == 403, (path, response.body)
+
+
 async def test_the_audit_log_names_people(server: Served) -> None:
     """Changes are logged with the name of the token; reads and the work of nodes are not."""
     people = {"ann": Person("ann-token"), "bob": Person("bob-token", "read")}

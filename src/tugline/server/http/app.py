@@ -126,6 +126,9 @@ class Api:
                 needed = " or ".join(sorted(route.roles))
                 msg = f"{route.name} needs the {needed} token; this is a {caller.role} token"
                 raise Refusal(msg, "forbidden")
+        if caller.tenant and route.shared:
+            msg = f"{route.name} is for all tenants; this token is for {caller.tenant!r} only"
+            raise Refusal(msg, "forbidden")
         if caller.tenant and route.find_owner:
             caller.check_tenant((await self._control.database.read(route.find_owner, ident)).tenant)
         query = decode_query(request.query, route.query)

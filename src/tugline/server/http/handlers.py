@@ -109,7 +109,7 @@ async def cancel_session(call: route.QueryCall[CancelQuery]) -> protocol.Cancell
     return await call.db.write(results.cancel_session, call.id, call.query.by)
 
 
-@ROUTES.add("PUT", "/v1/sessions/{id}/note", route.CLIENTS)
+@ROUTES.add("PUT", "/v1/sessions/{id}/note", route.CLIENTS, find_owner=sessions.get)
 async def write_note(call: route.BodyCall[protocol.SessionNote]) -> None:
     """Replace the note on a session; an empty text removes it."""
     await call.db.write(sessions.write_note, call.id, call.body.text.strip())
@@ -234,7 +234,7 @@ async def renew(call: route.BodyCall[protocol.Renewal]) -> protocol.LeaseRespons
     return await call.control.dispatcher.renew(call.id, call.body)
 
 
-@ROUTES.add("POST", "/v1/nodes/{id}/drain", route.NODES | route.CLIENTS)
+@ROUTES.add("POST", "/v1/nodes/{id}/drain", route.NODES | route.CLIENTS, shared=True)
 async def drain(call: route.PlainCall) -> None:
     """Drain a node: it gets no more work, finishes its sessions and exits."""
     if call.caller.role is route.ApiRole.NODE:
@@ -254,20 +254,20 @@ async def get_weights(call: route.PlainCall) -> protocol.Control:
     return await call.db.read(nodes.control)
 
 
-@ROUTES.add("POST", "/v1/weights", route.CLIENTS)
+@ROUTES.add("POST", "/v1/weights", route.CLIENTS, shared=True)
 async def announce(call: route.BodyCall[protocol.Version]) -> protocol.Barrier:
     """Announce new weights; returns when the nodes have confirmed."""
     return await call.attend(call.control.announce(call.body.version))
 
 
-@ROUTES.add("POST", "/v1/weights/pause", route.CLIENTS)
+@ROUTES.add("POST", "/v1/weights/pause", route.CLIENTS, shared=True)
 async def pause(call: route.BodyCall[protocol.Pause]) -> protocol.Barrier:
     """Pause model calls on all nodes; returns when the nodes have confirmed."""
     pausing = call.control.pause(call.body.mode, within_s=call.body.within_s)
     return await call.attend(pausing)
 
 
-@ROUTES.add("POST", "/v1/weights/resume", route.CLIENTS)
+@ROUTES.add("POST", "/v1/weights/resume", route.CLIENTS, shared=True)
 async def resume(call: route.PlainCall) -> protocol.Barrier:
     """Resume model calls on all nodes."""
     return await call.attend(call.control.resume())
@@ -319,7 +319,7 @@ async def list_consumers(call: route.PlainCall) -> list[protocol.Consumer]:
     return await call.db.read(results.list_consumers)
 
 
-@ROUTES.add("DELETE", "/v1/consumers/{id}", route.CLIENTS)
+@ROUTES.add("DELETE", "/v1/consumers/{id}", route.CLIENTS, shared=True)
 async def delete_consumer(call: route.PlainCall) -> None:
     """Delete a consumer, so that retention no longer waits for it."""
     await call.db.write(results.delete_consumer, call.id)
@@ -362,7 +362,7 @@ async def list_deliveries(call: route.QueryCall[protocol.DeliveryQuery]) -> list
     return await call.db.read(events.list_deliveries, call.query)
 
 
-@ROUTES.add("POST", "/v1/deliveries/{number}/retry", route.CLIENTS)
+@ROUTES.add("POST", "/v1/deliveries/{number}/retry", route.CLIENTS, find_owner=tasks.of_delivery)
 async def retry_delivery(call: route.PlainCall) -> protocol.Delivery:
     """Send a webhook delivery again."""
     return await call.db.write(events.retry_delivery, int(call.id))

@@ -308,6 +308,9 @@ class Route(NamedTuple):
     find_owner: Callable[..., Any] | None = None
     """Operation that reads the object with this id, whose `tenant` must be that of the caller."""
 
+    shared: bool = False
+    """Whether it changes something of all tenants, which a tenant's own token may not."""
+
     @property
     def name(self) -> str:
         """Method and path."""

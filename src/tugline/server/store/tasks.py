@@ -166,6 +166,13 @@ def view(tx: Tx, task: str) -> TaskView:
     return _views(tx, [tx.require_one(query, _missing(task), task=task)])[0]
 
 
+def of_delivery(tx: Tx, delivery: str) -> TaskView:
+    """Return the task of a webhook delivery. Raises `Missing`."""
+    query = "SELECT task FROM outbox WHERE id = :id"
+    [task] = tx.require_one(query, Missing(f"no delivery {delivery}"), id=int(delivery))
+    return view(tx, task)
+
+
 def views(tx: Tx, ids: Sequence[str]) -> list[TaskView]:
     """Return the current states of existing tasks, in the order of `ids`."""
     found = tx.all(f"SELECT {_COLUMNS} FROM tasks WHERE id IN :ids", ids=ids)  # noqa: S608 - constants
