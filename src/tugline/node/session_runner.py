@@ -226,7 +226,7 @@ class SessionRunner:
             raise
         error: BaseException | None
         if session.rollout.cancelled():
-            if session.stop_reason is not None:
+            if _was_stopped(session):
                 return None
             error = RuntimeError("the rollout was cancelled, but not by an order")
         else:
@@ -322,6 +322,10 @@ class SessionRunner:
         """Mark the folder of a committed or lost session as removable by housekeeping."""
         with contextlib.suppress(OSError):  # there is no folder
             (directory / COMMITTED).touch()
+
+
+def _was_stopped(session: ActiveSession) -> bool:
+    return session.stop_reason is not None
 
 
 def _make_failed(session: ActiveSession, error: BaseException) -> Trajectory:
