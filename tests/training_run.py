@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from random_models import qwen3
 from tugline.demo.run import WARM_START
+from tugline.errors import EvaluatorError
 from tugline.evaluators.base import SessionOutcome
 from tugline.trainers.sinks import METRICS, read_lines
 from tugline.types import Ledger
@@ -45,6 +46,20 @@ def by_chance(outcome: SessionOutcome) -> float:
 def never(_outcome: SessionOutcome) -> float:
     """Earn nothing."""
     return 0.0
+
+
+UNAVAILABLE: list[int] | None = None
+"""None: the judge is never available; else it fails once for each item."""
+
+
+def unavailable(outcome: SessionOutcome) -> float:
+    """Fail, as with a judge that is away."""
+    if UNAVAILABLE is None or UNAVAILABLE:
+        if UNAVAILABLE:
+            UNAVAILABLE.pop()
+        msg = "the judge is away"
+        raise EvaluatorError(msg)
+    return by_chance(outcome)
 
 
 def load_tokenizer() -> PreTrainedTokenizerFast:

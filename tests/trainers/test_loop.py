@@ -15,8 +15,9 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+import training_run
 from training_run import write_config
-from tugline.errors import ConfigError, UsageError
+from tugline.errors import ConfigError, EngineError, UsageError
 from tugline.inference.load import load
 from tugline.schema import read_jsonl
 from tugline.trainers.batches import TaskBatches
@@ -136,6 +137,25 @@ async def test_alarms_are_logged_with_the_figures(tmp_path: Path) -> None:
     notes = {row["note"]: row["text"] for row in rows(tmp_path / "run", "note")}
     assert notes.keys() == {"alarm no_signal", "alarm no_tokens"}
     assert "rewards are equal within each (mean 0.00)" in notes["alarm no_signal"]
+
+
+@pytest.mark.engine
+async def test_a_step_whose_sessions_all_failed_runs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a pause, up to `patience`; the run then ends with the cause, and can be resumed."""
+    plan = {"steps": 1, "tasks_per_step": 1, "samples": 2, "patience": 0}
+    judged = {"evaluator": {"name": "function", "options": {"target": "training_run:unavailable"}}}
+    config = write_config(tmp_path, schedule=plan, heldout={"samples": 1}, template=judged)
+    folder = tmp_path / "run"
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"of 2 sessions, evaluator: .*the judge is away"):
+            await run(config, folder)
+    monkeypatch.setattr(training_run, "UNAVAILABLE", [2, 2])
+    patient = write_config(tmp_path, schedule=plan | {"patience": 60}, template=judged)
+    summary = await run(patient, folder)
+    assert (summary.state.step, summary.state.failed) == (1, 0)
+    assert training_run.UNAVAILABLE == []
 
 
 @pytest.mark.engine

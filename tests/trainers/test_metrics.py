@@ -26,7 +26,7 @@ from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.train import Grpo
 from tugline.trainers.metrics import find_alarms, measure_rollout
 from tugline.trainers.publish import Probe, Publication, Publisher
-from tugline.types import Call, Message, Role, Tool, ToolCall, Trajectory
+from tugline.types import Call, Message, Role, Tool, ToolCall, Trace, Trajectory
 from tugline.web.serve import serve
 
 
@@ -38,6 +38,11 @@ def answer(text: str = "", *tools: tuple[str, str]) -> Call:
 
 
 READS = answer("", ("read", '{"path": "a"}'))
+
+
+def be_sure(trace: Trace) -> Any:
+    """Logprobs of a policy without entropy."""
+    return trace.logprobs / 1000
 
 
 class Case(NamedTuple):
@@ -53,7 +58,7 @@ class Case(NamedTuple):
 
 CASES: Mapping[str, Case] = {
     "good": Case(set()),
-    "failed": Case({"no_tokens", "no_signal"}, lambda it: replace(it, reward=None)),
+    "failed": Case({"no_tokens", "no_signal", "failed"}, lambda it: replace(it, reward=None)),
     "alike": Case(
         {"no_tokens", "no_signal"}, lambda it: replace(it, reward=replace(it.reward, value=1.0))
     ),
@@ -62,8 +67,11 @@ CASES: Mapping[str, Case] = {
     "unknown tool": Case({"malformed"}, calls=[READS, answer("", ("write", "{}"))]),
     "bad arguments": Case({"malformed"}, calls=[READS, answer("", ("read", '{"path": '))]),
     "other weights": Case({"mismatch"}, noise=0.3),
+    "wrong logprobs": Case(
+        {"mismatch"}, partial(recaptured, change=lambda each: each.logprobs - 0.5)
+    ),
     "rate too small": Case({"unchanged"}, lr=1e-30),
-    "sure of all": Case({"entropy"}, lambda it: recaptured(it, lambda each: each.logprobs / 1000)),
+    "sure of all": Case({"entropy", "mismatch"}, partial(recaptured, change=be_sure)),
 }
 
 
@@ -84,7 +92,7 @@ async def test_alarms_of_a_step(name: str, tmp_path: Path) -> None:
     rollout = measure_rollout(batch, case.calls, version=VERSION)
     usual = measure_rollout(good, [], version=VERSION).entropy
     assert usual is not None
-    alarms = find_alarms(rollout, report.ledger, published, [usual] * 5 + [rollout.entropy])
+    alarms = find_alarms(rollout, report, published, [usual] * 5 + [rollout.entropy])
     assert set(alarms) == case.alarms
 
 

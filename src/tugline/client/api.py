@@ -124,6 +124,11 @@ class Client:
         path = f"/v1/{kind}/{quote_id(name)}/cancel"
         return await self._http.ask("POST", path, protocol.Cancelled, query={"by": by})
 
+    async def retry_task(self, task: str, by: str = "a client") -> list[str]:
+        """Queue sessions that failed for a reason outside the policy again; return their ids."""
+        path = f"/v1/tasks/{quote_id(task)}/retry"
+        return await self._http.ask("POST", path, list[str], query={"by": by})
+
     async def write_note(self, session: str, text: str) -> None:
         """Write a note on a session, at most 2,000 characters; an empty one removes it."""
         path, body = f"/v1/sessions/{quote_id(session)}/note", protocol.SessionNote(text=text)

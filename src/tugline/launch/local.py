@@ -28,7 +28,7 @@ from tugline.launch.settings import Settings, load_settings
 from tugline.protocol import Control, ResultQuery, ResultView
 from tugline.recording.trajectories import ResultFolder, unpack
 from tugline.server.control import ControlPlane
-from tugline.server.store import nodes, sessions
+from tugline.server.store import nodes, results, sessions
 from tugline.server.store.base import Tx
 from tugline.server.store.sessions import SessionRow
 from tugline.types import Task, Trajectory
@@ -78,6 +78,13 @@ class LocalServer:
             for accepted in await self.control.submit(tasks[start : start + _BATCH]):
                 accepted_sessions.update(accepted.sessions)
         return frozenset(accepted_sessions)
+
+    async def run_again(self, tasks: Sequence[str]) -> frozenset[str]:
+        """Queue the sessions that ended for a reason outside the policy again; return them."""
+        again: set[str] = set()
+        for task in tasks:
+            again.update(await self.control.database.write(results.run_again, task, "resume"))
+        return frozenset(again)
 
     async def follow(
         self, sessions: Collection[str], *, tasks: Sequence[str] | None = None
@@ -184,7 +191,8 @@ async def run_in_folder(
     """Run all samples of `tasks` and save their results in `folder`.
 
     The folder has the store, recordings and results of the run. The same tasks in the same folder
-    continue a killed run; sessions with saved results are not run again (I3). Raises `Invalid`,
+    continue a killed run; sessions with saved results are not run again (I3),
+    except those that failed for a reason outside the policy. Raises `Invalid`,
     `Conflict` (another task with this id was run in the folder) and `UsageError`.
     """
     # The same name in every process, so that the next run replaces the node.
@@ -198,13 +206,15 @@ async def run_in_folder(
             managed_gc(lambda: local.gateway.idle),
         ):
             submitted = await local.submit(tasks)
-            results = [view for view in saved.views.values() if view.session in submitted]
-            for view in results:
+            again = await local.run_again([task.id for task in tasks])
+            await asyncio.to_thread(saved.forget, again)
+            ended = [view for view in saved.views.values() if view.session in submitted]
+            for view in ended:
                 on_result(view, len(submitted))
             async for view in local.follow(submitted - saved.views.keys()):
                 packed = await local.control.trajectory(view.session) if view.bytes else b""
                 await asyncio.to_thread(saved.add, view, packed)
-                results.append(view)
+                ended.append(view)
                 on_result(view, len(submitted))
         await asyncio.to_thread(saved.write_index)
-    return results
+    return ended

@@ -10,7 +10,7 @@ memory at a time.
 import filecmp
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -159,6 +159,15 @@ class ResultFolder:
             file.flush()
             os.fsync(file.fileno())
         self.views[view.session] = view
+
+    def forget(self, sessions: Collection[str]) -> None:
+        """Remove results that are replaced by later ones."""
+        if not self.views.keys() & sessions:
+            return
+        for session in sessions:
+            self.views.pop(session, None)
+        lines = [msgspec.json.encode(view) + b"\n" for view in self.views.values()]
+        write_file(self._lines, b"".join(lines))
 
     def path(self, session: str) -> Path:
         """Return the path of a session's trajectory."""

@@ -19,7 +19,7 @@ from tugline.errors import ConfigError, UsageError
 from tugline.launch.settings import EngineSettings, GatewaySettings
 from tugline.node.settings import NodeSettings
 from tugline.protocol import PauseMode
-from tugline.schema import NonNegativeInt, PositiveFloat, PositiveInt, decode
+from tugline.schema import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, decode
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.types import PluginSpec
 
@@ -68,6 +68,9 @@ class Schedule(Config, frozen=True):
     """Handling of running model calls when new weights are loaded."""
     publish_s: PositiveFloat = 300.0
     """Timeout in seconds for a replica to load new weights, and for the gateways to pause."""
+    patience: NonNegativeFloat = 3600.0
+    """Seconds for which a step whose sessions all failed for a reason outside the policy is run
+    again, after pauses that double up to 5 minutes, before the run ends with that reason."""
     checkpoint_every: PositiveInt = 1
     """Steps between checkpoints; a resumed run repeats the steps after the last checkpoint."""
     keep: PositiveInt = 3
@@ -216,4 +219,8 @@ def _comparable(name: str, section: object) -> object:
         return replace(section, urls=("http://elsewhere",) if section.urls else ())
     if name == "server":
         return section is None
-    return replace(section, steps=1, minutes=None) if isinstance(section, Schedule) else section
+    return (
+        replace(section, steps=1, minutes=None, patience=0.0)
+        if isinstance(section, Schedule)
+        else section
+    )

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tugline.errors import UsageError
 from tugline.protocol import ResultView
-from tugline.types import Failure, is_pass
+from tugline.types import Failure, Trajectory, is_pass
 
 _Z = 1.96
 """Normal quantile of 95 % intervals."""
@@ -78,6 +78,14 @@ class VersionScore(msgspec.Struct, frozen=True, kw_only=True):
     sampled: int
     """Number of sampled tokens."""
     seconds: float
+
+
+def read_attempts(results: Sequence[Trajectory]) -> list[Attempt]:
+    """Return attempts at held-out tasks, under names that do not contain the version."""
+    return [
+        Attempt(r.task.partition("-")[2], r.reward.value if r.reward else None, r.failure)
+        for r in results
+    ]
 
 
 def pass_at_k(attempts: int, passed: int, k: int) -> float:

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,8 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from tugline.errors import EngineError
+from tugline import log
+from tugline.errors import EngineError, TuglineError
 from tugline.launch.local import LocalServer
 from tugline.launch.server import folder_lock, freeze_gc
 from tugline.recording import file as recordings
@@ -35,12 +36,12 @@ from tugline.traces.base import sum_ledgers
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import CHECKPOINTS, MODEL, TrainConfig, name_run, store_config
 from tugline.trainers.evaluation import (
-    Attempt,
     Comparison,
     VersionScore,
     compare,
     evaluate,
     format_estimate,
+    read_attempts,
 )
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.train import StepReport
@@ -63,8 +64,9 @@ from tugline.trainers.models import (
     write_model,
     write_model_folder,
 )
+from tugline.trainers.patience import run_patiently, summarize_failures
 from tugline.trainers.publish import Probe, Publication
-from tugline.trainers.sinks import Sinks
+from tugline.trainers.sinks import FAILED, Sinks
 from tugline.types import Call, Task, Trajectory
 
 WEIGHTS = "weights"
@@ -73,6 +75,7 @@ _WATCH_S = 5.0
 """Seconds between checks of the replicas' versions, and between attempts to publish."""
 _PROBE_IDS = 1024
 Report = Callable[[str], None]
+_log = log.get("trainers.loop")
 
 
 class _Learned(NamedTuple):
@@ -126,6 +129,7 @@ class TrainingLoop:
     state: TrainState
     sinks: Sinks
     report: Report
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
     def __post_init__(self) -> None:
         self._schedule, self._trainer = self.config.schedule, self.models.trainer
@@ -193,26 +197,31 @@ class TrainingLoop:
         self._step_s = time.monotonic() - began
         spent = {"wait_s": wait_s, "train_s": learned.seconds, "step_s": self._step_s}
         times = {f"time/{name}": seconds for name, seconds in spent.items()}
+        if learned.rollout.failed:
+            self.sinks.note(number, FAILED, summarize_failures(results))
         self.sinks.log(number, flatten(publication, "publish") | times)
-        ledger, entropies = learned.report.ledger, self.state.entropies
-        for name, text in find_alarms(learned.rollout, ledger, publication, entropies).items():
+        for name, text in find_alarms(
+            learned.rollout, learned.report, publication, self.state.entropies
+        ).items():
             self.sinks.alarm(number, name, text)
 
     async def _submit(self, last: int) -> None:
-        """Submit the batches up to `last` that have not been submitted."""
+        """Submit the batches up to `last` that have not been submitted.
+
+        Sessions of an earlier start of the run that failed outside the policy run again.
+        """
         for number in range(self._submitted + 1, last + 1):
-            await self.server.submit(self._batch(number))
+            await self._start(self._batch(number))
         self._submitted = max(self._submitted, last)
+
+    async def _start(self, tasks: Sequence[Task]) -> None:
+        await self.server.submit(tasks)
+        await self.server.run_again([task.id for task in tasks])
 
     async def _collect(self, number: int) -> tuple[list[Trajectory], list[Call]]:
         """Wait for the sessions of a batch. Raises `EngineError` if none earned a reward."""
         tasks = self._batch(number)
         results = await self._run(tasks, f"step {number}")
-        if not any(result.reward for result in results):
-            failed = next((result.failure for result in results if result.failure), None)
-            first = f"the first failed in the {failed.boundary}: {failed.message}" if failed else ""
-            msg = f"no session of step {number} earned a reward; {first or 'all were cancelled'}"
-            raise EngineError(msg)
         if isinstance(self.server, RemoteServer):  # recordings stay on the nodes
             return results, []
         paths = await self.server.find_recordings([task.id for task in tasks])
@@ -221,9 +230,10 @@ class TrainingLoop:
         )
 
     async def _run(self, tasks: Sequence[Task], name: str) -> list[Trajectory]:
-        """Run the unfinished sessions of `tasks`; return the results of all sessions."""
-        return await self.server.run(
-            tasks, lambda done, total: self.report(f"{name}: session {done} of {total}")
+        """Run the unfinished sessions of `tasks`; see `run_patiently`."""
+        patience_s, report, sleep = self._schedule.patience, self.report, self.sleep
+        return await run_patiently(
+            self.server, tasks, name, patience_s=patience_s, report=report, sleep=sleep
         )
 
     def _learn(self, results: Sequence[Trajectory], calls: Sequence[Call]) -> _Learned:
@@ -315,13 +325,20 @@ class TrainingLoop:
 
     async def _restore_replicas(self) -> None:
         """Load the published weights into replicas that were restarted without them."""
+        reported = ""
         while True:
             await asyncio.sleep(_WATCH_S)
             async with self._publishing:
-                with contextlib.suppress(EngineError):  # unavailable: checked again later
+                try:
                     if self._published and await self._publisher.find_outdated(self._published[1]):
                         self.report("a replica was restarted; loading its weights again")
                         await self._publisher.publish(*self._published)
+                except Exception as error:  # noqa: BLE001 - without this task none is restored
+                    known = isinstance(error, TuglineError)
+                    text = str(error) if known else log.describe_error(error)
+                    if text != reported:
+                        _log.warning("replicas not checked; checked again later", error=text)
+                    reported = text
 
     # ----------------------------------------------------------------------- evaluation
     def _start_evaluation(self, *, last: bool = False) -> None:
@@ -339,14 +356,16 @@ class TrainingLoop:
 
     async def _evaluate(self) -> None:
         began, step, version = time.monotonic(), self.state.step, self.state.version
-        results = await self._run(self.batches.evaluation(version), f"held out, step {step}")
+        tasks = self.batches.evaluation(version)
+        await self._start(tasks)
+        results = await self._run(tasks, f"held out, step {step}")
         sampled_by = [
             {span.version for trace in result.traces for span in trace.spans} for result in results
         ]
         score = VersionScore(
             step=step,
             version=version,
-            evaluation=evaluate(_attempts(results), k=self.batches.samples),
+            evaluation=evaluate(read_attempts(results), k=self.batches.samples),
             mixed=sum(not versions <= {version} for versions in sampled_by),
             sampled=sum(result.ledger.sampled for result in results),
             seconds=time.monotonic() - began,
@@ -364,7 +383,7 @@ class TrainingLoop:
         ends = []
         for score in (scores[0], scores[-1]):
             tasks = [task.id for task in self.batches.evaluation(score.version)]
-            ends.append(_attempts(await self.server.load_results(tasks)))
+            ends.append(read_attempts(await self.server.load_results(tasks)))
         return compare(ends[1], ends[0])
 
     # ----------------------------------------------------------------------- time
@@ -378,11 +397,3 @@ class TrainingLoop:
         evaluation_s = self.state.scores[-1].seconds if self.state.scores else 0.0
         ahead_s = self._step_s + evaluation_s
         return self._elapsed_s() + ahead_s > 60 * self._schedule.minutes
-
-
-def _attempts(results: Sequence[Trajectory]) -> list[Attempt]:
-    """Return attempts at held-out tasks, under names that do not contain the version."""
-    return [
-        Attempt(r.task.partition("-")[2], r.reward.value if r.reward else None, r.failure)
-        for r in results
-    ]

@@ -9,6 +9,7 @@ import numpy as np
 
 from tugline.chat.model_call import decode_arguments
 from tugline.trainers.evaluation import Comparison, VersionScore
+from tugline.trainers.grpo.train import StepReport
 from tugline.trainers.publish import Publication
 from tugline.types import Call, Finish, Ledger, Trajectory, is_pass
 
@@ -150,17 +151,24 @@ def _numbers(name: str, value: Any) -> Iterable[tuple[str, float]]:
 _COLLAPSE = 0.1
 """Share of the first steps' mean entropy below which the entropy has collapsed."""
 _FIRST = 5
-_MALFORMED, _MISMATCH, _TOOL_CALLS = 0.2, 0.1, 0.01
+_MALFORMED, _MISMATCH, _TOOL_CALLS, _FAILED = 0.2, 0.1, 0.01, 0.1
+_TOKENS_MEAN, _TOKENS_P99 = 0.05, 0.4
+"""Mean and 99th percentile of the trained tokens' mismatch in nats from which it is an alarm."""
 
 
 def find_alarms(
-    rollout: RolloutFigures, ledger: Ledger, publish: Publication, entropies: Sequence[float]
+    rollout: RolloutFigures, report: StepReport, publish: Publication, entropies: Sequence[float]
 ) -> dict[str, str]:
     """Return the alarms of a step by name, each with its likely cause.
 
     `entropies` are those of all steps so far, including this one.
     """
-    alarms: dict[str, str] = {}
+    alarms, ledger = _find_mismatch(report, publish), report.ledger
+    if rollout.failed > _FAILED * rollout.sessions:
+        alarms["failed"] = (
+            f"{rollout.failed} of {rollout.sessions} sessions have no reward:"
+            " the line of this step has the most frequent reason"
+        )
     if ledger.trained == 0:
         lost = {**ledger.masked, **ledger.dropped}
         most = max(lost, key=lambda reason: lost[reason], default=None)
@@ -181,11 +189,6 @@ def find_alarms(
             f"{rollout.malformed:.0%} of answers have a malformed tool call:"
             " does engine.renderer fit the model, and is max_tokens large enough?"
         )
-    if publish.max_abs_dlogprob is not None and publish.max_abs_dlogprob > _MISMATCH:
-        alarms["mismatch"] = (
-            f"engine and trainer differ by {publish.max_abs_dlogprob:.2g} nats on a probe:"
-            " another precision, or another model"
-        )
     if publish.moved == 0.0 and ledger.trained and rollout.signal:
         alarms["unchanged"] = (
             "the update changed no logprob: grpo.lr is too small for the precision of the weights"
@@ -197,3 +200,20 @@ def find_alarms(
             " lower grpo.lr, or raise grpo.clip_high"
         )
     return alarms
+
+
+def _find_mismatch(report: StepReport, publish: Publication) -> dict[str, str]:
+    """Return the alarm if engine and trainer differ on a probe or on the newest trained tokens."""
+    if publish.max_abs_dlogprob is not None and publish.max_abs_dlogprob > _MISMATCH:
+        text = f"engine and trainer differ by {publish.max_abs_dlogprob:.2g} nats on a probe"
+        return {"mismatch": f"{text}: another precision, or another model"}
+    if report.mismatch is None or not report.mismatch.by_version:
+        return {}
+    newest = report.mismatch.by_version[max(report.mismatch.by_version)]
+    if newest.non_finite or newest.mean_abs > _TOKENS_MEAN or newest.p99_abs > _TOKENS_P99:
+        text = (
+            f"captured and recomputed logprobs of trained tokens differ by {newest.mean_abs:.2g}"
+            f" nats on average, {newest.p99_abs:.2g} at the 99th percentile"
+        )
+        return {"mismatch": f"{text}: another precision, distribution or model"}
+    return {}

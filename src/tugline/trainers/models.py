@@ -291,6 +291,13 @@ class RemoteServer(Client):
                 on_done(done, sum(task.samples for task in tasks))
         return await self.load_results(names)
 
+    async def run_again(self, tasks: Sequence[str]) -> frozenset[str]:
+        """Queue the sessions that ended for a reason outside the policy again; return them."""
+        again: set[str] = set()
+        for task in tasks:
+            again.update(await self.retry_task(task, by="trainer"))
+        return frozenset(again)
+
     async def load_results(self, tasks: Sequence[str]) -> list[Trajectory]:
         """Return the trajectories of finished tasks, in the order of `tasks`."""
         trajectories = []

@@ -25,6 +25,8 @@ from tugline.types import PluginSpec
 
 METRICS = "metrics.jsonl"
 PLOT = "training.png"
+FAILED = "failed"
+"""Name of the note on the sessions of a step without a reward."""
 _QUIET_S = 10.0
 """Minimum seconds between a line about sessions and the line before it."""
 _SEND_S = 20.0
@@ -102,6 +104,7 @@ class ConsoleSink(Sink):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._row: dict[str, float] = {}
+        self._failed = ""
 
     def log(self, step: int, figures: Figures) -> None:
         """Print the most important figures once the step's time is known."""
@@ -110,10 +113,14 @@ class ConsoleSink(Sink):
             row, self._row = self._row, {}
             cells = _SHOWN["console"].items()
             shown = [f"{name} {row[key]:{form}}" for name, (key, form) in cells if key in row]
-            self.note(step, "", "  ".join(shown))
+            failed, self._failed = self._failed, ""
+            self.note(step, "", "  ".join([*shown, *([f"({failed})"] if failed else [])]))
 
     def note(self, step: int, name: str, text: str) -> None:
-        """Print a line."""
+        """Print a line; that about failed sessions is part of the step's line."""
+        if name == FAILED:
+            self._failed = text
+            return
         head = f"step {step}  {name}: " if name else f"step {step}  "
         self._console.print(head + text, markup=False, soft_wrap=True)
 

@@ -37,10 +37,10 @@ ROUTES = route.Routes()
 
 
 class CancelQuery(msgspec.Struct, frozen=True):
-    """Parameters of a cancellation."""
+    """Parameters of a cancellation or a retry."""
 
     by: Annotated[str, Meta(min_length=1, max_length=128)] = "a client"
-    """Originator, who is named in the results of cancelled sessions."""
+    """Originator, who is named in the results and events of these sessions."""
 
 
 @ROUTES.add("POST", "/v1/tasks", route.CLIENTS, max_body=64 << 20)
@@ -75,6 +75,12 @@ async def get_body(call: route.PlainCall) -> Task:
 async def cancel_task(call: route.QueryCall[CancelQuery]) -> protocol.Cancelled:
     """Cancel the unfinished sessions of a task."""
     return await call.db.write(results.cancel_task, call.id, call.query.by)
+
+
+@ROUTES.add("POST", "/v1/tasks/{id}/retry", route.CLIENTS, find_owner=tasks.view)
+async def retry_task(call: route.QueryCall[CancelQuery]) -> list[str]:
+    """Queue sessions that failed for a reason outside the policy again; returns their ids."""
+    return [*await call.db.write(results.run_again, call.id, call.query.by)]
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):

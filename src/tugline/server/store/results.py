@@ -22,7 +22,7 @@ from tugline.server.store import events, sessions, texts
 from tugline.server.store.base import Tx
 from tugline.server.store.sessions import SessionRow, decode_view
 from tugline.server.store.tasks import view, views
-from tugline.types import Failure, Status
+from tugline.types import Boundary, Failure, Status
 
 _LENGTH = 300
 """Maximum characters of a failure's message in the event of its result."""
@@ -118,6 +118,45 @@ def cancel_session(tx: Tx, session: str, by: str) -> Cancelled:
     if entry.leased or entry.status == Status.QUEUED:
         return _cancel(tx, [entry], f"cancelled by {by}")
     return Cancelled(ended=(), stopping=(), final=1)
+
+
+def run_again(tx: Tx, task: str, by: str) -> tuple[str, ...]:
+    """Queue the sessions that ended for a reason outside the policy again; return their ids.
+
+    Their results are deleted, with their retries spent so far. A task that was ended early is not
+    changed. Raises `Missing`.
+    """
+    if view(tx, task).reason:
+        return ()
+    packed = tx.column("SELECT view FROM results WHERE task = :task", task=task)
+    failed = [each for each in map(decode_view, packed) if _is_outside_policy(each)]
+    if not failed:
+        return ()
+    ids = [each.session for each in failed]
+    tx.run("DELETE FROM results WHERE session IN :ids", ids=ids)
+    tx.run("UPDATE sessions SET attempt = 0, faults = 0, outages = 0 WHERE id IN :ids", ids=ids)
+    ended = sessions.select(tx, "id IN :ids ORDER BY sample", ids=ids)
+    fresh = [entry._replace(failing_since=None) for entry in ended]
+    sessions.requeue(tx, fresh, f"run again by {by}", ())
+    for each in failed:
+        tx.advance(each.status.value, -1)
+    released = tx.fetch_value("SELECT released FROM tasks WHERE id = :task", task=task)
+    if released is not None:
+        tx.advance("released", -1)
+    tx.run(
+        "UPDATE tasks SET ended = ended - :count, released = NULL,"
+        " deadline = deadline - created + :now WHERE id = :task",
+        count=len(failed),
+        now=tx.now,
+        task=task,
+    )
+    return tuple(ids)
+
+
+def _is_outside_policy(result: ResultView) -> bool:
+    """Whether a session has no reward for a reason that is not its agent's."""
+    failure = result.failure
+    return result.reward is None and failure is not None and failure.boundary is not Boundary.AGENT
 
 
 def list_due(tx: Tx) -> list[str]:
