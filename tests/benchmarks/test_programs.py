@@ -205,6 +205,16 @@ def test_no_attack_affects_another_session() -> None:
     assert all(spell["calls"] > 0 for spell in spells.values())
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
+def test_the_memory_of_a_node_does_not_grow_with_its_sessions() -> None:
+    """All sessions complete, and the node's memory is bounded."""
+    report = measure("sessions", "run.py", "--json", "--sessions", "2000", timeout=1400)
+    assert report["completed"] == report["sessions"]
+    assert report["growth_mb"] < 8
+
+
 # --------------------------------------------------------------------------- learning
 @pytest.mark.slow
 @pytest.mark.nightly

@@ -30,7 +30,8 @@ def bench(part: str, *options: Annotated[str, Parameter(allow_leading_hyphen=Tru
     Args:
         part: Part to measure: gateway, trajectories, builders, server, cluster (up to a thousand
             nodes), console, utilisation, runtimes, hostile (one agent against the
-            others) or learn (training of several agents, takes hours).
+            others), sessions (memory of a node over its sessions) or learn (training of
+            several agents, takes hours).
         options: Options of the benchmark, such as --quick and --json.
     """
     programs = Path(__file__).parents[3] / "benchmarks"
