@@ -180,12 +180,20 @@ def _find_reasons(
         yield f"would be loaded automatically ({pattern})"
     if pattern := rules.find_protected(path):
         yield f"is protected ({pattern})"
+    if _is_option(path, rules):
+        yield "could be taken for an option"
     if shadowed := _find_shadowed(path, change, rules, layout):
         yield f"would be imported in place of {shadowed}"
     if any(path.is_relative_to(mount) for mount in _mounts_inside(rules)):
         yield "is in a folder of the evaluator's own files"
     if change is not None and change.link and not _stays_inside(path, change.data, rules.workdir):
         yield "is a link that leads out of the workdir"
+
+
+def _is_option(path: PurePosixPath, rules: Rules) -> bool:
+    """Return whether a command that expands ``*`` would take a new file's name for an option."""
+    known = str(path) in rules.fresh.files or find_match(path, rules.editable)
+    return path.parts[0].startswith("-") and not known
 
 
 def _folders(paths: Iterable[str]) -> set[str]:

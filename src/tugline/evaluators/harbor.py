@@ -235,8 +235,7 @@ class HarborEvaluator(Evaluator):
         if name in parts:
             return parts[name]
         if self.reward is not None:
-            msg = f"evaluator 'harbor': reward is {name!r}, the script wrote {', '.join(parts)}"
-            raise EvaluatorError(msg)
+            raise ValueError(f"the script wrote {', '.join(parts)}, must write {name} (reward)")
         return sum(parts.values()) / len(parts)
 
 

@@ -113,7 +113,7 @@ async def open_runner(
         changes = [(path, change) for path, change in patch.files.items() if change]
         built = [p for p, change in changes if p not in fresh.files or change.text is None]
         if built:
-            await _run_on_paths(runner, _MAKE_OLD, built, {})
+            await _run_on_paths(runner, "dates", _MAKE_OLD, built)
         yield runner
 
 
@@ -135,13 +135,25 @@ _LOOK_S = 60.0
 
 
 async def _run_on_paths(
-    runner: ScriptRunner, script: str, paths: Iterable[str], env: Mapping[str, str], *args: str
+    runner: ScriptRunner,
+    name: str,
+    script: str,
+    paths: Iterable[str],
+    *args: str,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Run a script in the workdir; ``$0`` is a file of `paths`, each terminated by NUL."""
+    """Run a script in the workdir; ``$0`` is a file of `paths`, each terminated by NUL.
+
+    They begin with ``./``: an agent chose them, and none must be an option or ``-``. The output is
+    the log `name`. Raises `SandboxError` if the script fails.
+    """
     home = runner.sandbox.home
-    await runner.sandbox.put(home, {_PATHS: "".join(f"{path}\0" for path in paths)})
+    await runner.sandbox.put(home, {_PATHS: "".join(f"./{path}\0" for path in paths)})
     argv = ("sh", "-c", script, str(home / _PATHS), *args)
-    await runner.run(argv, env=env, timeout_s=_LOOK_S, log_name="paths")
+    end = await runner.run(argv, env=env, timeout_s=_LOOK_S, log_name=name)
+    if end.code or end.timed_out:
+        output = await runner.read_tail(name, 300)
+        raise SandboxError(f"the files of the work cannot be prepared ({end}): {output.strip()}")
     await runner.sandbox.put(home, {_PATHS: None})
 
 
@@ -151,8 +163,11 @@ async def _inspect_tree(
     """Inspect a fresh copy before the agent's work is applied."""
     if not outcome.patch.files:
         return FreshTree()
-    await _run_on_paths(runner, _INSPECT, outcome.patch.files, env, _LIST_MODULES)
-    output = (await runner.read_log("paths", head=_MAX_TREE, tail=0)).decode(errors="replace")
+    await _run_on_paths(runner, "tree", _INSPECT, outcome.patch.files, _LIST_MODULES, env=env)
+    data = await runner.read_log("tree", head=_MAX_TREE, tail=0)
+    if len(data) >= _MAX_TREE:
+        raise EvaluatorError(f"the list of the task's files is longer than {_MAX_TREE >> 20} MB")
+    output = data.decode(errors="replace")
     names: dict[str, set[str]] = {"root": set(), "module": set(), "": set(outcome.task.files)}
     for entry in output.split("\0"):
         kind, _, name = entry.partition(":")
