@@ -77,7 +77,8 @@ async def test_honest_work_is_rewarded(arena: Arena) -> None:
     clutter = [
         *("a package in place of the test", "an installed module's name"),
         *("a package around the tests", "edit the tests", "conftest", "pytest.ini"),
-        *("write the report", "write reward files"),
+        *("write the report", "write reward files", "an installed plug-in in other case"),
+        "modules that the runner looks for",
     ]
     script = "; ".join((HONEST, *(f"( {ON_FILES[name]} ) || true" for name in clutter)))
     assert await earned(arena, script, EVALUATOR) == 1.0
@@ -143,6 +144,24 @@ def by_command() -> Evaluator:
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = "python3 -m pytest -q tests/test_bill.py"
     return TestsEvaluator(command=command, format="pytest", env=env)
+
+
+LOADED = ("an installed plug-in in other case", "modules that the runner looks for", "nothing")
+
+
+@pytest.mark.parametrize("attack", LOADED)
+async def test_loaded_before_the_tests(
+    arena: Arena, repository: Workspace, tmp_path: Path, attack: str
+) -> None:
+    """What `python3 -m pytest` loads is the image's, by a command and by a Harbor script."""
+    command = "python3 -m pytest -q -p no:cacheprovider -p no:schemathesis tests/test_bill.py"
+    (tmp_path / "test.sh").write_text(f"{command}\necho $((!$?)) > /logs/verifier/reward.txt\n")
+    by_script = HarborEvaluator(tests=str(tmp_path), timeout_s=15.0)
+    by_command = TestsEvaluator(command=command, format="pytest")
+    for evaluator in (by_command, by_script):
+        assert await earned(arena, ON_FILES[attack], evaluator, repository) == 0.0
+        script = f"{HONEST}; {ON_FILES[attack]}"
+        assert await earned(arena, script, evaluator, repository) == 1.0
 
 
 @pytest.mark.parametrize("attack", ON_A_REPOSITORY)

@@ -23,8 +23,12 @@ RULES = Rules(
     trusted=["tests/test_bill.py"],
     protected=(*PYTHON, "data/*.lock"),
     fresh=FreshTree(
-        frozenset({"types/__init__.py", "tests/x.py", "src/calc.py"}), frozenset({"numpy"})
+        frozenset({"types/__init__.py", "tests/x.py", "src/calc.py", "pkg/__init__.py"}),
+        frozenset({"numpy", "google", "google.protobuf"}),
+        wanted=frozenset({"org", "pkg"}),
+        interpreters=frozenset({"venv"}),
     ),
+    scripts=["cd /x; export PYTHONPATH=/elsewhere:$PWD/lib"],
     workdir=PurePosixPath("/workspace"),
     mounts=[Mount("/workspace/verifier", "/srv/verifier"), Mount("/tests")],
 )

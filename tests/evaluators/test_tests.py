@@ -213,6 +213,39 @@ async def test_build_outputs_are_older_than_their_sources(judge: Judge) -> None:
     assert (await judge(tests, {"out/t": forged, "t.sh": right})).reward.value == 1.0
 
 
+OPTIONS = (["--help"], ["-"], ["--reference=t.sh"], ["-d", "-t", "--", "(", "!", "= ;", "-a/x"])
+"""Names of files that programs might take for options."""
+
+
+@pytest.mark.parametrize("driver", WITH_PYTHON[1:], indirect=True)
+@pytest.mark.parametrize("names", OPTIONS, ids=" ".join)
+async def test_names_of_files_are_no_options(
+    driver: Driver, tmp_path: Path, names: list[str]
+) -> None:
+    """A forged build output stays old beside a file of any name, which changes no verdict."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    base = {"Makefile": "out/t: t.sh\n\tmkdir -p out\n\tcp t.sh out/t\n", "t.sh": "false\n"}
+    spec = driver.spec(mounts=driver.host_programs)
+    given = task(workspace=Workspace(folder="/srv/shop"))
+    judge = Judge(tmp_path, given, base, runtime=driver.runtime, spec=spec)
+    forged = dict.fromkeys([*names, "out/t"], FORGED)
+    command = "make -s out/t && sh out/t"
+    tests = TestsEvaluator(command=command, format="tap", editable=["out/", *names])
+    verdict = await judge(tests, forged)
+    assert (verdict.reward.value, verdict.report["refused"]) == (0.0, {})
+    assert (await judge(tests, {**forged, "t.sh": FORGED})).reward.value == 1.0
+
+
+async def test_files_that_cannot_be_dated_give_no_verdict(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every exit code is read."""
+    monkeypatch.setattr("tugline.evaluators.script._MAKE_OLD", "echo broken; exit 3")
+    with pytest.raises(SandboxError, match=r"cannot be prepared .*broken"):
+        await judge(TestsEvaluator(**PYTEST), {"new.py": ""})
+
+
 FORGED = "echo 'ok 1 - a'; echo 1..1"
 RUNNERS = {
     "prove": ("prove -v t", {".proverc": '--exec "sh fake.sh"\n', "fake.sh": FORGED}),

@@ -81,6 +81,12 @@ async def test_rewards_are_combined(judge: Judge, mode: str, value: float) -> No
     assert verdict.report == {"a": {"fixed": True}, "b": {"fixed": True}}
 
 
+async def test_a_product_of_penalties_is_a_penalty(judge: Judge) -> None:
+    """Rewards below 0 never multiply to one above it."""
+    parts = {"a": part(value=-2.0), "b": part(value=-0.5), "c": part(value=3.0)}
+    assert (await judge(WeightedEvaluator(parts=parts, mode="product"))).reward.value == -3.0
+
+
 @pytest.mark.parametrize("fault", ["evaluator", "runtime"])
 async def test_a_failed_part_is_an_error(judge: Judge, fault: str) -> None:
     """Of the same type; the other parts are cancelled."""
@@ -93,13 +99,14 @@ async def test_a_failed_part_is_an_error(judge: Judge, fault: str) -> None:
 
 @pytest.mark.parametrize("mode", ["mean", "product", "min"])
 async def test_model_graded_parts_need_a_reward_of_the_others(judge: Judge, mode: str) -> None:
-    """If it is 0 they count nothing, also if they fail; otherwise their failure is an error."""
+    """If it is 0 or less they count nothing, also if they fail; else their failure is an error."""
     for style in (part(graded_by_model=True), part(graded_by_model=True, fails="evaluator")):
-        verdict = await judge(
-            WeightedEvaluator(parts={"tests": part(value=0.0), "style": style}, mode=mode)
-        )
-        assert (verdict.reward.value, verdict.reward.parts["style"]) == (0.0, 0.0)
-        assert "discounted" in verdict.report["style"]
+        for value in (0.0, -0.25, -3.0):
+            parts = {"tests": part(value=value), "style": style}
+            verdict = await judge(WeightedEvaluator(parts=parts, mode=mode))
+            assert verdict.reward.value <= 0.0
+            assert verdict.reward.parts["style"] == 0.0
+            assert "discounted" in verdict.report["style"]
     parts = {"tests": part(), "style": part(value=0.5, graded_by_model=True)}
     assert (await judge(WeightedEvaluator(parts=parts))).reward.value == 0.75
     parts["style"] = part(graded_by_model=True, fails="evaluator")

@@ -126,9 +126,10 @@ class Lifecycle:
         node = self.random.choice(list(self.known))
         stage = self.random.choice(STAGES)
         held = [HeldSession(lease.session, lease.epoch, stage) for lease in self.known[node]]
+        beat = Renewal(held=tuple(held))
 
         try:
-            again, orders = self._do(lambda tx: leases.renew(tx, node, held, 0, lease_s=LEASE_S))
+            again, orders = self._do(lambda tx: leases.renew(tx, node, beat, lease_s=LEASE_S))
         except FencedError:
             del self.known[node]
             return

@@ -12,6 +12,8 @@ the evaluation instead of the work, with reasons for the report:
 Refused paths keep the task's content; the rest of the patch is evaluated unchanged.
 """
 
+import itertools
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -53,9 +55,14 @@ class FreshTree(NamedTuple):
     files: frozenset[str] = frozenset()
     """All Python files, and those paths of the patch that exist."""
     modules: frozenset[str] = frozenset()
-    """Names of modules that are installed for any interpreter, outside of the workdir."""
+    """Names of modules that are installed for any interpreter, outside of the workdir; with dots in
+    namespace packages."""
     import_roots: frozenset[str] = frozenset()
     """Folders of the workdir that are on an interpreter's module search path."""
+    wanted: frozenset[str] = frozenset()
+    """Names of missing modules that programs outside of the workdir import if they exist."""
+    interpreters: frozenset[str] = frozenset()
+    """Folders of the workdir that belong to an interpreter, such as virtual environments."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +79,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Patterns of paths that may not be changed."""
     editable: Sequence[str] = ()
     """Patterns of exceptions from `protected` and from the check of new modules."""
+    scripts: Sequence[str] = ()
+    """Texts of the evaluator's commands, which may set PYTHONPATH."""
     fresh: FreshTree = FreshTree()
     """The tree that the patch is applied to."""
     workdir: PurePath | None = None
@@ -147,6 +156,8 @@ class _Layout(NamedTuple):
     """All parent folders of the tests, except the workdir."""
     test_packages: frozenset[PurePosixPath]
     """The workdir, and folders that would become packages of the tests by an ``__init__``."""
+    script_roots: frozenset[str]
+    """Folders that commands add to the module search path."""
 
 
 def _find_layout(rules: Rules) -> _Layout:
@@ -162,6 +173,7 @@ def _find_layout(rules: Rules) -> _Layout:
         frozenset(test.with_suffix("") for test in tests),
         frozenset(up for test in tests for up in test.parents if up.parts),
         frozenset(packages),
+        frozenset(_find_script_roots(rules)),
     )
 
 
@@ -176,16 +188,33 @@ def _find_reasons(
         yield "conflicts with a path of the tests"
     if ".git" in path.parts:
         yield "belongs to git"
-    if pattern := find_match(path, AUTOLOADED):
+    if pattern := find_match(PurePosixPath(str(path).lower()), AUTOLOADED):
         yield f"would be loaded automatically ({pattern})"
     if pattern := rules.find_protected(path):
         yield f"is protected ({pattern})"
-    if shadowed := _find_shadowed(path, change, rules, layout):
-        yield f"would be imported in place of {shadowed}"
+    yield from _find_effects(path, change, rules, layout)
     if any(path.is_relative_to(mount) for mount in _mounts_inside(rules)):
         yield "is in a folder of the evaluator's own files"
     if change is not None and change.link and not _stays_inside(path, change.data, rules.workdir):
         yield "is a link that leads out of the workdir"
+
+
+def _find_effects(
+    path: PurePosixPath, change: FileChange | None, rules: Rules, layout: _Layout
+) -> Iterator[str]:
+    """Yield the effects of a change on programs that do not ask for it."""
+    if any(path.is_relative_to(folder) for folder in rules.fresh.interpreters):
+        yield "belongs to an interpreter"
+    if _is_option(path, rules):
+        yield "could be taken for an option"
+    if shadowed := _find_shadowed(path, change, rules, layout):
+        yield f"would be imported in place of {shadowed}"
+
+
+def _is_option(path: PurePosixPath, rules: Rules) -> bool:
+    """Return whether a command that expands ``*`` would take a new file's name for an option."""
+    known = str(path) in rules.fresh.files or find_match(path, rules.editable)
+    return path.parts[0].startswith("-") and not known
 
 
 def _folders(paths: Iterable[str]) -> set[str]:
@@ -200,29 +229,55 @@ def _find_shadowed(
     if not importable or str(path) in rules.fresh.files or find_match(path, rules.editable):
         return None
     stem = path.name.partition(".")[0]
-    # A folder without __init__ hides nothing: any module on the search path takes precedence.
     package = stem == "__init__"
     module = path.parent if package else path.with_name(stem)
     if module in layout.test_modules or (module in layout.test_folders and not package):
         return str(module)
     if package and module in layout.test_packages:
         return "a folder of tests"
-    if not _is_import_root(module.parent, rules.fresh, layout):
-        return None
     tests = {test.name for test in layout.test_modules}
-    hidden = module.name in _SHADOWED | rules.fresh.modules | tests
-    # A package anywhere on the search path takes precedence over a test folder without __init__.
-    beside = module not in layout.test_folders and PurePosixPath(module.name) in layout.test_folders
-    return module.name if hidden or beside else None
+    hidden = _SHADOWED | rules.fresh.modules | tests
+    for root in module.parents:
+        names = module.relative_to(root).parts
+        if not _is_import_root(root, rules, layout):
+            continue
+        # A folder without __init__ hides no module, but it is one where there is no other.
+        if names[0] in rules.fresh.wanted and not _has_python(root / names[0], rules, layout):
+            return names[0]
+        if (name := ".".join(names)) in hidden:
+            return name
+        # A package anywhere on the path takes precedence over a test folder without __init__.
+        beside = module not in layout.test_folders and PurePosixPath(name) in layout.test_folders
+        if len(names) == 1 and beside:
+            return name
+    return None
 
 
-def _is_import_root(folder: PurePosixPath, fresh: FreshTree, layout: _Layout) -> bool:
+def _has_python(module: PurePosixPath, rules: Rules, layout: _Layout) -> bool:
+    """Return whether a fresh copy has this package or module."""
+    return module in layout.folders or f"{module}.py" in rules.fresh.files
+
+
+def _is_import_root(folder: PurePosixPath, rules: Rules, layout: _Layout) -> bool:
     """Return whether the modules in a folder may be top-level modules."""
-    if not folder.parts or str(folder) in fresh.import_roots:
+    if not folder.parts or str(folder) in {*rules.fresh.import_roots, *layout.script_roots}:
         return True
     if folder in layout.folders:
-        return f"{folder}/__init__.py" not in fresh.files
+        return f"{folder}/__init__.py" not in rules.fresh.files
     return folder.name == "src"
+
+
+_PYTHONPATH = re.compile(r"PYTHONPATH[\"']?\s*[=:,]\s*[\"']?([^\s\"';&|]+)")
+
+
+def _find_script_roots(rules: Rules) -> Iterator[str]:
+    """Yield the folders of the workdir that the evaluator's commands add to the search path."""
+    for match in itertools.chain(*map(_PYTHONPATH.finditer, rules.scripts)):
+        for entry in re.sub(r"\$\{?PWD\}?|\$\(pwd\)", ".", match[1]).split(":"):
+            folder = PurePosixPath(entry)
+            if folder.is_absolute() and rules.workdir and folder.is_relative_to(rules.workdir):
+                folder = folder.relative_to(rules.workdir)
+            yield str(folder)
 
 
 def _mounts_inside(rules: Rules) -> Iterable[PurePosixPath]:

@@ -132,7 +132,9 @@ class HarborEvaluator(Evaluator):
     async def _run_on_work(self, outcome: SessionOutcome) -> _HarborRun:
         """Run the script on a fresh copy with the patch."""
         env = expand_variables(self._env, self._pass)
-        async with open_runner(outcome, self._rules, env=env) as work:
+        text = await asyncio.to_thread((self._tests / SCRIPT).read_text, errors="replace")
+        rules = msgspec.structs.replace(self._rules, scripts=(text,))
+        async with open_runner(outcome, rules, env=env) as work:
             if not self._isolate:
                 return (await self._run(work))._replace(refused=work.refused)
             async with outcome.open_sandbox(outcome.task.files) as sandbox:
@@ -235,8 +237,7 @@ class HarborEvaluator(Evaluator):
         if name in parts:
             return parts[name]
         if self.reward is not None:
-            msg = f"evaluator 'harbor': reward is {name!r}, the script wrote {', '.join(parts)}"
-            raise EvaluatorError(msg)
+            raise ValueError(f"the script wrote {', '.join(parts)}, must write {name} (reward)")
         return sum(parts.values()) / len(parts)
 
 

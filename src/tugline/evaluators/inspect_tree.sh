@@ -3,10 +3,17 @@
 exec 2>/dev/null
 # shellcheck disable=SC2016 # the inner shell expands it
 xargs -0 sh -c 'for f; do if [ -e "$f" ] || [ -h "$f" ]
-then printf "%s\0" "$f"; fi; done' sh < "$0"
-find . -name .git -prune -o -name "*.py" -exec printf "%s\0" {} +
+then printf "%s\0" "$f" || exit; fi; done' sh < "$0" || exit
+find . -name .git -prune -o -name "*.py" -exec printf "%s\0" {} + ||
+[ $? -eq 1 ] || exit # 1: a folder cannot be read, so nothing is imported from it
 IFS=:
+seen=:
 for d in $PATH /opt/*/bin /opt/*/envs/*/bin ./*/bin ./.*/bin
-do if [ -x "$d/python3" ]; then "$d/python3" -B -c "$1"
-elif [ -x "$d/python" ]; then "$d/python" -B -c "$1"; fi
+do
+d=$(cd -P -- "$d" && pwd) || continue
+case $seen in *":$d:"*) continue ;; esac
+seen=$seen$d:
+if [ -x "$d/python3" ]; then "$d/python3" -B "$1" "$0"
+elif [ -x "$d/python" ]; then "$d/python" -B "$1" "$0"; fi
 done
+exit 0 # an interpreter that cannot start runs no tests

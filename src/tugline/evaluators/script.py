@@ -30,7 +30,7 @@ from tugline.types import Workspace
 TAIL = 2000
 """Number of bytes at the end of a log that reports show."""
 _LEAST_S = 1.0
-_PATHS = ".paths"
+_PATHS, _PROGRAM = ".paths", ".inspect.py"
 _MAX_TREE = 32 << 20
 """Maximum bytes read of the list of a fresh copy's paths."""
 _MAX_CHARACTERS = 1 << 20
@@ -113,35 +113,37 @@ async def open_runner(
         changes = [(path, change) for path, change in patch.files.items() if change]
         built = [p for p, change in changes if p not in fresh.files or change.text is None]
         if built:
-            await _run_on_paths(runner, _MAKE_OLD, built, {})
+            await _run_on_paths(runner, "dates", _MAKE_OLD, built)
         yield runner
 
 
 # Workdirs and images have interpreters of their own, each with its own importable modules.
 _INSPECT = Path(__file__).with_name("inspect_tree.sh").read_text(encoding="utf-8")
-_LIST_MODULES = r"""
-import os, sys
-top = os.path.realpath('.') + os.sep
-for folder in filter(None, sys.path):
-    inside = (os.path.realpath(folder) + os.sep).startswith(top)
-    if inside and 'site-packages' not in folder:
-        sys.stdout.write('root:%s\0' % os.path.relpath(folder))
-    elif os.path.isdir(folder):
-        for name in os.listdir(folder):
-            sys.stdout.write('module:%s\0' % name.partition('.')[0])
-"""
+_INSPECT_PYTHON = Path(__file__).with_name("inspect_python.py").read_text(encoding="utf-8")
 _MAKE_OLD = 'xargs -0 touch -h -t 199001010000 < "$0"'
 _LOOK_S = 60.0
 
 
 async def _run_on_paths(
-    runner: ScriptRunner, script: str, paths: Iterable[str], env: Mapping[str, str], *args: str
+    runner: ScriptRunner,
+    name: str,
+    script: str,
+    paths: Iterable[str],
+    *args: str,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Run a script in the workdir; ``$0`` is a file of `paths`, each terminated by NUL."""
+    """Run a script in the workdir; ``$0`` is a file of `paths`, each terminated by NUL.
+
+    They begin with ``./``: an agent chose them, and none must be an option or ``-``. The output is
+    the log `name`. Raises `SandboxError` if the script fails.
+    """
     home = runner.sandbox.home
-    await runner.sandbox.put(home, {_PATHS: "".join(f"{path}\0" for path in paths)})
+    await runner.sandbox.put(home, {_PATHS: "".join(f"./{path}\0" for path in paths)})
     argv = ("sh", "-c", script, str(home / _PATHS), *args)
-    await runner.run(argv, env=env, timeout_s=_LOOK_S, log_name="paths")
+    end = await runner.run(argv, env=env, timeout_s=_LOOK_S, log_name=name)
+    if end.code or end.timed_out:
+        output = await runner.read_tail(name, 300)
+        raise SandboxError(f"the files of the work cannot be prepared ({end}): {output.strip()}")
     await runner.sandbox.put(home, {_PATHS: None})
 
 
@@ -151,14 +153,23 @@ async def _inspect_tree(
     """Inspect a fresh copy before the agent's work is applied."""
     if not outcome.patch.files:
         return FreshTree()
-    await _run_on_paths(runner, _INSPECT, outcome.patch.files, env, _LIST_MODULES)
-    output = (await runner.read_log("paths", head=_MAX_TREE, tail=0)).decode(errors="replace")
-    names: dict[str, set[str]] = {"root": set(), "module": set(), "": set(outcome.task.files)}
-    for entry in output.split("\0"):
+    home = runner.sandbox.home
+    await runner.sandbox.put(home, {_PROGRAM: _INSPECT_PYTHON})
+    program = str(home / _PROGRAM)
+    await _run_on_paths(runner, "tree", _INSPECT, outcome.patch.files, program, env=env)
+    await runner.sandbox.put(home, {_PROGRAM: None})
+    data = await runner.read_log("tree", head=_MAX_TREE, tail=0)
+    if len(data) >= _MAX_TREE:
+        raise EvaluatorError(f"the list of the task's files is longer than {_MAX_TREE >> 20} MB")
+    names: dict[str, set[str]] = {kind: set() for kind in ("module", "root", "wanted", "prefix")}
+    files = set(outcome.task.files)
+    for entry in data.decode(errors="replace").split("\0"):
         kind, _, name = entry.partition(":")
-        path = name if kind in names else entry.removeprefix("./")
-        names[kind if kind in names else ""].add(path)
-    return FreshTree(*(frozenset(names[kind]) for kind in ("", "module", "root")))
+        if kind in names:
+            names[kind].add(name)
+        else:
+            files.add(entry.removeprefix("./"))
+    return FreshTree(frozenset(files), *map(frozenset, names.values()))
 
 
 async def allow_network(sandbox: Sandbox) -> None:

@@ -115,6 +115,7 @@ class SweBenchEvaluator(Evaluator):
             trusted=tuple(check_path(path) for path in self.protected_files),
             protected=(*PYTHON, *self.protected),
             editable=self.editable,
+            scripts=(self.eval_script,),
         )
         self._proven = False
         """Whether the script has given a result on this machine."""

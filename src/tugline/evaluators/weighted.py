@@ -115,7 +115,7 @@ class WeightedEvaluator(Evaluator):
     def _discount_models(
         self, verdicts: Mapping[str, Verdict | EvaluatorError]
     ) -> dict[str, Verdict | EvaluatorError]:
-        """Set the rewards of models to 0 if another required part is 0.
+        """Set the rewards of models to 0 if another required part is 0 or less.
 
         So an agent cannot gain a reward, or avoid a verdict, by influencing a model. Otherwise
         raises the `EvaluatorError` of a required model.
@@ -123,12 +123,12 @@ class WeightedEvaluator(Evaluator):
         models = {name for name, own in self._evaluators.items() if own.graded_by_model}
         required = {name for name, part in self._parts.items() if part.required}
         others = [verdicts[name] for name in required - models]
-        failed = any(isinstance(each, Verdict) and each.reward.value == 0.0 for each in others)
+        failed = any(isinstance(each, Verdict) and each.reward.value <= 0.0 for each in others)
         result = dict(verdicts)
         for name in models:
             verdict = verdicts[name]
             if isinstance(verdict, Verdict):
-                report = {"discounted": "another required part is 0", **verdict.report}
+                report = {"discounted": "another required part is not above 0", **verdict.report}
             elif name in required:
                 if not failed:
                     raise verdict
@@ -159,7 +159,8 @@ class WeightedEvaluator(Evaluator):
         if self.mode == "min":
             return min(values)
         if self.mode == "product":
-            return math.prod(values)
+            product = math.prod(map(abs, values))  # two penalties are no reward
+            return -product if min(values) < 0.0 else product
         return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
 
 
