@@ -237,6 +237,20 @@ async def test_names_of_files_are_no_options(
     assert (await judge(tests, {**forged, "t.sh": FORGED})).reward.value == 1.0
 
 
+@pytest.mark.parametrize(
+    "path", ["a.test.js", "calc_test.go", "spec/a_spec.rb", "BillTest.php", "test/ATest.java"]
+)
+async def test_junit_protects_tests_of_all_languages(judge: Judge, path: str) -> None:
+    """A forged test is refused, and right work beside it earns the reward."""
+    judge.base[path] = judge.base["work"] = "exit 1\n"
+    command = (
+        f"cp work {path}.ran && sh {path}.ran && sh {path}; [ $? = 1 ] && echo '{XML}' > r.xml"
+    )
+    tests = TestsEvaluator(command=command, format="junit", report="r.xml", editable=["r.xml"])
+    verdict = await judge(tests, {path: "exit 0\n", "work": "exit 0\n"})
+    assert (verdict.reward.value, list(verdict.report["refused"])) == (1.0, [path])
+
+
 async def test_files_that_cannot_be_dated_give_no_verdict(
     judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:

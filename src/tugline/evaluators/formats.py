@@ -350,7 +350,10 @@ class Format(NamedTuple):
 _PYTEST_ENV = {"PYTEST_ADDOPTS": "--junitxml={report} -o junit_family=xunit1"}
 FORMATS = {
     "junit": Format(
-        read_junit, ("python", "java"), normalize_junit, "--junitxml={report} for pytest"
+        read_junit,
+        ("python", "java", "node", "go", "rust", "ruby", "php"),
+        normalize_junit,
+        "--junitxml={report} for pytest",
     ),
     "pytest": Format(_read_pytest, ("python",), normalize_junit, env=_PYTEST_ENV),
     "go": Format(read_go, ("go",)),
