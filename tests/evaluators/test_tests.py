@@ -16,7 +16,7 @@ import pytest
 
 from judging import Judge, task
 from sandboxes import WITH_PYTHON, Driver
-from tugline.errors import EvaluatorError
+from tugline.errors import EvaluatorError, SandboxError
 from tugline.evaluators.tests import TestsEvaluator, find_tests
 from tugline.sandbox.base import Exit
 from tugline.sandbox.local import LocalSandbox

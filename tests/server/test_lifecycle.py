@@ -19,6 +19,7 @@ from tugline.protocol import (
     HeldSession,
     NodeRegistration,
     Release,
+    Renewal,
     StopKind,
     TaskQuery,
     TaskState,

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from tugline.errors import EvaluatorError
+from tugline.errors import EvaluatorError, SandboxError
 from tugline.evaluators.base import SessionOutcome
 from tugline.evaluators.filters import FreshTree, Rules, apply_patch, filter_patch
 from tugline.sandbox.base import Content, Exit, ProgramTimeout, Sandbox
