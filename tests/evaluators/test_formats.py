@@ -138,7 +138,7 @@ def test_every_format_protects_the_tests_of_its_languages() -> None:
     """Every language of a format has patterns of protected files."""
     languages = {name: each.languages for name, each in FORMATS.items()}
     assert languages == {
-        "junit": ("python", "java"),
+        "junit": ("python", "java", "node", "go", "rust", "ruby", "php"),
         "pytest": ("python",),
         "go": ("go",),
         "cargo": ("rust",),
