@@ -92,7 +92,7 @@ def test_sessions_without_a_reward(tmp_path: Path) -> None:
     record(tmp_path, "a", status=None)
     record(tmp_path, "b", sample=1)
     assert [row["reward"] for row in rows("parquet", tmp_path)] == [None, 1.0]
-    summary = export("trl", tmp_path, tmp_path / "out.trl")
+    summary = export("trl", tmp_path, tmp_path / "out-trl")
     assert (summary.exported, summary.left_out) == (1, {SkipReason.NO_REWARD: 1})
 
 

@@ -117,3 +117,35 @@ def test_the_last_attempt_of_a_session_is_exported(tmp_path: Path) -> None:
     assert summary.left_out == {SkipReason.SUPERSEDED: 1}
     rewards = [row["metadata"]["reward"] for row in read_rows(tmp_path / "out.jsonl")]
     assert sorted(rewards) == [0.5, 1.0]
+
+
+def test_a_problem_is_in_one_file_in_whatever_step(tmp_path: Path) -> None:
+    """The ids of its tasks differ between steps and runs; held-out sessions are left out."""
+    for step in range(12):
+        for problem in ("one", "two", "three-3"):
+            record(tmp_path / "in", f"{problem}-{step}", task=f"g{step:07d}-{problem}")
+    record(tmp_path / "in", "one-r1", task="r1-g0000001-one")
+    record(tmp_path / "in", "held", task="eval000004-four")
+    split = Split(shares={"train": 0.5, "test": 0.5}, seed=3)
+    summary = export("trl", tmp_path / "in", tmp_path / "out", split=split)
+    train, test = (read_rows(tmp_path / "out" / f"{name}.parquet") for name in split.shares)
+    names = [{row["session"].rpartition("-")[0] for row in rows} for rows in (train, test)]
+    assert not names[0] & names[1]
+    assert names[0] | names[1] == {"one", "two", "three-3"}
+    assert summary.left_out == {SkipReason.HELD_OUT: 1}
+
+
+@pytest.mark.parametrize("form", ["parquet", "trl", "verl"])
+def test_a_file_is_of_the_format_that_its_name_says(tmp_path: Path, form: str) -> None:
+    """Tables are JSON lines, too; other names are refused before anything is read."""
+    record(tmp_path / "in", "a")
+    export(form, tmp_path / "in", tmp_path / "out.parquet")
+    export(form, tmp_path / "in", tmp_path / "out.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    table = read_rows(tmp_path / "out.parquet")
+    assert [row.keys() for row in lines] == [row.keys() for row in table]
+    for name in ("out.csv", "out.arrow"):
+        with pytest.raises(UsageError, match=r"must end with .json, .jsonl, .ndjson, .parquet"):
+            export(form, tmp_path / "in", tmp_path / name)
+    with pytest.raises(UsageError, match="must end with"):
+        export("sft", tmp_path / "in", tmp_path / "chat.parquet")

@@ -19,7 +19,15 @@ from tugline.types import Status
 
 CASES = [row for _, row in read_jsonl(Path(__file__).with_name("selections.jsonl"))]
 """Changes of `PLAIN` by session, the kept sessions, and the number of others by reason."""
-PLAIN = {"task": "t", "sample": 0, "tags": {}, "status": "completed", "reward": 1.0}
+PLAIN = {
+    "task": "t",
+    "problem": "t",
+    "held_out": False,
+    "sample": 0,
+    "tags": {},
+    "status": "completed",
+    "reward": 1.0,
+}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["shows"])

@@ -31,6 +31,8 @@ _Texts = list[str] | None
 class Filters:
     """Filters of sessions and traces."""
 
+    held_out: bool = False
+    """Also sessions of the held-out tasks of a training run."""
     status: list[Status] | None = None
     """Only sessions with this final status; repeatable."""
     tag: _Texts = None
@@ -78,11 +80,11 @@ def export(
     Args:
         form: Format: parquet, sft, atif, trl, verl, slime or a plug-in.
         sessions: Recording files, folders of them, or ids of sessions.
-        out: File to write; with --split, a folder.
+        out: File to write; with --split, a folder. A name with .jsonl is written as JSON lines.
         given: key=value option of the format; repeatable.
         builder: Builder to use (default: the builder of each task).
         option: key=value option of the builder; repeatable.
-        split: Distribute tasks over files, such as train=0.9,test=0.1.
+        split: Distribute problems over files, such as train=0.9,test=0.1.
         seed: Seed of --split.
         force: Overwrite existing files.
     """

@@ -28,6 +28,7 @@ class SkipReason(StrEnum):
     DAMAGED = "damaged"
     NO_HEADER = "no_header"
     SUPERSEDED = "superseded"
+    HELD_OUT = "held_out"
     STATUS = "status"
     TAG = "tag"
     NO_REWARD = "no_reward"

@@ -9,12 +9,14 @@ written under a partial name and renamed when all are complete.
 import contextlib
 import hashlib
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from tugline.datasets.base import HELD_OUT, INSTANCE
 from tugline.datasets.files import choose_share
 from tugline.errors import CaptureError, UsageError
 from tugline.exports.base import Exporter, RowWriter, SessionExport, SkipReason, TraceFilter
@@ -29,6 +31,10 @@ Progress = Callable[[str, int, int], None]
 WHOLE = "all"
 """Name of the file of an export without a split."""
 _MAX_ERRORS = 20
+_STEP = re.compile(r"^(.*-)?(g\d{7}|eval\d{6})-")
+"""Beginning of a task's id in a training run, which is another one in every step."""
+_EVALUATION = re.compile(r"^(.*-)?eval\d{6}-")
+_JSON_LINES = frozenset({".jsonl", ".ndjson", ".json"})
 
 
 # --------------------------------------------------------------------------- selection
@@ -38,6 +44,9 @@ class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     session: str
     task: str
+    problem: str
+    """Name of what the task asks for, which is the same in every run and step."""
+    held_out: bool
     sample: int
     tags: dict[str, str]
     status: Status | None
@@ -57,6 +66,8 @@ class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """Filters of sessions, in the order in which they apply."""
 
+    held_out: bool = False
+    """Whether to keep sessions that evaluated a model while it was trained."""
     status: frozenset[Status] = frozenset()
     """Allowed statuses; empty: any, including sessions without a result."""
     tags: dict[str, str] = {}
@@ -70,6 +81,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
         `needs_reward` is whether the format requires rewards.
         """
+        if session.held_out and not self.held_out:
+            return SkipReason.HELD_OUT
         if self.status and session.status not in self.status:
             return SkipReason.STATUS
         if any(session.tags.get(key) != value for key, value in self.tags.items()):
@@ -92,10 +105,13 @@ def summarize(path: Path) -> SessionSummary | None:
     for call in recording.calls:
         answer = call.sampled_ids.tobytes() or msgspec.json.encode(call.answer)
         answers.update(len(answer).to_bytes(8) + answer)
+    task = header.task
     return SessionSummary(
         path=path,
         session=header.session.id,
-        task=header.task.id,
+        task=task.id,
+        problem=task.tags.get(INSTANCE) or _STEP.sub("", task.id),
+        held_out=HELD_OUT in task.tags or _EVALUATION.search(task.id) is not None,
         sample=header.session.sample,
         tags=header.task.tags,
         status=result.status if result is not None else None,
@@ -128,17 +144,17 @@ def select(
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """Split of tasks into files; all samples of a task are in one file.
+    """Split of problems into files; all sessions of a problem are in one file, whatever the step.
 
-    A hash of the task's id and the seed chooses the file, so adding tasks does not move others.
+    A hash of the problem and the seed chooses the file, so adding problems does not move others.
     """
 
     shares: Mapping[str, float]
     seed: int = 0
 
-    def choose_file(self, task: str) -> str:
-        """Return the file of a task."""
-        return choose_share(self.shares, f"{self.seed}:{task}", otherwise=list(self.shares)[-1])
+    def choose_file(self, problem: str) -> str:
+        """Return the file of a problem."""
+        return choose_share(self.shares, f"{self.seed}:{problem}", otherwise=list(self.shares)[-1])
 
 
 # --------------------------------------------------------------------------- writing
@@ -191,6 +207,7 @@ def run(export: Export, paths: Sequence[Path], on_progress: Progress) -> ExportS
     suffix = export.exporter.suffix
     targets = {name: export.out / f"{name}{suffix}" for name in names} or {WHOLE: export.out}
     for target in targets.values():
+        _check_suffix(export.exporter, target)
         if target.exists() and not export.force:
             raise UsageError(f"{target} already exists; choose another --out, or give --force")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -230,13 +247,13 @@ class _RunningExport:
             msg = f"the sessions' token ids are of {tokenizers} tokenizers; export one at a time"
             raise UsageError(msg)
         for name, path in self.targets.items():
-            writer = contextlib.closing(self.export.exporter.open(_partial(path)))
+            writer = contextlib.closing(_open(self.export.exporter, path))
             self.writers[name] = files.enter_context(writer)
         groups = {task: i for i, task in enumerate(dict.fromkeys(s.task for s in chosen))}
         tasks: dict[str, set[str]] = defaultdict(set)
         for index, (session, advantage) in enumerate(zip(chosen, _advantages(chosen), strict=True)):
             split = self.export.split
-            name = WHOLE if split is None else split.choose_file(session.task)
+            name = WHOLE if split is None else split.choose_file(session.problem)
             if self._write_session(session, name, (index, groups[session.task], advantage)):
                 tasks[name].add(session.task)
                 self.summary.files[name].tasks = len(tasks[name])
@@ -304,6 +321,20 @@ class _RunningExport:
         self.skipped[SkipReason.DAMAGED] += 1
         if len(self.summary.errors) < _MAX_ERRORS:
             self.summary.errors.append(str(error))
+
+
+def _check_suffix(exporter: Exporter, path: Path) -> None:
+    """Raise `UsageError` if the name of a file says another format than can be written."""
+    known = sorted(_JSON_LINES | {exporter.suffix})
+    if path.suffix and path.suffix not in known:
+        raise UsageError(f"--out {path}: the name must end with {', '.join(known)}")
+
+
+def _open(exporter: Exporter, path: Path) -> RowWriter:
+    """Open a file in the format that its name says, by default the exporter's."""
+    if path.suffix in _JSON_LINES:
+        return RowWriter(_partial(path))
+    return exporter.open(_partial(path))
 
 
 def _partial(path: Path) -> Path:

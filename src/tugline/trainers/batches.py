@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from tugline.datasets.base import task_id
+from tugline.datasets.base import HELD_OUT, INSTANCE, task_id
 from tugline.datasets.files import SelectedTasks, SetFile, TaskSelection, instance_of
 from tugline.errors import ConfigError
 from tugline.launch.server import check_runnable
@@ -111,9 +111,10 @@ class TaskBatches:
     def evaluation(self, version: int) -> list[Task]:
         """Return the held-out tasks for a version; sampling seeds are equal for every version."""
         prefix, own = f"eval{version:06d}", {"samples": self.samples, "priority": _FIRST}
-        return [
+        tasks = [
             self.make(prefix, task, f"heldout/{instance_of(task)}", **own) for task in self.held_out
         ]
+        return [replace(task, tags=task.tags | {HELD_OUT: "true"}) for task in tasks]
 
     def make(self, prefix: str, task: Task, draw: str, **own: int) -> Task:
         """Return `task` with an id that begins with `prefix`, and with the fields `own` replaced.
@@ -124,6 +125,7 @@ class TaskBatches:
         return replace(
             task,
             id=task_id(f"{self.run}{prefix}-{task.id}"[:_MAX_ID]),
+            tags=task.tags | {INSTANCE: instance_of(task)},
             sampling=replace(task.sampling, seed=seed),
             group=replace(task.group, attempts=max(ATTEMPTS, task.group.attempts)),
             **own,
