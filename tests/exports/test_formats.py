@@ -35,8 +35,8 @@ ROWS = json.loads(Path(__file__).with_name("rows.json").read_text())
 """Rows of a session of two turns; `messages` replaces those of its first call."""
 SESSIONS = [row for _, row in read_jsonl(Path(__file__).with_name("sessions.jsonl"))]
 """Calls of sessions, fields of their rows, and the number of those without a row, by reason."""
-ADVANTAGE = 0.5 / (0.5 + 1e-4)
-"""Of reward 1 in a group with as many rewards of 0."""
+ADVANTAGE = 0.5 / (0.5**0.5 + 1e-4)
+"""Of reward 1 in a group of two sessions whose other reward is 0."""
 
 
 def rows(form: str, where: Path, **more: Any) -> list[dict[str, Any]]:

@@ -126,6 +126,26 @@ def test_a_comparison_is_paired() -> None:
         compare(now, [Attempt("z", 1.0)])
 
 
+@pytest.mark.parametrize(("tasks", "k"), [(20, 4), (100, 4), (100, 1), (40, 8)])
+def test_comparisons_cover_the_true_difference(tasks: int, k: int) -> None:
+    """About 95 % of them, for tasks of mixed difficulty of which each is 5 points easier now."""
+    random = np.random.default_rng(0)
+    covered = found = 0
+    for _ in range(300):
+        chances = random.beta(0.5, 0.5, tasks)
+        better = np.clip(chances + 0.05, 0, 1)
+        runs = [
+            [Attempt(str(at), float(passed)) for at, row in enumerate(drawn) for passed in row]
+            for drawn in (random.random((tasks, k)) < rates[:, None] for rates in (better, chances))
+        ]
+        difference = compare(*runs).difference
+        covered += difference.low <= float((better - chances).mean()) <= difference.high
+        found += difference.low > 0
+    assert 0.92 <= covered / 300 <= 0.99
+    if k > 1 and tasks == 100:
+        assert found / 300 > 0.4  # 0.34 if a whole task is added in each direction
+
+
 def test_a_run_without_results_is_an_error(tmp_path: Path) -> None:
     """It has the name of the file."""
     with pytest.raises(UsageError, match=r"results\.jsonl has no results"):

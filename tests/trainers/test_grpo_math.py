@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from tugline.config import from_mapping
 from tugline.errors import ConfigError
 from tugline.schema import read_jsonl
 from tugline.trainers.grpo.batch import Row, pack
-from tugline.trainers.grpo.config import Estimator, GrpoConfig
+from tugline.trainers.grpo.config import Deviation, Estimator, GrpoConfig
 from tugline.trainers.grpo.samples import SessionReward, baselines, turn_shares
 from tugline.trainers.grpo.train import StepReport, TokenTerms, token_terms, token_weights
 from tugline.types import Sample
@@ -28,11 +28,13 @@ REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 3.0])
 """Mean 1, deviations 0 -1 -1 0 2, population variance 6/5."""
 
 
-def group_advantages(rewards: npt.ArrayLike, estimator: Estimator, eps: float) -> np.ndarray:
+def group_advantages(
+    rewards: npt.ArrayLike, estimator: Estimator, eps: float, deviation: Deviation = "population"
+) -> np.ndarray:
     """Advantages in a group of sessions with one reward each."""
     each = [float(reward) for reward in np.asarray(rewards, np.float64)]
     group = [SessionReward.of([reward], [7], otherwise=9.0) for reward in each]
-    pairs = zip(baselines(group, estimator, eps), each, strict=True)
+    pairs = zip(baselines(group, estimator, eps, deviation), each, strict=True)
     return np.array([baseline.advantage(reward) for baseline, reward in pairs])
 
 
@@ -50,6 +52,16 @@ def test_advantages_are_those_of_their_papers(
 ) -> None:
     """For groups of known mean and deviation."""
     assert group_advantages(rewards, estimator, eps) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("rewards", [REWARDS, [0.0, 2.0], [0.0, 0.25, 1.0, 1.0]])
+def test_the_default_deviation_is_that_of_a_sample(rewards: Sequence[float]) -> None:
+    """As `torch.std`, which TRL and verl use, divides by one less than the number of rewards."""
+    expected = torch.tensor(rewards, dtype=torch.float64)
+    expected = (expected - expected.mean()) / (expected.std() + 1e-4)
+    config = GrpoConfig()
+    got = group_advantages(rewards, "grpo", config.advantage_eps, config.advantage_std)
+    assert got == pytest.approx(expected.numpy())
 
 
 def test_noise_in_rewards_is_not_amplified() -> None:
@@ -78,8 +90,10 @@ def test_several_rewards_of_a_session_are_weighted_by_tokens() -> None:
     assert [each.mean for each in group] == [0.25, 0.5]
     centred = baselines(group, "dr_grpo", 0.0)
     assert [b.advantage(1.0) for b in centred] == [0.625, 0.625]
-    scaled = baselines(group, "grpo", 0.0)
+    scaled = baselines(group, "grpo", 0.0, "population")
     assert scaled[0].advantage(1.0) == pytest.approx(0.625 / math.sqrt(7 / 64))
+    scaled = baselines(group, "grpo", 0.0)  # times 2 / (2 - 1)
+    assert scaled[0].advantage(1.0) == pytest.approx(0.625 / math.sqrt(7 / 32))
     others = baselines(group, "rloo", 0.0)
     assert [b.advantage(1.0) for b in others] == [0.5, 0.75]
 
@@ -125,6 +139,28 @@ def terms(
     new = (torch.from_numpy(old) + torch.tensor(ratios).log()).requires_grad_()
     (micro,) = pack(rows, GrpoConfig(tree_packing=False), torch.device("cpu"))
     return token_terms(new, micro, None, GrpoConfig(**options))
+
+
+@pytest.mark.parametrize("importance", [None, "truncate"])
+def test_the_corrected_penalty_has_the_gradient_of_the_divergence(
+    importance: Literal["truncate"] | None,
+) -> None:
+    """In expectation over tokens of another policy, also with recomputed old logprobs."""
+    generator = torch.Generator().manual_seed(0)
+    sampler, old, now, reference = torch.randn(4, 8, generator=generator, dtype=torch.float64)
+    if importance is None:
+        old = sampler  # the captured ones
+    logits = now.requires_grad_()
+    new, fixed = logits.log_softmax(-1), reference.log_softmax(-1)
+    (expected,) = torch.autograd.grad((new.exp() * (new - fixed)).sum(), logits, retain_graph=True)
+    row = trained("a", len(new))
+    row.logprobs[3:] = sampler.log_softmax(-1).numpy()
+    rows = [Row(row, old=old.log_softmax(-1).float().numpy())]
+    (micro,) = pack(rows, GrpoConfig(tree_packing=False), torch.device("cpu"))
+    config = GrpoConfig(kl=1.0, kl_correction=True, importance=importance, importance_high=1e9)
+    loss = token_terms(new, micro, fixed, config).loss  # without advantages: the penalty alone
+    (got,) = torch.autograd.grad((sampler.softmax(-1) * loss).sum(), logits)
+    assert torch.allclose(got, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("row", LOSSES, ids=lambda row: row["shows"])

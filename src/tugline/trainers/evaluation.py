@@ -134,9 +134,11 @@ def compare(
 ) -> Comparison:
     """Compare two runs task by task. Raises `UsageError` if they have no task in common.
 
-    The interval is that of Bonett and Price (2012, J. Educ. Behav. Stat. 37, 479) for paired
-    proportions, which adds one pair in each direction, applied to the tasks' differences of rates.
-    Its width is never 0, even if no task's rate changed.
+    The interval is for the tasks' differences of rates, so that attempts at one task are not taken
+    for independent ones. As in Bonett and Price (2012, J. Educ. Behav. Stat. 37, 479), whose
+    interval it is for one attempt at each task, one task is added in each direction: here with the
+    smallest difference that `n` attempts can show, ``1 / n``. So its width is never 0, even if no
+    task's rate changed.
     """
     counts, before = _count(now), _count(earlier)
     shared = [task for task in counts if task in before]
@@ -144,9 +146,10 @@ def compare(
         raise UsageError("the two runs have no rewarded task in common: run the same task set")
     first, second = (_rates([run[task] for task in shared], 1) for run in (counts, before))
     gaps = first - second
+    step = 1 / min(run[task][0] for task in shared for run in (counts, before))
     size = len(gaps) + 2
     centre = float(gaps.sum()) / size
-    spread = math.sqrt(max(0.0, (float(gaps @ gaps) + 2) / size - centre**2) / size)
+    spread = math.sqrt(max(0.0, (float(gaps @ gaps) + 2 * step**2) / size - centre**2) / size)
     low, high = max(-1.0, centre - _Z * spread), min(1.0, centre + _Z * spread)
     difference = Estimate(float(gaps.mean()), low, high, len(gaps))
     return Comparison(difference, better=int((gaps > 0).sum()), worse=int((gaps < 0).sum()))

@@ -12,6 +12,7 @@ from tugline.errors import ConfigError
 from tugline.schema import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Estimator = Literal["grpo", "dr_grpo", "rloo"]
+Deviation = Literal["sample", "population"]
 Normalisation = Literal["token", "sequence", "constant"]
 Level = Literal["token", "trace"]
 
@@ -73,6 +74,9 @@ class GrpoConfig(UpdateConfig, frozen=True):
     """Factor between a turn's advantage and that of the next turn; None: no discount."""
     advantage: Estimator = "grpo"
     """Baseline and scale of a session's advantage within its group."""
+    advantage_std: Deviation = "sample"
+    """Standard deviation of a group (`grpo` only): that of a sample, which divides by the number of
+    sessions less one, as TRL and verl do, or that of a population."""
     advantage_eps: NonNegativeFloat = 1e-4
     """Added to the group's standard deviation before dividing by it (`grpo` only)."""
     drop_truncated: bool = False
@@ -100,8 +104,8 @@ class GrpoConfig(UpdateConfig, frozen=True):
     kl: NonNegativeFloat = 0.0
     """Weight of the KL penalty towards the reference model; 0 turns it off."""
     kl_correction: bool = False
-    """Multiply the KL penalty by the token's ratio, so that it is also unbiased for older tokens.
-    """
+    """Multiply the KL penalty by the token's ratio and importance weight, so that it is also
+    unbiased for older tokens."""
     normalisation: Normalisation = "token"
     """Divisor of the summed token losses of an update."""
     constant_length: PositiveInt = 1024

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from tugline.errors import CaptureError
 from tugline.traces.base import leave_out, sum_ledgers
-from tugline.trainers.grpo.config import Estimator, GrpoConfig
+from tugline.trainers.grpo.config import Deviation, Estimator, GrpoConfig
 from tugline.types import Boundary, Ids, Ledger, Logprobs, Mask, Reason, Sample, Trace, Trajectory
 
 _ROUNDING = 1e-12
@@ -67,13 +67,19 @@ class Baseline(NamedTuple):
         return (reward - self.level) * self.scale
 
 
-def baselines(group: Sequence[SessionReward], estimator: Estimator, eps: float) -> list[Baseline]:
+def baselines(
+    group: Sequence[SessionReward],
+    estimator: Estimator,
+    eps: float,
+    deviation: Deviation = "sample",
+) -> list[Baseline]:
     """Return the baseline of each session of one group; scale 0 if all rewards are equal.
 
     With ``R`` the sessions' means, ``m`` the mean of ``R``, and ``s`` the standard deviation of
     the draw described in the module (that of ``R`` itself if each session has one reward):
 
-    - ``grpo``: ``(r - m) / (s + eps)`` (arXiv 2402.03300)
+    - ``grpo``: ``(r - m) / (s + eps)`` (arXiv 2402.03300); with the `deviation` ``sample``, ``s``
+      is multiplied by ``sqrt(n / (n - 1))`` for ``n`` sessions
     - ``dr_grpo``: ``r - m``, which does not favour easy and hard groups (arXiv 2503.20783)
     - ``rloo``: ``r - mean of the others' R``, an unbiased baseline (arXiv 2402.14740)
     """
@@ -86,6 +92,8 @@ def baselines(group: Sequence[SessionReward], estimator: Estimator, eps: float) 
     if estimator == "dr_grpo":
         return [Baseline(centre, 1.0)] * count
     variance = np.mean([session.shares @ (session.rewards - centre) ** 2 for session in group])
+    if deviation == "sample":
+        variance *= count / (count - 1)
     return [Baseline(centre, 1 / (float(np.sqrt(variance)) + eps))] * count
 
 
@@ -176,7 +184,7 @@ def _grade(
     """Return the advantages of each rewarded session's traces, and whether there is a signal."""
     rewarded = {t.session: rewards for t in group if (rewards := _rewards(t, config))}
     sessions = [whole for _, whole in rewarded.values()]
-    levels = baselines(sessions, config.advantage, config.advantage_eps)
+    levels = baselines(sessions, config.advantage, config.advantage_eps, config.advantage_std)
     graded = {
         session: [level.advantage(reward) for reward in by_trace]
         for (session, (by_trace, _)), level in zip(rewarded.items(), levels, strict=True)

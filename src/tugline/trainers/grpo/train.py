@@ -219,7 +219,9 @@ def token_terms(
     multiplied by `importance_weights`. The KL term is ``exp(d) - d - 1`` with
     ``d = reference - new`` (Schulman's k3, used by GRPO, arXiv 2402.03300). Its gradient is
     unbiased only for tokens sampled from the policy being trained; `kl_correction` multiplies it
-    by the token's ratio, which corrects it for older tokens (DeepSeek-V3.2, arXiv 2512.02556).
+    by the probability under the weights being trained, divided by that under the weights that
+    sampled the token (DeepSeek-V3.2, arXiv 2512.02556): the token's ratio, times its importance
+    weight if the old log probabilities are recomputed ones.
     """
     advantage, log_ratio = micro.advantage, new - micro.old
     ratio = torch.exp(_level(log_ratio, micro, config.ratio_level))
@@ -231,7 +233,9 @@ def token_terms(
     if reference is not None:
         distance = reference - new
         kl = torch.expm1(distance) - distance
-        loss = loss + config.kl * (kl * torch.exp(log_ratio) if config.kl_correction else kl)
+        loss = loss + config.kl * (
+            kl * torch.exp(log_ratio) * weights if config.kl_correction else kl
+        )
     clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
     return TokenTerms(loss, ratio.detach(), clipped, bounded, kl.detach())
 
