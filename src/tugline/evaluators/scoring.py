@@ -5,6 +5,7 @@ several results of a test the worst counts, a run that did not end counts as fai
 that contradict the test program's own count are an `inconsistency`.
 """
 
+import codecs
 import io
 import itertools
 import re
@@ -22,6 +23,7 @@ from tugline.types import Reward
 _MAX_LINE = 8192
 """Maximum bytes read of a line."""
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+_LINE = re.compile(r" \(line \d+\)$")
 _MAX_REASON = 300
 _MAX_TESTS = 100_000
 
@@ -53,9 +55,12 @@ class TestReport(msgspec.Struct):
     _cases: dict[str, TestOutcome] = {}
     """Worst outcome of each parametrized test, by the common name of its cases."""
     _reasons: dict[str, str] = {}
+    _items: dict[str, TestOutcome] = {}
+    """Worst outcome of the documentation tests of each item, by their common name."""
 
     def add(self, name: str, outcome: TestOutcome, reason: str = "") -> None:
         """Add a result; of several results of a test the worst counts."""
+        name, reason = _clean(name), _clean(reason)
         if len(self.outcomes) >= _MAX_TESTS and name not in self.outcomes:
             self.inconsistency = f"more than {_MAX_TESTS} tests are reported"
             return
@@ -68,17 +73,51 @@ class TestReport(msgspec.Struct):
             self._reasons.setdefault(name, first_line)
             self._reasons.setdefault(shared, first_line)
 
+    def add_doctest(self, name: str, outcome: TestOutcome) -> None:
+        """Add a test in the documentation of an item, whose name has a line that may move."""
+        self.add(name, outcome)
+        item = _LINE.sub("", name)
+        self._items[item] = _worse(self._items.get(item, outcome), outcome)
+
     def find(self, name: str) -> TestOutcome | None:
-        """Return a test's outcome; for the name of a parametrized test, that of its worst case."""
-        return self.outcomes.get(name) or self._cases.get(name)
+        """Return a test's outcome; for the name of a parametrized test, that of its worst case.
+
+        A documentation test that is not on its line stands for all of its item.
+        """
+        name = _clean(name)
+        found = self.outcomes.get(name) or self._cases.get(name)
+        return found or self._items.get(_LINE.sub("", name))
 
     def find_reason(self, name: str) -> str:
         """Return the first line of the reported reason why a test did not pass; may be empty."""
-        return self._reasons.get(name, "")
+        return self._reasons.get(_clean(name), "")
+
+
+def _clean(text: str) -> str:
+    """Return a text that UTF-8 can hold, without blanks at its ends."""
+    text = text.strip()
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+_MARKS = {
+    codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+}
+
+
+def decode_marked(data: bytes) -> str | None:
+    """Decode a text that begins with a byte order mark; None if it has none."""
+    for mark, encoding in _MARKS.items():
+        if data.startswith(mark):
+            return data[len(mark) :].decode(encoding, errors="replace")
+    return None
 
 
 def read_lines(data: bytes) -> Iterator[str]:
-    """Yield lines without colours, control sequences and line ends."""
+    """Yield lines without colours, control sequences, line ends and what was written over."""
+    if (marked := decode_marked(data)) is not None:  # such as from PowerShell
+        data = marked.encode(errors="replace")
     for raw in io.BytesIO(data):
         text = raw[:_MAX_LINE].decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
         yield _ESCAPES.sub("", text) if "\x1b" in text else text
@@ -128,18 +167,18 @@ def score(
     *,
     codes: Collection[int] = (),
 ) -> Verdict:
-    """Score a run; `normalize` returns the format's name of an expected test.
+    """Score a run; `normalize` returns the format's name of a test that is not found as it is.
 
     `codes` are the exit codes with which the run may count as passed; empty means any.
     """
     tests = report.outcomes if expected.tests is None else expected.tests
-    outcomes = {test: report.find(normalize(test)) for test in tests}
+    outcomes = {test: report.find(test) or report.find(normalize(test)) for test in tests}
     passed = {test for test, outcome in outcomes.items() if outcome is TestOutcome.PASS}
     trouble = _find_trouble(report, end)
     share = len(passed) / len(tests) if tests and not trouble else 0.0
     good = share == 1.0 and (not codes or end.code in codes)
     failed = {
-        test: report.find_reason(normalize(test)) or outcome.value
+        test: report.find_reason(test) or report.find_reason(normalize(test)) or outcome.value
         for test, outcome in outcomes.items()
         if outcome and test not in passed
     }
