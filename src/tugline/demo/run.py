@@ -176,6 +176,7 @@ def make_config(settings: DemoSettings) -> TrainConfig:
             balance="family",
             seed=settings.seed,
             minutes=settings.minutes,
+            patience=0.0,
             keep=2,
         ),
         metrics=(PluginSpec("plots"),),

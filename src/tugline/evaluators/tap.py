@@ -109,12 +109,14 @@ def _read_point(report: TestReport, levels: list[_TapLevel], point: re.Match[str
         report.inconsistency = f"test {number} is reported twice"
     level.numbers.add(number)
     title, directive, note, opened = _parse_description(point[4])
+    # A brace that nothing closes is part of the title, unless it is of the directive's reason.
+    whole = f"{title} {{" if opened and not directive else title
     outcome = TestOutcome.FAIL if point[2] else TestOutcome.PASS
     if directive:  # also an unfinished test that passes: node marks those that it never ran
         outcome = TestOutcome.SKIP
     depth = levels.index(level)
     _end_subtests(levels, depth, title)
-    level.points.append((f"{title} {{" if opened else title, outcome, note))
+    level.points.append((whole, outcome, note))
     level.opened = title if opened else None
 
 
