@@ -106,6 +106,7 @@ class SyncClient:
     session = _block(Client.session)
     sessions = _iterate(Client.sessions)
     cancel = _block(Client.cancel)
+    retry_task = _block(Client.retry_task)
     write_note = _block(Client.write_note)
     released = _iterate(Client.released)
     wait = _block(Client.wait)
