@@ -51,7 +51,7 @@ async def test_groups_are_flat_arrays_with_advantages(live: LiveServer) -> None:
     assert first.logprobs.tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
     assert first.versions.tolist() == [-1, -1, 3, 3, -1, 4]
     assert first.temperatures.tolist() == [1, 1, 1, 1, 1, 0]
-    scale = np.sqrt(2) / 3 + 1e-4
+    scale = np.sqrt(1 / 3) + 1e-4  # deviation of the sample 1, 0, 0
     assert first.advantages.tolist() == pytest.approx([0, 0, 1 / 3 / scale, 1 / 3 / scale, 0, 0])
     assert all(not one.advantages.any() for one in (*b.samples, *c.samples))
 
