@@ -105,7 +105,7 @@ async def test_a_batch_has_the_fields_of_slime(live: LiveServer, recipe: Any) ->
     assert len(last.rollout_log_probs) == last.response_length == 1
     rewards, advantages = recipe.advantages(args, rows)
     assert rewards == [1.0, 1.0, 0.0, 0.0, 0.5]
-    assert advantages == pytest.approx([0.9998, 0.9998, -0.9998, -0.9998, 0.0])
+    assert advantages == pytest.approx([0.7070068, 0.7070068, -0.7070068, -0.7070068, 0.0])
 
 
 async def test_groups_are_read_again_until_slime_has_saved(live: LiveServer, recipe: Any) -> None:
