@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainers.sessions import session
+from tugline.errors import UsageError
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import TrainConfig
 from tugline.trainers.metrics import TrainState
@@ -139,3 +140,27 @@ def test_pass_rates_are_means_of_rewards(
         later = batches.update_rates(known, {"g": 3}, make_group("g", 0.0, 0.0))
         assert later == {3: pytest.approx(expected / 2)}
     assert make(folder, choose="order").update_rates({}, {"g": 3}, make_group("g", 1.0)) == {}
+
+
+def test_tasks_that_changed_are_noticed_on_resume(folder: Path, tmp_path: Path) -> None:
+    """Fewer, other, changed or reordered ones are refused by name; the same ones are not."""
+    lines = (folder / "tasks.jsonl").read_text().splitlines(keepends=True)
+    run, source = tmp_path / "run", tmp_path / "source"
+    run.mkdir()
+    source.mkdir()
+
+    def start(*rows: str) -> None:
+        (source / "tasks.jsonl").write_text("".join(rows))
+        make(source).store(run)
+
+    start(*lines)
+    start(*lines)
+    for rows, message in (
+        (lines[:9], "3 removed, such as 't10'"),
+        ([*lines[:-1], lines[-1].replace("t11", "t12")], "1 removed.*'t11', 1 added.*'t12'"),
+        ([lines[0].replace("?", "!"), *lines[1:]], "1 changed, such as 't0'"),
+        (lines[::-1], "they are in another order"),
+    ):
+        with pytest.raises(UsageError, match=f"^the tasks have changed since .*: {message}"):
+            start(*rows)
+    start(*lines)

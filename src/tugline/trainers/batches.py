@@ -4,6 +4,7 @@ The selection depends only on the configuration and the step, and with `choose: 
 results of earlier steps, which are in the checkpoint. So a resumed run submits the same tasks.
 """
 
+import hashlib
 import math
 import random
 import zlib
@@ -13,11 +14,13 @@ from functools import lru_cache
 from itertools import cycle
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
+from tugline.atomic import write_file
 from tugline.datasets.base import HELD_OUT, INSTANCE, task_id
 from tugline.datasets.files import SelectedTasks, SetFile, TaskSelection, instance_of
-from tugline.errors import ConfigError
+from tugline.errors import ConfigError, UsageError
 from tugline.launch.server import check_runnable
 from tugline.trainers.config import TaskSource, TrainConfig
 from tugline.types import Task, Trajectory
@@ -27,6 +30,8 @@ ATTEMPTS = 20
 _FIRST = 10
 """Priority of evaluations, because publishing waits for them."""
 _MAX_ID = 128
+_TASKS = "tasks.json"
+"""File of a run's folder with the digests of its tasks."""
 _LEAST, _UNKNOWN, _KEPT = 0.05, 0.5, 0.5
 """Minimum weight of a task; pass rate without results; factor of the moving average of results."""
 
@@ -54,6 +59,21 @@ class TaskBatches:
         """Check the first batch and a held-out task. Raises `Invalid` if one cannot be run."""
         for task in [*self.batch(1, self.choose(1, {})), *self.held_out[:1]]:
             check_runnable(task)
+
+    def store(self, folder: Path) -> None:
+        """Store the digests of the tasks. Raises `UsageError` if an earlier start had others.
+
+        Steps refer to tasks by their position, so a changed file would train other tasks.
+        """
+        path = folder / _TASKS
+        now = {"tasks": _digest(self.trained), "heldout": _digest(self.held_out)}
+        if path.exists():
+            stored = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, str]])
+            changes = [text for name in now if (text := _compare(stored.get(name, {}), now[name]))]
+            if changes:
+                msg = f"the tasks have changed since {folder} was started: {'; '.join(changes)}"
+                raise UsageError(f"{msg}. Restore them, or choose another --out")
+        write_file(path, msgspec.json.format(msgspec.json.encode(now)))
 
     def choose(self, step: int, rates: Mapping[int, float]) -> tuple[int, ...]:
         """Return the tasks of a step, counted from 1, as their numbers in `trained`.
@@ -130,6 +150,26 @@ class TaskBatches:
             group=replace(task.group, attempts=max(ATTEMPTS, task.group.attempts)),
             **own,
         )
+
+
+def _digest(tasks: Sequence[Task]) -> dict[str, str]:
+    """Return a digest of each task's own content by its id, in order."""
+    own = ((task.id, (task.instruction, task.files, task.tags)) for task in tasks)
+    encode = msgspec.msgpack.Encoder(order="deterministic").encode
+    return {name: hashlib.sha256(encode(content)).hexdigest()[:16] for name, content in own}
+
+
+def _compare(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Describe how two lists of tasks differ; empty if they are equal."""
+    if list(before.items()) == list(now.items()):
+        return ""
+    gone, new = before.keys() - now.keys(), now.keys() - before.keys()
+    other = {name for name in before.keys() & now.keys() if before[name] != now[name]}
+    counts = {"removed": gone, "added": new, "changed": other}
+    texts = [
+        f"{len(names)} {what}, such as {min(names)!r}" for what, names in counts.items() if names
+    ]
+    return ", ".join(texts) or "they are in another order"
 
 
 @lru_cache(maxsize=2)

@@ -97,6 +97,7 @@ async def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder_lock(folder, instead="choose another --out"))
         store_config(folder, config)
+        batches.store(folder)
         batches.run = name_run(folder) if config.server is not None else ""
         report("loading the model")
         models = stack.enter_context(open_models(config))
