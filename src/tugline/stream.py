@@ -11,8 +11,7 @@ not acknowledged are delivered again, acknowledged groups never (I3); so acknowl
 checkpoint. One page of results is in memory.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +21,7 @@ from tugline.client.streams import GroupResults
 from tugline.client.sync import SyncClient
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.samples import read_group
-from tugline.types import Reason, Sample, Trajectory
+from tugline.types import Sample, Trajectory
 
 
 class GradedGroup:
@@ -39,25 +38,14 @@ class GradedGroup:
         self.trajectories: tuple[Trajectory, ...] = tuple(t for t in every if t is not None)
         """Trajectories of the sessions that ran, with or without a reward, by sample."""
 
-    @property
+    @cached_property
     def samples(self) -> tuple[Sample, ...]:
         """Samples of all traces with tokens to train on, of all sessions with a reward.
 
         Advantages are ``(r - mean) / (std + 1e-4)`` over the sessions, 0 if all are equal; a
         trainer that computes its own uses `Sample.reward`.
         """
-        return self._read[0]
-
-    @property
-    def masked(self) -> Mapping[Reason, int]:
-        """Number of sampled tokens that are in no sample by reason, such as those beside images."""
-        return self._read[1]
-
-    @cached_property
-    def _read(self) -> tuple[tuple[Sample, ...], Mapping[Reason, int]]:
-        masked = Counter[Reason]()
-        samples = tuple(read_group(self.trajectories, GrpoConfig(), masked))
-        return samples, +masked
+        return tuple(read_group(self.trajectories, GrpoConfig()))
 
 
 @dataclass(eq=False, repr=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from random_models import SMALL
 from trainers.sessions import VERSION, groups, recaptured, session, tiny, trace
 from tugline.errors import CaptureError, ConfigError
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.trainers.grpo.samples import prepare, read_group
+from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo
 from tugline.types import Ledger, Reason, Reward, Trajectory
 
@@ -137,21 +136,6 @@ def test_traces_may_have_their_own_rewards() -> None:
         assert not row.advantages[~row.loss_mask].any()
     plain, _ = prepare(batch, GrpoConfig(advantage="dr_grpo"), version=5)
     assert [row.advantages.max() for row in plain[:2]] == [0.5, 0.5]
-
-
-def test_traces_with_images_are_masked_with_their_reason() -> None:
-    """Their ids do not say what was seen; also for other trainers, which read groups."""
-    batch = two_sessions(tiny(), 3.0, 1.0)
-    first, second = batch[0].traces
-    seen = replace(batch[0], traces=(replace(first, images=("0" * 64,)), second))
-    samples, ledger = prepare([seen, batch[1]], GrpoConfig(), version=VERSION)
-    left = int(first.mask.sum())
-    assert [len(row.input_ids) for row in samples] == [len(second.ids), len(batch[1].traces[0].ids)]
-    assert ledger.masked[Reason.IMAGES] == left
-    assert ledger.balanced
-    masked = Counter[Reason]()
-    assert len(list(read_group([seen, batch[1]], GrpoConfig(), masked))) == 2
-    assert +masked == {Reason.IMAGES: left}
 
 
 def test_a_wrong_number_of_rewards_is_refused() -> None:

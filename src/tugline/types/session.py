@@ -31,9 +31,6 @@ class Reason(StrEnum):
     """The update was skipped: its loss or gradient was not finite."""
     UNREPRODUCIBLE = "unreproducible"
     """No forward pass reproduces the logprob; see `Distribution.forward_temperature`."""
-    IMAGES = "images"
-    """In a trace with images, which no trainer here reads yet: its logprobs would be of other
-    contexts."""
     NO_TOKEN_IDS = "no_token_ids"  # noqa: S105 - no secret
     """The engine reported text only."""
     BEHIND_STOP = "behind_stop"

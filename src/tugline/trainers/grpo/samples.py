@@ -155,20 +155,16 @@ def prepare(
     return samples, leave_out(ledger, masked=masked, dropped=dropped)
 
 
-def read_group(
-    group: Sequence[Trajectory], config: GrpoConfig, masked: Counter[Reason] | None = None
-) -> Iterator[Sample]:
+def read_group(group: Sequence[Trajectory], config: GrpoConfig) -> Iterator[Sample]:
     """Yield the samples of one task's sessions with a finite reward, for any trainer.
 
     No sample is left out because of its reward or age; without a signal, all advantages are 0.
-    Tokens that are trained in a trace and not in a sample are counted in `masked`.
     """
-    left_out = Counter[Reason]() if masked is None else masked
     graded, _ = _grade(group, config)
     for trajectory in group:
         if trajectory.session in graded:
             advantages = graded[trajectory.session]
-            yield from _samples(trajectory, advantages, config, 0, left_out)
+            yield from _samples(trajectory, advantages, config, 0, Counter())
 
 
 def _check_ledger(trajectory: Trajectory) -> None:
@@ -242,9 +238,6 @@ def _samples(
         trained = [span.call for span in spans if span.masked is None]
         shares = turn_shares(trained, config.turn_discount)
     for trace, advantage in zip(trajectory.traces, advantages, strict=True):
-        if trace.images:
-            masked[Reason.IMAGES] += int(trace.mask.sum())
-            continue
         versions, temperatures = read_spans(trace)
         mask = trace.mask & (temperatures > 0)
         masked[Reason.UNREPRODUCIBLE] += int(trace.mask.sum() - mask.sum())
