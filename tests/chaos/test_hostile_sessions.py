@@ -47,6 +47,7 @@ def make_hostile(folder: Path) -> list[dict[str, Any]]:
     damage = ["python3", "agent.py", str(folder)]
     nowhere = {"engine": "unix:///nonesuch.sock", "image": "x"}
     out_of_order = {"name": "bad_parts:OutOfOrder"}
+    ending = {"name": "bad_parts:Ending", "options": {"by": "cancellation"}}
     return [
         make_task("impossible-limit", 4, limits={"init_s": 0.001}),
         make_task("endless-loop", 4, evaluator={"name": "tests", "options": LOOP}),
@@ -57,7 +58,8 @@ def make_hostile(folder: Path) -> list[dict[str, Any]]:
             harness={"name": "shell", "options": {"command": damage}},
             files={"agent.py": AGENT + DAMAGE},
         ),
-        make_task("unencodable-result", 2, evaluator={"name": "bad_parts:Unencodable"}),
+        make_task("odd-report", 1, evaluator={"name": "bad_parts:Unencodable"}),
+        make_task("ending-evaluator", 1, evaluator=ending),
         make_task("no-container-engine", 2, runtime={"name": "container", "options": nowhere}),
         make_task("broken-builder", 3, builder={"name": "bad_parts:Broken"}),
         make_task("broken-harness", 2, harness=out_of_order),
@@ -100,7 +102,7 @@ def test_hostile_sessions_cost_honest_ones_nothing(tmp_path: Path) -> None:
 
         until(lambda: count("honest") == HONEST, "the honest sessions", DONE_S)
         seconds = time.monotonic() - began
-        ended = ("endless-loop", "damaged-recording", "unencodable-result", "broken-builder")
+        ended = ("endless-loop", "damaged-recording", "odd", "ending", "broken-builder")
         until(lambda: count(*ended) == 12, "the hostile sessions", DONE_S)
         results = read_results()
         events = api.get("/v1/events?limit=1000")
@@ -121,7 +123,8 @@ def test_hostile_sessions_cost_honest_ones_nothing(tmp_path: Path) -> None:
     }
     assert causes["damaged-recording"] == "recording"
     assert causes["broken-builder"] == "recording"
-    assert causes["unencodable-result"] in {"result", "evaluator"}
+    assert causes["ending-evaluator"] == "evaluator"
+    assert results["odd-report-0"]["reward"] == 1.0  # its report is made plain
     assert seconds < DONE_S
 
 
