@@ -20,6 +20,7 @@ from tugline.types import Workspace
 HERE = Path(__file__).parent
 ATTACKS = read_values(HERE / "trusted.yaml")
 BY_THE_PROGRAM: dict[str, str] = ATTACKS["by the tested program"]
+ADDED: dict[str, str] = ATTACKS["added by the tested program"]
 BY_SETUP: dict[str, str] = ATTACKS["by setup"]
 VARIABLES = {**read_values(HERE / "rewards.yaml")["variables"], **ATTACKS["variables"]}
 
@@ -66,6 +67,18 @@ async def test_a_tested_program_changes_what_decides(arena: Arena, attack: str) 
     verdict = await judged(arena, evaluator, BASE, {"total.sh": half})
     assert verdict.reward.value == 0.0, verdict.report
     assert "files that decide" in verdict.report["reason"], verdict.report
+
+
+@pytest.mark.parametrize("attack", ADDED)
+async def test_a_tested_program_adds_what_a_runner_loads(arena: Arena, attack: str) -> None:
+    """Even if it passes all tests; outputs of other names are no reason."""
+    evaluator = TestsEvaluator(command=COMMAND, format="tap", files=CHECKS, timeout_s=20)
+    verdict = await judged(arena, evaluator, BASE, {"total.sh": f"{ADDED[attack]}\n{RIGHT}"})
+    assert (verdict.reward.value, verdict.report["passed"]) == (0.0, 3), verdict.report
+    assert "files that decide" in verdict.report["reason"], verdict.report
+    outputs = "mkdir -p out build .cache; touch out/x build/y.o .cache/z checks/w tests/log.txt\n"
+    verdict = await judged(arena, evaluator, BASE, {"total.sh": f"{outputs}{RIGHT}"}, "right")
+    assert verdict.reward.value == 1.0, verdict.report
 
 
 async def test_tests_may_change_their_own_files(arena: Arena) -> None:

@@ -13,12 +13,11 @@ from typing import Any
 import msgspec
 
 from tugline.evaluators.filters import filter_patch
+from tugline.evaluators.guard import LIMITS
 from tugline.evaluators.script import ScriptRunner, inspect_tree, put_work, run_on_paths
 from tugline.sandbox.base import Content
-from tugline.sandbox.patch import FileChange, Patch, PatchLimits
+from tugline.sandbox.patch import FileChange, Patch
 
-_LIMITS = PatchLimits(files=20_000, seen_files=200_000, file_bytes=128 << 20, total_bytes=512 << 20)
-"""Limits of what is brought over; a report names what is left out."""
 _MAX_NAMED = 50
 """Maximum number of paths named in a report."""
 _MAKE_NEW = 'xargs -0 -r touch -c -h < "$0"'
@@ -37,7 +36,7 @@ async def copy_outputs(
     `before` are the task's files, `env` is the environment of the tests. The caller must write
     `trusted` afterwards.
     """
-    made, own = await work.sandbox.diff(_LIMITS), await judge.sandbox.diff(_LIMITS)
+    made, own = await work.sandbox.diff(LIMITS), await judge.sandbox.diff(LIMITS)
     known = await inspect_tree(judge, made.files, env)
     fresh = known._replace(files=work.rules.fresh.files)
     rules = msgspec.structs.replace(work.rules.permit_built(), fresh=fresh)
@@ -55,6 +54,7 @@ async def copy_outputs(
         if path not in work.patch.files:
             files[path] = await _read_unchanged(work, path, change)
     await judge.sandbox.put(judge.sandbox.workdir, files)
+    judge.present |= {*own.files, *files}
     # Build tools must not take a test program of the first sandbox for an up-to-date one.
     await run_on_paths(judge, "dates", _MAKE_NEW, rules.list_protected())
     names = {path: why for path, why in refused.items() if made.files[path] != own.files.get(path)}
@@ -67,5 +67,5 @@ async def copy_outputs(
 
 async def _read_unchanged(work: ScriptRunner, path: str, own: FileChange | None) -> Content:
     """Return a file that only the original's `setup` changed, as it is in `work`'s sandbox."""
-    data = await work.sandbox.get(work.sandbox.workdir / path, max_bytes=_LIMITS.file_bytes)
+    data = await work.sandbox.get(work.sandbox.workdir / path, max_bytes=LIMITS.file_bytes)
     return None if data is None else FileChange(data, executable=own is None or own.executable)

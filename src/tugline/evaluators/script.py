@@ -54,6 +54,8 @@ class ScriptRunner:
         """The whole patch as text; empty unless it was requested."""
         self.rules, self.patch = Rules(), Patch()
         """The rules by which the patch was filtered, and what they permit."""
+        self.present: set[str] = set()
+        """Paths of the files in the workdir, as far as they are known."""
 
     async def run(
         self,
@@ -127,6 +129,7 @@ async def put_work(
     merged = apply_patch(before, work.patch, trusted)
     files = {path: content for path, content in merged.items() if path not in trusted}
     await runner.sandbox.put(runner.sandbox.workdir, files)
+    runner.present |= work.rules.fresh.files | set(files)
     # Make added files and changed binaries older than their sources, so that build tools do
     # not take them for up-to-date results.
     known = work.rules.fresh.files

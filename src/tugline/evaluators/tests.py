@@ -29,6 +29,7 @@ from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.filters import FOLDERS, PYTHON, TESTS, Patterns, Rules
 from tugline.evaluators.formats import FORMATS, read_report
+from tugline.evaluators.guard import Guard
 from tugline.evaluators.isolation import serve_programs
 from tugline.evaluators.outputs import copy_outputs
 from tugline.evaluators.own_pytest import (
@@ -131,8 +132,8 @@ class TestsEvaluator(Evaluator):
             )
         self._proven: set[str] = set()
         """Programs that have run successfully without an agent's changes."""
-        self._changing: set[str] = set()
-        """Trusted files that the tests change without an agent's work."""
+        self._own_changes: set[str] = set()
+        """Files that decide, and that the tests change without an agent's work."""
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Run the expected tests on the agent's work."""
@@ -220,10 +221,11 @@ class TestsEvaluator(Evaluator):
         if self._random:
             path = sandbox.home / f"{secrets.token_hex(16)}.report"
         await sandbox.put(sandbox.workdir, trusted)
-        guarded = [] if self.isolate else await self._list_guarded(work, trusted)
-        before = await sandbox.read_states(guarded)
+        guard = None
+        if outcome.patch.files and not self.isolate:
+            guard = Guard(judge, work, trusted)
+            await guard.begin()
         end = await self._start(judge, argv, "tests", path, env)
-        after = await sandbox.read_states(guarded)
         if path is not None:
             data = await sandbox.get(path, max_bytes=MAX_REPORT) or b""
         else:
@@ -233,37 +235,31 @@ class TestsEvaluator(Evaluator):
             await self._check_program(outcome, report, end)
         verdict = score(report, expected, end, self._format.normalize, codes=codes)
         verdict.report["output"] = await judge.read_tail("tests")
-        changed = {each for each in guarded if before[each] != after[each]}
-        if verdict.reward.value > 0.0 and changed:
-            forged = changed - await self._find_own_changes(outcome, trusted, changed, argv)
-            return _refuse(verdict, forged) if forged else verdict
-        return verdict
-
-    async def _list_guarded(self, work: ScriptRunner, trusted: Mapping[str, Content]) -> list[str]:
-        """Return the paths of files that decide and that no program may change."""
-        protected = await asyncio.to_thread(work.rules.list_protected)
-        return sorted({*protected, *(p for p, content in trusted.items() if content is not None)})
+        if guard is None or verdict.reward.value <= 0.0:
+            return verdict
+        changes = await guard.find_changes()
+        if changes - self._own_changes:
+            self._own_changes |= await self._find_own_changes(outcome, work, trusted, argv)
+        return _refuse(verdict, forged) if (forged := changes - self._own_changes) else verdict
 
     async def _find_own_changes(
         self,
         outcome: SessionOutcome,
+        work: ScriptRunner,
         trusted: Mapping[str, Content],
-        paths: Collection[str],
         argv: Sequence[str],
     ) -> set[str]:
-        """Return those of `paths` that the tests change without the agent's work as well."""
-        if not self._changing.issuperset(paths):
-            async with outcome.open_sandbox(outcome.task.files) as sandbox:
-                control = ScriptRunner(sandbox, outcome)
-                if self._setup is not None:
-                    await self._start(control, self._setup, "setup")
-                await sandbox.put(sandbox.workdir, trusted)
-                before = await sandbox.read_states(paths)
-                report = sandbox.home / f"{secrets.token_hex(16)}.report"
-                await self._start(control, argv, "tests", report)
-                after = await sandbox.read_states(paths)
-            self._changing |= {path for path in paths if before[path] != after[path]}
-        return self._changing & set(paths)
+        """Return the files that decide, and that the tests change without the agent's work."""
+        async with outcome.open_sandbox(outcome.task.files) as sandbox:
+            control = ScriptRunner(sandbox, outcome)
+            if self._setup is not None:
+                await self._start(control, self._setup, "setup")
+            await sandbox.put(sandbox.workdir, trusted)
+            guard = Guard(control, work, trusted)
+            await guard.begin()
+            report = sandbox.home / f"{secrets.token_hex(16)}.report"
+            await self._start(control, argv, "tests", report)
+            return await guard.find_changes()
 
     async def _check_program(self, outcome: SessionOutcome, report: TestReport, end: Exit) -> None:
         """Raise `EvaluatorError` if the test program cannot run at all."""
