@@ -12,6 +12,7 @@ import judging
 from attacked import Arena
 from judging import Judge
 from tugline.evaluators.base import Evaluator, Verdict
+from tugline.evaluators.swebench import SweBenchEvaluator
 from tugline.evaluators.tests import TestsEvaluator
 from tugline.sandbox.base import SandboxSpec
 from tugline.schema import read_values
@@ -142,3 +143,79 @@ async def test_setup_prepares_right_work(arena: Arena) -> None:
     evaluator = by_setup(files={"tests/test_bill.py": test})
     verdict = await judged(arena, evaluator, base, work)
     assert verdict.reward.value == 1.0, verdict.report
+
+
+PROGRAM = "a, b = map(int, input().split())\nprint(a - b)\n"
+RUNS = """\
+import os, subprocess
+
+def test_total():
+    argv = [*filter(None, [os.environ.get("JUDGED")]), "python3", "bill.py"]
+    done = subprocess.run(argv, input="2 3", capture_output=True, text=True, timeout=30)
+    assert done.stdout.strip() == "5"
+"""
+ANSWER = '"$(echo 2 3 | ${JUDGED:-} python3 bill.py)" = 5'
+ALONE = "python3 -m pytest -q -p no:cacheprovider -p no:schemathesis test_bill.py"
+ROW = f"""\
+: '>>>>> Start Test Output'
+if [ {ANSWER} ]; then echo PASSED test_bill.py::test_total
+else echo FAILED test_bill.py::test_total; fi
+: '>>>>> End Test Output'
+"""
+ISOLATED: dict[str, tuple[type[Evaluator], dict[str, Any]]] = {
+    "own pytest": (TestsEvaluator, {"files": {"test_bill.py": RUNS}}),
+    "pytest": (
+        TestsEvaluator,
+        {"files": {"test_bill.py": RUNS}, "command": ALONE, "format": "pytest"},
+    ),
+    "junit": (
+        TestsEvaluator,
+        {
+            "files": {"test_bill.py": RUNS},
+            "command": f"{ALONE} --junitxml={{report}}",
+            "format": "junit",
+            "setup": "true",
+        },
+    ),
+    "tap": (
+        TestsEvaluator,
+        {
+            "command": f"if [ {ANSWER} ]; then echo ok 1 - total; else echo not ok 1 - total; fi\n"
+            "echo 1..1",
+            "format": "tap",
+        },
+    ),
+    "swebench": (
+        SweBenchEvaluator,
+        {
+            "instance": "bill-1",
+            "eval_script": ROW,
+            "log_parser": "parse_log_pytest",
+            "fail_to_pass": ["test_bill.py::test_total"],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ISOLATED)
+async def test_a_program_that_forges_its_judges_report(arena: Arena, name: str) -> None:
+    """It takes its judge by ptrace, writes report and output, and lets it end with exit code 0.
+
+    In one sandbox that works, as the docs say.
+    """
+    kind, options = ISOLATED[name]
+    isolated = kind(**options, isolate=True, timeout_s=30)
+    base = {"bill.py": PROGRAM}
+    attack = {"bill.py": VARIABLES["TAKE"]}
+    verdict = await judged(arena, isolated, base, attack, "attacked")
+    assert verdict.reward.value == 0.0, verdict.report
+    honest = {"bill.py": PROGRAM.replace("-", "+")}
+    verdict = await judged(arena, isolated, base, honest, "honest")
+    assert verdict.reward.value == 1.0, verdict.report
+    if arena.name == "bubblewrap" and kind is TestsEvaluator and name != "tap":
+        beside = kind(**options, timeout_s=30)
+        for attempt in range(12):  # it does not always hit a system call
+            verdict = await judged(arena, beside, base, attack, f"beside-{attempt}")
+            if verdict.reward.value == 1.0:
+                break
+        assert verdict.reward.value == 1.0, verdict.report["reason"]
