@@ -48,7 +48,7 @@ class OutOfOrder(Uninstallable):
 class Unencodable(Evaluator):
     """An evaluator whose report cannot be encoded."""
 
-    opens_sandbox = False
+    sandboxes = 0
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Give a reward, with a report that is not text."""
@@ -58,7 +58,7 @@ class Unencodable(Evaluator):
 class Hanging(Evaluator):
     """An evaluator that never returns."""
 
-    opens_sandbox = False
+    sandboxes = 0
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Never ends."""
@@ -69,7 +69,7 @@ class Hanging(Evaluator):
 class Ending(Evaluator):
     """An evaluator whose code cancels its task, or exits."""
 
-    opens_sandbox = False
+    sandboxes = 0
 
     def __init__(self, *, by: str) -> None:
         self.by = by
@@ -96,7 +96,7 @@ class EndingBuilder(PrefixMerging):
 class Crashing(Evaluator):
     """An evaluator with a bug."""
 
-    opens_sandbox = False
+    sandboxes = 0
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Fails."""
@@ -121,7 +121,7 @@ class Moody(Evaluator):
 class Noting(Evaluator):
     """An evaluator that reports what was left out of the patch."""
 
-    opens_sandbox = False
+    sandboxes = 0
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Always content."""

@@ -42,7 +42,7 @@ WRONG, RIGHT = "echo $(($1 - $2))\n", "echo $(($1 + $2))\n"
 BASE = {"total.sh": WRONG, "tests/3.sh": OWN_TEST}
 
 
-async def judged(
+async def give_verdict(
     arena: Arena,
     evaluator: Evaluator,
     base: Mapping[str, str],
@@ -65,7 +65,7 @@ async def test_a_tested_program_changes_what_decides(arena: Arena, attack: str) 
     own = "repository" in attack
     answers = f"23) echo 5 ;; 22) echo {4 if own else -1} ;; 42) echo {-1 if own else 6} ;;"
     half = f"({BY_THE_PROGRAM[attack]}) > /dev/null 2>&1\ncase $1$2 in {answers} esac\n"
-    verdict = await judged(arena, evaluator, BASE, {"total.sh": half})
+    verdict = await give_verdict(arena, evaluator, BASE, {"total.sh": half})
     assert verdict.reward.value == 0.0, verdict.report
     assert "files that decide" in verdict.report["reason"], verdict.report
 
@@ -74,22 +74,22 @@ async def test_a_tested_program_changes_what_decides(arena: Arena, attack: str) 
 async def test_a_tested_program_adds_what_a_runner_loads(arena: Arena, attack: str) -> None:
     """Even if it passes all tests; outputs of other names are no reason."""
     evaluator = TestsEvaluator(command=COMMAND, format="tap", files=CHECKS, timeout_s=20)
-    verdict = await judged(arena, evaluator, BASE, {"total.sh": f"{ADDED[attack]}\n{RIGHT}"})
+    verdict = await give_verdict(arena, evaluator, BASE, {"total.sh": f"{ADDED[attack]}\n{RIGHT}"})
     assert (verdict.reward.value, verdict.report["passed"]) == (0.0, 3), verdict.report
     assert "files that decide" in verdict.report["reason"], verdict.report
     outputs = "mkdir -p out build .cache; touch out/x build/y.o .cache/z checks/w tests/log.txt\n"
-    verdict = await judged(arena, evaluator, BASE, {"total.sh": f"{outputs}{RIGHT}"}, "right")
+    verdict = await give_verdict(arena, evaluator, BASE, {"total.sh": f"{outputs}{RIGHT}"}, "right")
     assert verdict.reward.value == 1.0, verdict.report
 
 
 async def test_tests_may_change_their_own_files(arena: Arena) -> None:
     """Honest work earns 1, also if the tests themselves change what decides."""
     evaluator = TestsEvaluator(command=COMMAND, format="tap", files=CHECKS, timeout_s=20)
-    assert (await judged(arena, evaluator, BASE, {"total.sh": RIGHT})).reward.value == 1.0
+    assert (await give_verdict(arena, evaluator, BASE, {"total.sh": RIGHT})).reward.value == 1.0
     command = f"chmod +x checks/1.sh; echo >> checks/2.out; echo >> tests/3.sh; {COMMAND}"
     writes = TestsEvaluator(command=command, format="tap", files=CHECKS, timeout_s=20)
     for folder in ("first", "second"):
-        verdict = await judged(arena, writes, BASE, {"total.sh": RIGHT}, folder)
+        verdict = await give_verdict(arena, writes, BASE, {"total.sh": RIGHT}, folder)
         assert verdict.reward.value == 1.0, verdict.report
 
 
@@ -114,11 +114,11 @@ async def test_setup_leaves_nothing_that_decides(
     files = {"tests/test_bill.py": TEST} if hidden else None
     texts = (f"{name}=$(cat <<'END'\n{text}\nEND\n)\n" for name, text in VARIABLES.items())
     script = f"{''.join(texts)}{BY_SETUP[attack]}\ntrue\n"
-    verdict = await judged(arena, by_setup(files=files), REPOSITORY, {"build.sh": script})
+    verdict = await give_verdict(arena, by_setup(files=files), REPOSITORY, {"build.sh": script})
     assert verdict.reward.value == 0.0, verdict.report
     if attack != "too many files":  # nothing of its outputs is used then
         work = {"build.sh": script, "bill.py": BILL.replace("-", "+")}
-        verdict = await judged(arena, by_setup(files=files), REPOSITORY, work, "right")
+        verdict = await give_verdict(arena, by_setup(files=files), REPOSITORY, work, "right")
         assert verdict.reward.value == 1.0, verdict.report
 
 
@@ -141,7 +141,7 @@ async def test_setup_prepares_right_work(arena: Arena) -> None:
     )
     work = {"bill.in": "def total(b, a): return BODY\n"}
     evaluator = by_setup(files={"tests/test_bill.py": test})
-    verdict = await judged(arena, evaluator, base, work)
+    verdict = await give_verdict(arena, evaluator, base, work)
     assert verdict.reward.value == 1.0, verdict.report
 
 
@@ -207,15 +207,15 @@ async def test_a_program_that_forges_its_judges_report(arena: Arena, name: str) 
     isolated = kind(**options, isolate=True, timeout_s=30)
     base = {"bill.py": PROGRAM}
     attack = {"bill.py": VARIABLES["TAKE"]}
-    verdict = await judged(arena, isolated, base, attack, "attacked")
+    verdict = await give_verdict(arena, isolated, base, attack, "attacked")
     assert verdict.reward.value == 0.0, verdict.report
     honest = {"bill.py": PROGRAM.replace("-", "+")}
-    verdict = await judged(arena, isolated, base, honest, "honest")
+    verdict = await give_verdict(arena, isolated, base, honest, "honest")
     assert verdict.reward.value == 1.0, verdict.report
     if arena.name == "bubblewrap" and kind is TestsEvaluator and name != "tap":
         beside = kind(**options, timeout_s=30)
         for attempt in range(12):  # it does not always hit a system call
-            verdict = await judged(arena, beside, base, attack, f"beside-{attempt}")
+            verdict = await give_verdict(arena, beside, base, attack, f"beside-{attempt}")
             if verdict.reward.value == 1.0:
                 break
         assert verdict.reward.value == 1.0, verdict.report["reason"]

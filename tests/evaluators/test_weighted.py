@@ -28,7 +28,7 @@ RUNNING: list[str] = []
 class Fixed(Evaluator):
     """An evaluator with a given result."""
 
-    opens_sandbox = False
+    sandboxes = 0
 
     value: float = 1.0
     fails: str = ""
@@ -149,9 +149,9 @@ def test_needs_of_parts_are_combined() -> None:
     assert weighted.mounts(task()) == (Mount("/a", "/srv/a"), Mount("/b"))
     assert weighted.hidden(task()) == ("/x",)
     assert not weighted.in_place
-    assert not weighted.opens_sandbox
+    assert weighted.sandboxes == 0
     assert WeightedEvaluator(parts={"a": part(in_place=True)}).in_place
-    assert WeightedEvaluator(parts={"a": {"evaluator": {"name": "tests"}}}).opens_sandbox
+    assert WeightedEvaluator(parts={"a": {"evaluator": {"name": "tests"}}}).sandboxes
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from rig import until
 from tugline.errors import SandboxError
-from tugline.rollout.parts import PrewarmedSandbox
+from tugline.rollout.parts import PrewarmedSandboxes
 from tugline.sandbox.local import LocalRuntime, LocalSandbox
 
 
@@ -37,10 +37,10 @@ class Sandboxes:
                 self.closed += 1
 
 
-async def prewarm(sandboxes: Sandboxes) -> PrewarmedSandbox:
+async def prewarm(sandboxes: Sandboxes) -> PrewarmedSandboxes:
     """A prewarmed sandbox that is open."""
-    prewarmed = PrewarmedSandbox(sandboxes.open)
-    prewarmed.prepare()
+    prewarmed = PrewarmedSandboxes(sandboxes.open)
+    prewarmed.prepare(1)
     await until(lambda: sandboxes.opened or sandboxes.broken)
     await asyncio.sleep(0.05)
     return prewarmed
@@ -58,6 +58,18 @@ async def test_a_prewarmed_sandbox_is_used_once(tmp_path: Path) -> None:
         async with prewarmed.open({"c": "y"}) as sandbox:
             assert [path.name for path in sandbox.workdir.iterdir()] == ["c"]
     assert (len(sandboxes.opened), sandboxes.closed) == (2, 2)
+
+
+async def test_two_prewarmed_sandboxes_are_used_at_once(tmp_path: Path) -> None:
+    """A third one is new."""
+    sandboxes = Sandboxes(tmp_path)
+    prewarmed = PrewarmedSandboxes(sandboxes.open)
+    prewarmed.prepare(2)
+    async with contextlib.aclosing(prewarmed), contextlib.AsyncExitStack() as stack:
+        await until(lambda: len(sandboxes.opened) == 2)
+        used = [await stack.enter_async_context(prewarmed.open({})) for _ in range(3)]
+        assert sorted(map(id, used)) == sorted(map(id, sandboxes.opened))
+    assert sandboxes.closed == 3
 
 
 @pytest.mark.parametrize("where", ["workdir", "home", "itself", "undone"])
@@ -97,7 +109,7 @@ async def test_an_unused_sandbox_is_closed(tmp_path: Path) -> None:
     prewarmed = await prewarm(sandboxes)
     await prewarmed.aclose()
     assert (len(sandboxes.opened), sandboxes.closed) == (1, 1)
-    early = PrewarmedSandbox(sandboxes.open)
-    early.prepare()
+    early = PrewarmedSandboxes(sandboxes.open)
+    early.prepare(1)
     await early.aclose()
     assert len(sandboxes.opened) - sandboxes.closed == 0

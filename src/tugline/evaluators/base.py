@@ -61,8 +61,8 @@ class Evaluator(ABC):
 
     in_place: bool = False
     """Whether to evaluate in the agent's sandbox, which then has `mounts` from the start."""
-    opens_sandbox: bool = True
-    """Whether a sandbox should be prewarmed while the agent runs."""
+    sandboxes: int = 1
+    """Number of sandboxes to prewarm while the agent runs."""
 
     graded_by_model: bool = False
     """Whether a model decides, which the agent's text might influence."""
@@ -91,7 +91,7 @@ class SessionCompletedEvaluator(Evaluator):
     For smoke tests of an installation, and as a part of `weighted`. Has no options.
     """
 
-    opens_sandbox = False
+    sandboxes = 0
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Check whether the agent ended by itself."""

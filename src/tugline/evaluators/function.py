@@ -29,7 +29,7 @@ class FunctionEvaluator(Evaluator):
     as further named numbers.
     """
 
-    opens_sandbox = False
+    sandboxes = 0
 
     def __init__(self, *, target: str, options: Mapping[str, Any] | None = None) -> None:
         self._name, self._function = target, _load(target)

@@ -94,6 +94,7 @@ class HarborEvaluator(Evaluator):
         self._env, self._pass = dict(self.env or {}), frozenset(self.pass_env)
         check_variables(self._env, self._pass, "evaluator 'harbor': env")
         self._isolate = self.isolate and not self.in_place
+        self.sandboxes = 1 + self._isolate
         # If the agent's code could see mounted tests, `_put_tests` writes them instead.
         source = None if self.in_place or self.isolate else self.tests
         self._mounts = (Mount(str(TESTS), source), Mount(str(LOGS)))

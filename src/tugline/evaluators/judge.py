@@ -84,7 +84,7 @@ class JudgeEvaluator(Evaluator):
     are None.
     """
 
-    opens_sandbox = False
+    sandboxes = 0
     graded_by_model = True
 
     base_url: Annotated[str, msgspec.Meta(pattern="^https?://")]

@@ -132,6 +132,7 @@ class SweBenchEvaluator(Evaluator):
             editable=self.editable,
             scripts=(self.eval_script,),
         )
+        self.sandboxes = 1 + self.isolate
         self._proven = False
         """Whether the script has given a result on this machine."""
 

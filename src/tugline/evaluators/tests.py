@@ -130,6 +130,7 @@ class TestsEvaluator(Evaluator):
                 f"evaluator 'tests': command is {command!r:.80}, needs {_REPORT} in it "
                 f"({self._format.reports}), or the option `report`"
             )
+        self.sandboxes = 1 + (self.isolate or self._setup is not None)
         self._proven: set[str] = set()
         """Programs that have run successfully without an agent's changes."""
         self._own_changes: set[str] = set()

@@ -48,7 +48,8 @@ class WeightedEvaluator(Evaluator):
         self._evaluators = {name: _make(name, part) for name, part in self._parts.items()}
         evaluators = self._evaluators.values()
         self.in_place = any(each.in_place for each in evaluators)
-        self.opens_sandbox = any(each.opens_sandbox for each in evaluators if not each.in_place)
+        needed = (each.sandboxes for each in evaluators if not each.in_place)
+        self.sandboxes = max(needed, default=0)
 
     def mounts(self, task: Task) -> tuple[Mount, ...]:
         """Return the mounts of all parts. Raises `ConfigError` if they conflict."""

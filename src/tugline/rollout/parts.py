@@ -3,15 +3,15 @@
 A plug-in instance is created once for each name and options and shared by all sessions that use it
 at the same time, so that a harness is installed once and an evaluator can cache verdicts.
 
-The first sandbox of an evaluation is prewarmed: opened empty while the agent runs, and filled when
-the evaluator opens it. With a runtime that does not isolate sessions, an agent could write to it,
-so a prewarmed sandbox that has changed is not used.
+The first sandboxes of an evaluation are prewarmed: opened empty while the agent runs, and filled
+when the evaluator opens them. With a runtime that does not isolate sessions, an agent could write
+to them, so a prewarmed sandbox that has changed is not used.
 """
 
 import asyncio
 import contextlib
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -136,50 +136,53 @@ class TaskSandboxes:
         return self._runtime.open(self._directory / f"eval-{self._evaluations}", spec)
 
 
-class PrewarmedSandbox:
-    """Opens sandboxes by `open_sandbox`; `prepare` opens the first in advance."""
+class PrewarmedSandboxes:
+    """Opens sandboxes by `open_sandbox`; `prepare` opens the first ones in advance."""
 
     def __init__(self, open_sandbox: Callable[[], AbstractAsyncContextManager[Sandbox]]) -> None:
         self._open_sandbox = open_sandbox
-        self._holder: asyncio.Task[None] | None = None
-        self._ready: asyncio.Future[tuple[Sandbox, object]] | None = None
-        self._release = asyncio.Event()
+        self._prepared: deque[_Prepared] = deque()
 
-    def prepare(self) -> None:
-        """Start a task that opens a sandbox."""
-        self._ready = asyncio.get_running_loop().create_future()
-        # Retrieve the exception: asyncio warns about one that is never retrieved.
-        self._ready.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._holder = asyncio.create_task(self._hold(self._ready))
+    def prepare(self, count: int) -> None:
+        """Start tasks that open `count` sandboxes."""
+        self._prepared.extend(_Prepared(self._open_sandbox) for _ in range(count))
 
     @contextlib.asynccontextmanager
     async def open(self, files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
-        """Open a sandbox with `files`: first the prewarmed one if unchanged, else a new one."""
-        sandbox = await self._take_prewarmed()
+        """Open a sandbox with `files`: a prewarmed one that is unchanged, or a new one."""
         async with contextlib.AsyncExitStack() as stack:
+            sandbox = None
+            if self._prepared:
+                prepared = self._prepared.popleft()
+                stack.push_async_callback(prepared.aclose)
+                sandbox = await prepared.take()
             if sandbox is None:
                 sandbox = await stack.enter_async_context(self._open_sandbox())
-            else:
-                stack.push_async_callback(self.aclose)
             await sandbox.put(sandbox.workdir, files)
             yield sandbox
 
     async def aclose(self) -> None:
-        """Close the prewarmed sandbox, used or not."""
-        holder, self._holder = self._holder, None
-        if holder is None:
-            return
-        self._release.set()
-        if self._ready is not None and not self._ready.done():
-            holder.cancel()
-        await asyncio.wait({holder})
+        """Close the prewarmed sandboxes that were not used."""
+        while self._prepared:
+            await self._prepared.popleft().aclose()
 
-    async def _take_prewarmed(self) -> Sandbox | None:
-        if self._holder is None or self._ready is None:
-            return None
-        ready, self._ready = self._ready, None
+
+class _Prepared:
+    """A sandbox that a task opens and holds."""
+
+    def __init__(self, open_sandbox: Callable[[], AbstractAsyncContextManager[Sandbox]]) -> None:
+        self._open_sandbox = open_sandbox
+        self._ready: asyncio.Future[tuple[Sandbox, object]]
+        self._ready = asyncio.get_running_loop().create_future()
+        # Retrieve the exception: asyncio warns about one that is never retrieved.
+        self._ready.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._release = asyncio.Event()
+        self._holder = asyncio.create_task(self._hold())
+
+    async def take(self) -> Sandbox | None:
+        """Return the sandbox; None if it could not be opened or has changed since."""
         try:
-            sandbox, opened = await ready
+            sandbox, opened = await asyncio.shield(self._ready)
         except (SandboxError, OSError, TimeoutError) as error:
             _log.info("no prewarmed sandbox", error=str(error))
             return None
@@ -188,17 +191,25 @@ class PrewarmedSandbox:
             return None
         return sandbox
 
-    async def _hold(self, ready: asyncio.Future[tuple[Sandbox, object]]) -> None:
+    async def aclose(self) -> None:
+        """Close the sandbox."""
+        self._release.set()
+        if not self._ready.done():
+            self._holder.cancel()
+        await asyncio.wait({self._holder})
+
+    async def _hold(self) -> None:
         # An asynchronous context manager must be entered and exited by the same task.
         try:
             async with self._open_sandbox() as sandbox:
-                ready.set_result((sandbox, await asyncio.to_thread(sandbox.read_folder_state)))
+                state = await asyncio.to_thread(sandbox.read_folder_state)
+                self._ready.set_result((sandbox, state))
                 await self._release.wait()
         except Exception as error:  # noqa: BLE001 - raised by `open`, through `ready`
-            if ready.done():
+            if self._ready.done():
                 _log.warning("prewarmed sandbox not closed", traceback=log.describe_error(error))
             else:
-                ready.set_exception(error)
+                self._ready.set_exception(error)
 
 
 def read_tail(log_file: Path) -> str:

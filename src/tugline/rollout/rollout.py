@@ -28,7 +28,7 @@ from tugline.harnesses.base import Launch, LaunchContext, prepare
 from tugline.plugins import ENDINGS, refuse_endings
 from tugline.recording import file as recordings
 from tugline.recording.records import RecordedResult
-from tugline.rollout.parts import Parts, PrewarmedSandbox, TaskSandboxes, read_tail
+from tugline.rollout.parts import Parts, PrewarmedSandboxes, TaskSandboxes, read_tail
 from tugline.rollout.stages import (
     StageSlots,
     classify,
@@ -154,7 +154,7 @@ class _Rollout:
         self.exit, self.patch = Exit(0, timed_out=False, seconds=0.0), Patch()
         """Exit and changes of the agent's program, here those of a program that did nothing."""
         self.built = Built((), Ledger())
-        self.prewarmed = PrewarmedSandbox(self.sandboxes.open_evaluation)
+        self.prewarmed = PrewarmedSandboxes(self.sandboxes.open_evaluation)
 
     async def initialize(self, model: AsyncExitStack) -> tuple[Sandbox, Launch]:
         """Run INIT: install the harness, open sandbox and gateway (until `model` closes)."""
@@ -183,8 +183,8 @@ class _Rollout:
     async def run_agent(self, sandbox: Sandbox, launch: Launch) -> None:
         """Run READY and RUN: the agent works until it ends or `agent_s` is over."""
         async with self._stage(Status.RUN):
-            if self.evaluator.opens_sandbox and not self.evaluator.in_place:
-                self.prewarmed.prepare()
+            if not self.evaluator.in_place:
+                self.prewarmed.prepare(self.evaluator.sandboxes)
             timeout = self.slots.start_agent_timeout(self.task.limits.agent_s)
             self.exit = await sandbox.run(launch.argv, env=launch.env, timeout_s=timeout)
             _check_disk(self.directory)

@@ -16,7 +16,7 @@ import msgspec
 from tugline.datasets.base import Solution
 from tugline.evaluators.base import SessionOutcome
 from tugline.evaluators.verdict import evaluate
-from tugline.rollout.parts import Parts, PrewarmedSandbox, TaskSandboxes, read_tail
+from tugline.rollout.parts import Parts, PrewarmedSandboxes, TaskSandboxes, read_tail
 from tugline.rollout.stages import classify
 from tugline.sandbox.base import Exit, ProgramTimeout, Sandbox
 from tugline.sandbox.files import hash_file, remove
@@ -62,7 +62,7 @@ async def validate_task(
             outcome = SessionOutcome(
                 task=task,
                 patch=patch,
-                open_sandbox=PrewarmedSandbox(sandboxes.open_evaluation).open,
+                open_sandbox=PrewarmedSandboxes(sandboxes.open_evaluation).open,
                 timeout_s=limits.eval_s,
                 limit=limit,
                 exit=end,
