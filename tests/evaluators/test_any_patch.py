@@ -148,7 +148,7 @@ def expected(recorder: Path) -> dict[str, Any]:
 
 
 @settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(patch=patches.map(without_conflicts), by_setup=st.booleans())
 def test_any_patch_leaves_the_tests_as_they_are(

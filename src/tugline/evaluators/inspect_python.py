@@ -2,16 +2,16 @@
 
 Runs in a sandbox, by each of its interpreters of Python 3, in a fresh copy of a task's workdir;
 the argument is a file with the paths of a patch. Kinds: ``root`` (folders of the workdir on the
-search path), ``prefix`` (folders of interpreters in the workdir), ``module`` (importable names) and
-``wanted``: top-level names of new files of the patch that do not exist here, and that pytest, its
-plug-ins or the standard library would import if they did, such as ``org`` (in ``copy``).
+search path), ``prefix`` (folders of interpreters in the workdir), ``module`` (importable names),
+``asked`` (top-level names of new files of the patch, without those in the file `.inspect.names`
+beside this one) and ``wanted``: those of them that pytest, its plug-ins or the standard library
+import if they exist, such as ``org`` (in ``copy``).
 """
 
 # ruff: noqa: PTH112, PTH118, PTH119, PTH120, PTH123, PTH208 - few modules are imported
 import ast
 import contextlib
 import importlib
-import importlib.util
 import os
 import pkgutil
 import re
@@ -61,7 +61,7 @@ def find_new_names(paths: "Iterable[str]") -> "set[str]":
 
 
 class Recorder:
-    """Finder that finds nothing, and records the top-level names that no other finder found."""
+    """Finder that finds nothing, and records the top-level names that are looked for."""
 
     def __init__(self) -> None:
         self.names = set()  # type: set[str]
@@ -111,13 +111,14 @@ def list_sources() -> "Iterator[str]":
 def find_imported(names: "set[str]") -> "set[str]":
     """Return those of `names` that a source of `list_sources` imports."""
     words = "|".join(map(re.escape, sorted(names))).encode()
+    parts = [name.encode() for name in names]
     line = re.compile(rb"(?m)(?:^|[:;])[ \t]*(?:import|from)\b[^\n]*\b(?:" + words + rb")\b")
     found = set()  # type: set[str]
     for path in set(list_sources()):
         with contextlib.suppress(OSError, SyntaxError, ValueError):
             with open(path, "rb") as file:
                 source = file.read()
-            if line.search(source) is None:
+            if not any(word in source for word in parts) or line.search(source) is None:
                 continue
             for node in ast.walk(ast.parse(source)):
                 if isinstance(node, ast.Import):
@@ -125,14 +126,6 @@ def find_imported(names: "set[str]") -> "set[str]":
                 elif isinstance(node, ast.ImportFrom) and node.level == 0:
                     found.add((node.module or "").partition(".")[0])
     return found & names
-
-
-def is_missing(name: str) -> bool:
-    """Return whether no module has this name."""
-    try:
-        return importlib.util.find_spec(name) is None
-    except (ImportError, ValueError):
-        return True
 
 
 def list_places() -> None:
@@ -156,12 +149,15 @@ def main(paths_file: str) -> None:
     sys.path.insert(0, TOP)
     with open(paths_file, "rb") as file:
         names = find_new_names(os.fsdecode(file.read()).split("\0"))
-    names = set(filter(is_missing, names))
+    with open(os.path.join(here, ".inspect.names"), "rb") as file:
+        names -= set(os.fsdecode(file.read()).split("\0"))
     if not names:
         return
+    for name in sorted(names):
+        write_entry("asked", name)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     recorder = Recorder()
-    sys.meta_path.append(recorder)
+    sys.meta_path.insert(0, recorder)
     load_runner()
     wanted = {name.partition(".")[0] for name in recorder.names} & names
     for name in sorted(wanted | find_imported(names)):

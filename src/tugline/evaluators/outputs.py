@@ -30,6 +30,7 @@ async def copy_outputs(
     before: Mapping[str, str],
     trusted: Mapping[str, Content],
     env: Mapping[str, str],
+    setup: object,
 ) -> dict[str, Any]:
     """Put the permitted work and outputs of `setup` into `judge`'s sandbox; return report entries.
 
@@ -37,7 +38,7 @@ async def copy_outputs(
     `trusted` afterwards.
     """
     made, own = await work.sandbox.diff(LIMITS), await judge.sandbox.diff(LIMITS)
-    known = await inspect_tree(judge, made.files, env)
+    known = await inspect_tree(judge, made.files, env, setup)
     fresh = known._replace(files=work.rules.fresh.files)
     rules = msgspec.structs.replace(work.rules.permit_built(), fresh=fresh)
     permitted, refused = await asyncio.to_thread(filter_patch, made, rules)

@@ -11,6 +11,7 @@ import difflib
 import sys
 import tempfile
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +31,8 @@ from tugline.types import Workspace
 TAIL = 2000
 """Number of bytes at the end of a log that reports show."""
 _LEAST_S = 1.0
-_PATHS, _PROGRAM = ".paths", ".inspect.py"
+_PATHS, _PROGRAM, _NAMES = ".paths", ".inspect.py", ".inspect.names"
+_MAX_TREES, _MAX_ASKED = 200, 2000
 _MAX_TREE = 32 << 20
 """Maximum bytes read of the list of a fresh copy's paths."""
 _MAX_CHARACTERS = 1 << 20
@@ -48,6 +50,7 @@ class ScriptRunner:
     def __init__(self, sandbox: Sandbox, outcome: SessionOutcome) -> None:
         self.sandbox, self._deadline = sandbox, outcome.began + outcome.timeout_s
         self._limit = outcome.limit
+        self.workspace = outcome.task.workspace
         self.refused: dict[str, str] = {}
         """Paths of the patch that were not applied, with reasons."""
         self.diff = ""
@@ -170,18 +173,24 @@ async def run_on_paths(
 
 
 async def inspect_tree(
-    runner: ScriptRunner, paths: Iterable[str], env: Mapping[str, str]
+    runner: ScriptRunner, paths: Iterable[str], env: Mapping[str, str], setup: object = None
 ) -> FreshTree:
-    """Inspect a tree to which no work is applied yet; `paths` are those of changes."""
+    """Inspect a tree to which no work is applied yet; `paths` are those of changes.
+
+    What its interpreters do with a new name is asked once for each workspace and `env`, and after
+    each `setup` of it.
+    """
+    known = _ASKED.get((runner.workspace, tuple(sorted(env.items())), setup))
     home = runner.sandbox.home
-    await runner.sandbox.put(home, {_PROGRAM: _INSPECT_PYTHON})
+    await runner.sandbox.put(home, {_PROGRAM: _INSPECT_PYTHON, _NAMES: "\0".join(known)})
     program = str(home / _PROGRAM)
     await run_on_paths(runner, "tree", _INSPECT, paths, program, env=env)
-    await runner.sandbox.put(home, {_PROGRAM: None})
+    await runner.sandbox.put(home, {_PROGRAM: None, _NAMES: None})
     data = await runner.read_log("tree", head=_MAX_TREE, tail=0)
     if len(data) >= _MAX_TREE:
         raise EvaluatorError(f"the list of the task's files is longer than {_MAX_TREE >> 20} MB")
-    names: dict[str, set[str]] = {kind: set() for kind in ("module", "root", "wanted", "prefix")}
+    kinds = ("module", "root", "wanted", "prefix", "asked")
+    names: dict[str, set[str]] = {kind: set() for kind in kinds}
     files: set[str] = set()
     for entry in data.decode(errors="replace").split("\0"):
         kind, _, name = entry.partition(":")
@@ -189,7 +198,29 @@ async def inspect_tree(
             names[kind].add(name)
         else:
             files.add(entry.removeprefix("./"))
+    known |= {name: name in names["wanted"] for name in names.pop("asked")}
+    names["wanted"] = {name for name, wanted in known.items() if wanted}
     return FreshTree(frozenset(files), *map(frozenset, names.values()))
+
+
+class _AskedNames:
+    """What was asked about names before; the trees that were inspected last are kept."""
+
+    def __init__(self) -> None:
+        self._by_tree: OrderedDict[object, dict[str, bool]] = OrderedDict()
+
+    def get(self, tree: object) -> dict[str, bool]:
+        """Return whether a program of `tree` imports a name, by the names that were asked."""
+        known = self._by_tree.setdefault(tree, {})
+        self._by_tree.move_to_end(tree)
+        if len(known) > _MAX_ASKED:
+            known.clear()
+        if len(self._by_tree) > _MAX_TREES:
+            self._by_tree.popitem(last=False)
+        return known
+
+
+_ASKED = _AskedNames()
 
 
 async def allow_network(sandbox: Sandbox) -> None:

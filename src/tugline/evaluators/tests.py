@@ -162,7 +162,7 @@ class TestsEvaluator(Evaluator):
             if self.isolate:
                 async with serve_programs(judge, work) as env:
                     return await self._run_tests(outcome, judge, work, trusted, env)
-            report = await copy_outputs(work, judge, files, trusted, self._env)
+            report = await copy_outputs(work, judge, files, trusted, self._env, self._setup)
             verdict = await self._run_tests(outcome, judge, work, trusted)
             return Verdict(verdict.reward, {**verdict.report, **report})
 
