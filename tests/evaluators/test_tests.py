@@ -17,7 +17,8 @@ import pytest
 from judging import Judge, task
 from sandboxes import WITH_PYTHON, Driver
 from tugline.errors import EvaluatorError, SandboxError
-from tugline.evaluators.tests import TestsEvaluator, find_tests
+from tugline.evaluators.own_pytest import find_tests
+from tugline.evaluators.tests import TestsEvaluator
 from tugline.sandbox.base import Exit
 from tugline.sandbox.local import LocalSandbox
 from tugline.sandbox.patch import FileChange

@@ -39,6 +39,11 @@ _PYTHON_TESTS = (*PYTHON, *FOLDERS, "test*.py", "*_test.py")
 TESTS: Mapping[str, Sequence[str]] = {"python": _PYTHON_TESTS, **_PATTERNS["tests"]}
 """Test files and settings of test runners, by language."""
 
+BUILT: Sequence[str] = _PATTERNS["built"]
+"""Patterns of what builds write, which are protected against an agent's own files only."""
+BUILT_HIDDEN = tuple(pattern for pattern in BUILT if pattern.startswith("."))
+"""Those of `BUILT` that a general pattern for hidden files would refuse."""
+
 _SHADOWED = sys.stdlib_module_names | {"pytest", "_pytest", "pluggy", "iniconfig", "packaging"}
 """Names of modules that a patch may never add."""
 
@@ -53,7 +58,7 @@ class FreshTree(NamedTuple):
     """Files and modules of a fresh copy before a patch is applied; paths are relative."""
 
     files: frozenset[str] = frozenset()
-    """All Python files, and those paths of the patch that exist."""
+    """All files, except in ``.git`` and ``node_modules``, and paths of the patch that exist."""
     modules: frozenset[str] = frozenset()
     """Names of modules that are installed for any interpreter, outside of the workdir; with dots in
     namespace packages."""
@@ -91,6 +96,17 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     def find_protected(self, path: PurePosixPath) -> str | None:
         """Return the pattern that protects a path; None if there is none or it is editable."""
         return None if find_match(path, self.editable) else find_match(path, self.protected)
+
+    def list_protected(self) -> list[str]:
+        """Return the protected files of the fresh tree, sorted."""
+        return sorted(p for p in self.fresh.files if self.find_protected(PurePosixPath(p)))
+
+    def permit_built(self) -> "Rules":
+        """Return the rules for what a build of the permitted work writes."""
+        protected = tuple(pattern for pattern in self.protected if pattern not in BUILT)
+        return msgspec.structs.replace(
+            self, protected=protected, editable=(*self.editable, *BUILT_HIDDEN)
+        )
 
 
 def filter_patch(patch: Patch, rules: Rules) -> tuple[Patch, dict[str, str]]:
@@ -161,8 +177,8 @@ class _Layout(NamedTuple):
 
 
 def _find_layout(rules: Rules) -> _Layout:
-    paths = (PurePosixPath(path) for path in {*rules.trusted, *rules.fresh.files})
-    python = {path for path in paths if path.suffix == ".py"}
+    paths = {*rules.trusted, *rules.fresh.files}
+    python = {PurePosixPath(path) for path in paths if path.endswith(".py")}
     tests = [p for p in python if str(p) in rules.trusted or find_match(p, rules.protected)]
     packages = {PurePosixPath(), *(test.parent for test in tests)}  # pytest imports the top's
     for inner in sorted(python, key=lambda path: -len(path.parts)):

@@ -17,13 +17,13 @@ arguments in another sandbox, which has the agent's work and neither tests nor r
 """
 
 import asyncio
-import itertools
 import math
 import os
 import secrets
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -31,6 +31,7 @@ import msgspec
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.filters import Patterns, Rules
+from tugline.evaluators.isolation import serve_programs
 from tugline.evaluators.script import ScriptRunner, allow_network, open_runner
 from tugline.sandbox.base import Exit, Mount, Sandbox, check_variables, expand_variables
 from tugline.sandbox.patch import FileChange, Patch
@@ -43,12 +44,7 @@ SCRIPT = "test.sh"
 _START = 'if command -v bash >/dev/null 2>&1; then exec bash "$0"; else exec sh "$0"; fi'
 _PLACE = Path(__file__).with_name("place_tests.sh").read_text(encoding="utf-8")
 _PLACE_S = 60.0
-_JUDGED = ".judged"
-_CLIENT = Path(__file__).with_name("judged.sh").read_bytes()
-"""Script ``$JUDGED``: requests a program in the other sandbox by files and waits for the result."""
-_REDIRECT = 'exec "$@" < "$0.input" 2> "$0.error"'
-_REQUEST_S, _POLL_S = 60.0, 0.02
-_MAX_OUTPUT_BYTES = 8 << 20
+_NO_ENV: Mapping[str, str] = MappingProxyType({})
 _MAX_REWARD_BYTES = 1 << 20
 _REWARDS = ("reward.json", "reward.txt")
 _JSON_REWARDS = dict[str, float | bool] | float | bool
@@ -139,12 +135,12 @@ class HarborEvaluator(Evaluator):
                 return (await self._run(work))._replace(refused=work.refused)
             async with outcome.open_sandbox(outcome.task.files) as sandbox:
                 script = ScriptRunner(sandbox, outcome)
-                await sandbox.put(sandbox.home, {_JUDGED: FileChange(_CLIENT, executable=True)})
-                run = await _run_with(self._run(script), _serve_requests(script, work))
+                async with serve_programs(script, work) as judged:
+                    run = await self._run(script, judged)
                 return run._replace(refused=work.refused)
 
-    async def _run(self, runner: ScriptRunner) -> _HarborRun:
-        """Run the script in the runner's sandbox and read the rewards."""
+    async def _run(self, runner: ScriptRunner, env: Mapping[str, str] = _NO_ENV) -> _HarborRun:
+        """Run the script with `env` in the runner's sandbox and read the rewards."""
         sandbox = runner.sandbox
         if self.in_place or self._isolate:
             failed = await self._put_tests(runner)
@@ -154,10 +150,7 @@ class HarborEvaluator(Evaluator):
             await allow_network(sandbox)
         end = await runner.run(
             ("sh", "-c", _START, str(TESTS / SCRIPT)),
-            env={
-                **({"JUDGED": str(sandbox.home / _JUDGED)} if self._isolate else {}),
-                **expand_variables(self._env, self._pass),
-            },
+            env={**env, **expand_variables(self._env, self._pass)},
             timeout_s=self.timeout_s,
             log_name="tests",
         )
@@ -239,44 +232,6 @@ class HarborEvaluator(Evaluator):
         if self.reward is not None:
             raise ValueError(f"the script wrote {', '.join(parts)}, must write {name} (reward)")
         return sum(parts.values()) / len(parts)
-
-
-async def _run_with(
-    run: Coroutine[Any, Any, _HarborRun], serve: Coroutine[Any, Any, None]
-) -> _HarborRun:
-    """Return the result of `run`; run `serve` concurrently until then. Raises errors of either."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            serving = group.create_task(serve)
-            result = await run
-            serving.cancel()
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return result
-
-
-async def _serve_requests(script: ScriptRunner, work: ScriptRunner) -> None:
-    """Run the programs that the script requests in the sandbox `work`, one after another."""
-    client, server = script.sandbox, work.sandbox
-    for number in itertools.count(1):
-        folder, log_name = f"{_JUDGED}.{number}", f"judged-{number}"
-        argv = None
-        while argv is None:
-            await asyncio.sleep(_POLL_S)
-            argv = await client.get(client.home / folder / "argv")
-        stdin = await client.get(client.home / folder / "input", max_bytes=_MAX_OUTPUT_BYTES)
-        await server.put(server.home, {f"{number}.input": FileChange(stdin or b"")})
-        words = os.fsdecode(argv).split("\0")[:-1]
-        end = await work.run(
-            ("sh", "-c", _REDIRECT, str(server.home / str(number)), *words),
-            timeout_s=_REQUEST_S,
-            log_name=log_name,
-        )
-        code = 124 if end.timed_out else end.code if end.code >= 0 else 128 - end.code
-        output = await work.read_log(log_name, head=_MAX_OUTPUT_BYTES, tail=0)
-        error = await server.get(server.home / f"{number}.error", max_bytes=_MAX_OUTPUT_BYTES)
-        for name, data in (("output", output), ("error", error or b""), ("code", b"%d\n" % code)):
-            await client.put(client.home, {f"{folder}/{name}": FileChange(data)})
 
 
 def parse_rewards(name: str, data: bytes) -> dict[str, float]:

@@ -52,6 +52,10 @@ class ScriptRunner:
         """Paths of the patch that were not applied, with reasons."""
         self.diff = ""
         """The whole patch as text; empty unless it was requested."""
+        self.rules, self.patch = Rules(), Patch()
+        """The rules by which the patch was filtered, and what they permit."""
+        self.present: set[str] = set()
+        """Paths of the files in the workdir, as far as they are known."""
 
     async def run(
         self,
@@ -99,22 +103,40 @@ async def open_runner(
     async with outcome.open_sandbox({}) as sandbox:
         workdir = sandbox.workdir
         runner = ScriptRunner(sandbox, outcome)
-        fresh = await _inspect_tree(runner, outcome, env or {})
-        rules = msgspec.structs.replace(
+        fresh = FreshTree()
+        if outcome.patch.files:
+            fresh = await inspect_tree(runner, outcome.patch.files, env or {})
+            fresh = fresh._replace(files=fresh.files | set(outcome.task.files))
+        runner.rules = msgspec.structs.replace(
             rules, trusted=tuple(trusted) or rules.trusted, fresh=fresh, workdir=workdir
         )
         if with_diff:
             runner.diff = await diff_work(outcome, sandbox)
-        patch, runner.refused = await asyncio.to_thread(filter_patch, outcome.patch, rules)
-        work = apply_patch(outcome.task.files, patch, trusted)
-        await sandbox.put(workdir, {p: text for p, text in work.items() if p not in trusted})
-        # Make added files and changed binaries older than their sources, so that build tools do
-        # not take them for up-to-date results.
-        changes = [(path, change) for path, change in patch.files.items() if change]
-        built = [p for p, change in changes if p not in fresh.files or change.text is None]
-        if built:
-            await _run_on_paths(runner, "dates", _MAKE_OLD, built)
+        runner.patch, runner.refused = await asyncio.to_thread(
+            filter_patch, outcome.patch, runner.rules
+        )
+        await put_work(runner, runner, outcome.task.files, trusted)
         yield runner
+
+
+async def put_work(
+    runner: ScriptRunner,
+    work: ScriptRunner,
+    before: Mapping[str, str],
+    trusted: Mapping[str, Content],
+) -> None:
+    """Apply the permitted patch of `work` to the task's files in the sandbox of `runner`."""
+    merged = apply_patch(before, work.patch, trusted)
+    files = {path: content for path, content in merged.items() if path not in trusted}
+    await runner.sandbox.put(runner.sandbox.workdir, files)
+    runner.present |= work.rules.fresh.files | set(files)
+    # Make added files and changed binaries older than their sources, so that build tools do
+    # not take them for up-to-date results.
+    known = work.rules.fresh.files
+    changes = [(path, change) for path, change in work.patch.files.items() if change]
+    built = [path for path, change in changes if path not in known or change.text is None]
+    if built:
+        await run_on_paths(runner, "dates", _MAKE_OLD, built)
 
 
 # Workdirs and images have interpreters of their own, each with its own importable modules.
@@ -124,7 +146,7 @@ _MAKE_OLD = 'xargs -0 touch -h -t 199001010000 < "$0"'
 _LOOK_S = 60.0
 
 
-async def _run_on_paths(
+async def run_on_paths(
     runner: ScriptRunner,
     name: str,
     script: str,
@@ -147,22 +169,20 @@ async def _run_on_paths(
     await runner.sandbox.put(home, {_PATHS: None})
 
 
-async def _inspect_tree(
-    runner: ScriptRunner, outcome: SessionOutcome, env: Mapping[str, str]
+async def inspect_tree(
+    runner: ScriptRunner, paths: Iterable[str], env: Mapping[str, str]
 ) -> FreshTree:
-    """Inspect a fresh copy before the agent's work is applied."""
-    if not outcome.patch.files:
-        return FreshTree()
+    """Inspect a tree to which no work is applied yet; `paths` are those of changes."""
     home = runner.sandbox.home
     await runner.sandbox.put(home, {_PROGRAM: _INSPECT_PYTHON})
     program = str(home / _PROGRAM)
-    await _run_on_paths(runner, "tree", _INSPECT, outcome.patch.files, program, env=env)
+    await run_on_paths(runner, "tree", _INSPECT, paths, program, env=env)
     await runner.sandbox.put(home, {_PROGRAM: None})
     data = await runner.read_log("tree", head=_MAX_TREE, tail=0)
     if len(data) >= _MAX_TREE:
         raise EvaluatorError(f"the list of the task's files is longer than {_MAX_TREE >> 20} MB")
     names: dict[str, set[str]] = {kind: set() for kind in ("module", "root", "wanted", "prefix")}
-    files = set(outcome.task.files)
+    files: set[str] = set()
     for entry in data.decode(errors="replace").split("\0"):
         kind, _, name = entry.partition(":")
         if kind in names:

@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -25,14 +26,26 @@ from msgspec import Meta
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.filters import PYTHON, Patterns, Rules
-from tugline.evaluators.script import TAIL, allow_network, format_patch, open_runner, parse_apart
+from tugline.evaluators.isolation import serve_programs
+from tugline.evaluators.script import (
+    TAIL,
+    ScriptRunner,
+    allow_network,
+    format_patch,
+    open_runner,
+    parse_apart,
+)
 from tugline.sandbox.base import Exit, check_path
 from tugline.sandbox.patch import Patch
 from tugline.schema import PositiveFloat
 from tugline.types import Reward, Task
 
 _SCRIPT = "eval.sh"
+_START = '. "$0"'
+"""Reads all of the script before its first command, so that no command changes the rest."""
+_MAX_SCRIPT = 64 << 20
 _LOG = "eval"
+_NO_ENV: Mapping[str, str] = MappingProxyType({})
 _MARK = ">>>>>"
 _MARKS = (f"{_MARK} Start Test Output", f"{_MARK} End Test Output", f"{_MARK} Test Exit Code")
 _MAX_NAMES = 50
@@ -79,7 +92,8 @@ class SweBenchEvaluator(Evaluator):
     Changes to `protected_files` (files or folders of the repository) are refused, as are those
     that match `protected` or configure pytest, unless they match `editable`. `hides` are folders
     of the image that are empty for the agent. With `network` the script reaches the hosts that the
-    runtime allows.
+    runtime allows. With `isolate` the script runs on the task's original files, and the agent's
+    work in another sandbox, where ``$JUDGED`` runs programs.
     """
 
     max_log = 64 << 20
@@ -103,6 +117,7 @@ class SweBenchEvaluator(Evaluator):
     hides: Sequence[Annotated[str, Meta(pattern="^/")]] = ()
     partial: bool = False
     network: bool = False
+    isolate: bool = False
     timeout_s: PositiveFloat = 1800.0
 
     def __post_init__(self) -> None:
@@ -134,24 +149,38 @@ class SweBenchEvaluator(Evaluator):
         return Verdict(self._reward(run), {**_describe(run), "diff": diff})
 
     async def _run(self, outcome: SessionOutcome) -> _ScriptRun:
-        """Run the script on the agent's work in a fresh sandbox."""
+        """Run the script on the agent's work in a fresh sandbox, or beside it if `isolate`."""
+        async with open_runner(outcome, self._rules) as work:
+            if not self.isolate:
+                return await self._run_script(work, work)
+            async with outcome.open_sandbox(outcome.task.files) as sandbox:
+                judge = ScriptRunner(sandbox, outcome)
+                async with serve_programs(judge, work) as env:
+                    return await self._run_script(judge, work, env)
+
+    async def _run_script(
+        self, runner: ScriptRunner, work: ScriptRunner, env: Mapping[str, str] = _NO_ENV
+    ) -> _ScriptRun:
+        """Run the script with `env` in the sandbox of `runner`, and grade its log."""
         spec = await asyncio.to_thread(self._make_spec)
         token = secrets.token_hex(8)
-        async with open_runner(outcome, self._rules) as runner:
-            home = runner.sandbox.home
-            await runner.sandbox.put(home, {_SCRIPT: _randomize_marks(spec.eval_script, token)})
-            if self.network:
-                await allow_network(runner.sandbox)
-            end = await runner.run(
-                ("bash", str(home / _SCRIPT)), timeout_s=self.timeout_s, log_name=_LOG
-            )
-            data = await runner.read_log(_LOG, head=self.max_log - self.log_end, tail=self.log_end)
-            log = data.decode("utf-8", errors="replace").replace("\r\n", "\n")
-            log = log.replace(_MARK, ">>>").replace(token, _MARK)
-            run = _ScriptRun(end, log, runner.refused)
-            if run.stopped:  # results would be incomplete
-                return run
-            return run._replace(report=await _grade(spec, run.log, self.parse_s))
+        sandbox = runner.sandbox
+        path = sandbox.home / _SCRIPT
+        script = _randomize_marks(spec.eval_script, token)
+        await sandbox.put(sandbox.home, {_SCRIPT: script})
+        if self.network:
+            await allow_network(sandbox)
+        argv = ("bash", "-c", _START, str(path))
+        end = await runner.run(argv, env=env, timeout_s=self.timeout_s, log_name=_LOG)
+        data = await runner.read_log(_LOG, head=self.max_log - self.log_end, tail=self.log_end)
+        log = data.decode("utf-8", errors="replace").replace("\r\n", "\n")
+        log = log.replace(_MARK, ">>>").replace(token, _MARK)
+        run = _ScriptRun(end, log, work.refused)
+        if run.stopped:  # results would be incomplete
+            return run
+        if await sandbox.get(path, max_bytes=_MAX_SCRIPT) != script.encode():
+            return run._replace(report={"infra_failure_reason": "the run changed its script"})
+        return run._replace(report=await _grade(spec, run.log, self.parse_s))
 
     async def _check_without_work(self, outcome: SessionOutcome) -> None:
         """Raise `EvaluatorError` if the script gives no result without the agent's work either."""

@@ -13,46 +13,51 @@ Not covered: the agent's code shares a process with the tests, so it can be writ
 report from the inside. To rule that out, evaluate with a program that runs the work separately.
 """
 
-import ast
+import asyncio
 import itertools
 import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Annotated, TypeGuard
+from types import MappingProxyType
+from typing import Annotated
 
 import msgspec
 
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
-from tugline.evaluators.filters import FOLDERS, PYTEST_CONFIGS, PYTHON, TESTS, Patterns, Rules
+from tugline.evaluators.filters import FOLDERS, PYTHON, TESTS, Patterns, Rules
 from tugline.evaluators.formats import FORMATS, read_report
-from tugline.evaluators.scoring import ExpectedTests, Names, TestReport, parse_expected, score
-from tugline.evaluators.script import ScriptRunner, has_base, open_runner
+from tugline.evaluators.guard import Guard
+from tugline.evaluators.isolation import serve_programs
+from tugline.evaluators.outputs import copy_outputs
+from tugline.evaluators.own_pytest import (
+    IMPORT_PYTEST,
+    PYTEST,
+    PYTEST_ENV,
+    PYTEST_S,
+    find_pytest_files,
+    select_tests,
+)
+from tugline.evaluators.scoring import Names, TestReport, parse_expected, score
+from tugline.evaluators.script import ScriptRunner, open_runner
 from tugline.sandbox.base import Content, Exit, check_path
 from tugline.schema import PositiveFloat
-from tugline.types import Task
+from tugline.types import Reward, Task
 
 MAX_OUTPUT, MAX_REPORT = 100 << 20, 16 << 20
 """Maximum bytes read of an output and of a report."""
 _REPORT = "{report}"
 _CANNOT_RUN = (126, 127)
+_LEAST_SETUP_S = 10.0
+_MAX_NAMED = 20
+_NO_ENV: Mapping[str, str] = MappingProxyType({})
 _COLLECT = Path(__file__).with_name("collect_reports.sh").read_text(encoding="utf-8")
 """Runs a command whose programs write reports to a pipe, and appends all reports to one file.
 
 With a regular file, each program would overwrite the report of the last one.
 """
-
-# `-I` and the late path entry: pytest is imported before any module of the agent can be.
-_START = "import sys, pytest; sys.path.insert(0, '.'); sys.exit(pytest.main(sys.argv[1:]))"
-_PYTEST = (
-    *("python3", "-I", "-B", "-c", _START, "-p", "no:cacheprovider", "-q"),
-    *("-o", "junit_family=xunit1", "--junitxml={report}"),
-)
-_IMPORT_PYTEST = ("python3", "-I", "-c", "import pytest")
-_PYTEST_ENV = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-_PYTEST_S = 30.0
 
 Command = str | Annotated[Sequence[str], msgspec.Meta(min_length=1)]
 """A shell command, or a program and its arguments."""
@@ -69,7 +74,9 @@ class TestsEvaluator(Evaluator):
 
     `expected` lists the tests that must pass, or `fail_to_pass` and `pass_to_pass` in two lists;
     without these all tests must pass. With `partial`, the reward is the fraction that passed.
-    `protected` adds patterns of paths whose changes are refused, `editable` adds exceptions.
+    `protected` adds patterns of paths whose changes are refused, `editable` adds exceptions. With
+    `isolate` the tests run on the task's original files, and the agent's work in another sandbox,
+    where ``$JUDGED`` runs programs.
     """
 
     __test__ = False  # not a class of tests for pytest
@@ -87,6 +94,7 @@ class TestsEvaluator(Evaluator):
     protected: Patterns = ()
     editable: Patterns = ()
     timeout_s: PositiveFloat | None = None
+    isolate: bool = False
 
     def __post_init__(self) -> None:
         self._files = {check_path(path): text for path, text in (self.files or {}).items()}
@@ -99,7 +107,7 @@ class TestsEvaluator(Evaluator):
                 if (value := getattr(self, option)) is not None:
                     reason = f"{option} is {value!r:.80}, but it is for tests with a command"
                     raise ConfigError(f"evaluator 'tests': {reason}")
-            command, output, env = _PYTEST, "junit", _PYTEST_ENV
+            command, output, env = PYTEST, "junit", PYTEST_ENV
         elif output not in FORMATS:
             known = ", ".join(FORMATS)
             raise ConfigError(f"evaluator 'tests': format is {output!r}, must be one of {known}")
@@ -116,7 +124,7 @@ class TestsEvaluator(Evaluator):
         self._setup = _parse_command("setup", self.setup) if self.setup is not None else None
         self._report = check_path(self.report) if self.report is not None else None
         self._random = any(_REPORT in word for word in (*self._argv, *self._env.values()))
-        self._timeout_s = self.timeout_s or (_PYTEST_S if self._own_pytest else math.inf)
+        self._timeout_s = self.timeout_s or (PYTEST_S if self._own_pytest else math.inf)
         if self._format.reports and not self._random and self._report is None:
             raise ConfigError(
                 f"evaluator 'tests': command is {command!r:.80}, needs {_REPORT} in it "
@@ -124,19 +132,38 @@ class TestsEvaluator(Evaluator):
             )
         self._proven: set[str] = set()
         """Programs that have run successfully without an agent's changes."""
+        self._own_changes: set[str] = set()
+        """Files that decide, and that the tests change without an agent's work."""
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Run the expected tests on the agent's work."""
         trusted = self._find_trusted_files(outcome.task)
         async with open_runner(
             outcome, self._rules, trusted=trusted, env=self._env, with_diff=True
-        ) as runner:
-            verdict = await self._set_up(outcome, runner)
-            if verdict is None:
-                await runner.sandbox.put(runner.sandbox.workdir, trusted)
-                verdict = await self._run_tests(outcome, runner, trusted)
-            report = {"diff": runner.diff, "refused": runner.refused}
+        ) as work:
+            if self._setup is None and not self.isolate:
+                verdict = await self._run_tests(outcome, work, work, trusted)
+            else:
+                verdict = await self._judge_apart(outcome, work, trusted)
+            report = {"diff": work.diff, "refused": work.refused}
         return Verdict(verdict.reward, {**verdict.report, **report})
+
+    async def _judge_apart(
+        self, outcome: SessionOutcome, work: ScriptRunner, trusted: Mapping[str, Content]
+    ) -> Verdict:
+        """Run the tests in another sandbox than the one where the agent's code was set up."""
+        files = outcome.task.files
+        async with outcome.open_sandbox(files) as sandbox:
+            judge = ScriptRunner(sandbox, outcome)
+            failed = await self._set_up(work, judge)
+            if failed is not None:
+                return failed
+            if self.isolate:
+                async with serve_programs(judge, work) as env:
+                    return await self._run_tests(outcome, judge, work, trusted, env)
+            report = await copy_outputs(work, judge, files, trusted, self._env)
+            verdict = await self._run_tests(outcome, judge, work, trusted)
+            return Verdict(verdict.reward, {**verdict.report, **report})
 
     def _find_trusted_files(self, task: Task) -> dict[str, Content]:
         """Return the files that replace the agent's as the last step; None removes a file.
@@ -146,65 +173,117 @@ class TestsEvaluator(Evaluator):
         files = task.files.items()
         protected = {p: text for p, text in files if self._rules.find_protected(PurePosixPath(p))}
         if self._own_pytest:
-            return {**protected, **_find_pytest_files(task, self._files)}
+            return {**protected, **find_pytest_files(task, self._files)}
         return {**protected, **self._files, **({self._report: None} if self._report else {})}
 
-    async def _set_up(self, outcome: SessionOutcome, runner: ScriptRunner) -> Verdict | None:
-        """Run `setup` on the agent's work; return a verdict if it fails."""
+    async def _set_up(self, work: ScriptRunner, judge: ScriptRunner) -> Verdict | None:
+        """Run `setup` on the agent's work and on the task's files; return a verdict if it fails.
+
+        Raises `EvaluatorError` if it fails on both.
+        """
         if self._setup is None:
             return None
-        end = await self._start(runner, self._setup, "setup")
-        if end.code == 0 and not end.timed_out:
-            return None
-        if not end.timed_out:
-            await self._check_without_work(outcome, "setup", self._setup)
+        original = asyncio.create_task(self._start(judge, self._setup, "setup"))
+        try:
+            end = await self._start(work, self._setup, "setup")
+            if end.code == 0 and not end.timed_out:
+                # Without the work it may never end.
+                timeout_s = max(_LEAST_SETUP_S, end.seconds)
+                for done in (await asyncio.wait({original}, timeout=timeout_s))[0]:
+                    done.result()
+                return None
+            if not end.timed_out and (control := await original).code and not control.timed_out:
+                raise _fail("setup", control, await judge.read_tail("setup", 300))
+        finally:
+            original.cancel()
+            await asyncio.wait({original})
         verdict = score(TestReport(), self._expected, end)
         failure = "was out of time" if end.timed_out else f"ended with exit code {end.code}"
-        verdict.report.update(reason=f"setup {failure}", output=await runner.read_tail("setup"))
+        verdict.report.update(reason=f"setup {failure}", output=await work.read_tail("setup"))
         return verdict
 
     async def _run_tests(
-        self, outcome: SessionOutcome, runner: ScriptRunner, trusted: Mapping[str, Content]
+        self,
+        outcome: SessionOutcome,
+        judge: ScriptRunner,
+        work: ScriptRunner,
+        trusted: Mapping[str, Content],
+        env: Mapping[str, str] = _NO_ENV,
     ) -> Verdict:
-        """Run the tests in a sandbox that has the work and the `trusted` files."""
-        sandbox, argv, expected = runner.sandbox, self._argv, self._expected
+        """Run the tests with `env` in `judge`'s sandbox, which gets the `trusted` files first."""
+        sandbox, argv, expected = judge.sandbox, self._argv, self._expected
         codes: tuple[int, ...] = (0,) if expected.tests is None else ()
         if self._own_pytest:
             sources = {p: text for p, text in trusted.items() if isinstance(text, str)}
-            expected, codes, paths = _select_for_pytest(expected, sources)
+            expected, codes, paths = select_tests(expected, sources)
             argv = (*argv, *paths)
         path = sandbox.workdir / self._report if self._report else None
         if self._random:
             path = sandbox.home / f"{secrets.token_hex(16)}.report"
-        end = await self._start(runner, argv, "tests", path)
+        await sandbox.put(sandbox.workdir, trusted)
+        guard = None
+        if outcome.patch.files and not self.isolate:
+            guard = Guard(judge, work, trusted)
+            await guard.begin()
+        end = await self._start(judge, argv, "tests", path, env)
         if path is not None:
             data = await sandbox.get(path, max_bytes=MAX_REPORT) or b""
         else:
-            data = await runner.read_log("tests", head=MAX_OUTPUT, tail=0)
+            data = await judge.read_log("tests", head=MAX_OUTPUT, tail=0)
         report = await read_report(self._output, data)
         if not end.timed_out:
             await self._check_program(outcome, report, end)
         verdict = score(report, expected, end, self._format.normalize, codes=codes)
-        verdict.report["output"] = await runner.read_tail("tests")
-        return verdict
+        verdict.report["output"] = await judge.read_tail("tests")
+        if guard is None or verdict.reward.value <= 0.0:
+            return verdict
+        changes = await guard.find_changes()
+        if changes - self._own_changes:
+            self._own_changes |= await self._find_own_changes(outcome, work, trusted, argv)
+        return _refuse(verdict, forged) if (forged := changes - self._own_changes) else verdict
+
+    async def _find_own_changes(
+        self,
+        outcome: SessionOutcome,
+        work: ScriptRunner,
+        trusted: Mapping[str, Content],
+        argv: Sequence[str],
+    ) -> set[str]:
+        """Return the files that decide, and that the tests change without the agent's work."""
+        async with outcome.open_sandbox(outcome.task.files) as sandbox:
+            control = ScriptRunner(sandbox, outcome)
+            if self._setup is not None:
+                await self._start(control, self._setup, "setup")
+            await sandbox.put(sandbox.workdir, trusted)
+            guard = Guard(control, work, trusted)
+            await guard.begin()
+            report = sandbox.home / f"{secrets.token_hex(16)}.report"
+            await self._start(control, argv, "tests", report)
+            return await guard.find_changes()
 
     async def _check_program(self, outcome: SessionOutcome, report: TestReport, end: Exit) -> None:
         """Raise `EvaluatorError` if the test program cannot run at all."""
         if self._own_pytest:
             if not report.complete:
-                await self._check_without_work(outcome, "pytest", _IMPORT_PYTEST)
+                await self._check_without_work(outcome, "pytest", IMPORT_PYTEST)
         elif end.code in _CANNOT_RUN and not report.outcomes:
             await self._check_without_work(outcome, "command", self._argv, failures=_CANNOT_RUN)
 
     async def _start(
-        self, runner: ScriptRunner, argv: Sequence[str], name: str, report: PurePath | None = None
+        self,
+        runner: ScriptRunner,
+        argv: Sequence[str],
+        name: str,
+        report: PurePath | None = None,
+        env: Mapping[str, str] = _NO_ENV,
     ) -> Exit:
         path = str(report or "")
         if report is not None and self._format.env:
             argv, path = ("sh", "-c", _COLLECT, path, *argv), f"{path}.pipe"
+        own = {key: value.replace(_REPORT, path) for key, value in self._env.items()}
         return await runner.run(
             [word.replace(_REPORT, path) for word in argv],
-            env={key: value.replace(_REPORT, path) for key, value in self._env.items()},
+            env={**env, **own},
             timeout_s=self._timeout_s,
             log_name=name,
         )
@@ -227,24 +306,23 @@ class TestsEvaluator(Evaluator):
             end = await self._start(control, argv, "control")
             failed = end.code in failures if failures else end.code != 0
             if failed and not end.timed_out:
-                output = await control.read_tail("control", 300)
-                raise EvaluatorError(
-                    f"evaluator 'tests': {program} ends with exit code {end.code} also without "
-                    f"the agent's changes: {output.strip()}"
-                )
+                raise _fail(program, end, await control.read_tail("control", 300))
         self._proven.add(program)
 
 
-def _select_for_pytest(
-    expected: ExpectedTests, sources: Mapping[str, str]
-) -> tuple[ExpectedTests, tuple[int, ...], list[str]]:
-    """Return the expected tests, the exit codes of a good run (empty: any), and the test files."""
-    paths = _find_test_files(sources)
-    codes: tuple[int, ...] = (0, 1)  # 1: a test failed, perhaps one that is not expected
-    if expected.tests is None:
-        names = _find_expected_tests({path: sources[path] for path in paths})
-        expected, codes = msgspec.structs.replace(expected, tests=names), (0,)
-    return expected, () if expected.partial else codes, paths
+def _fail(program: str, end: Exit, output: str) -> EvaluatorError:
+    """Return the error of a program that fails without the agent's changes as well."""
+    return EvaluatorError(
+        f"evaluator 'tests': {program} ends with exit code {end.code} also without the agent's "
+        f"changes: {output.strip()}"
+    )
+
+
+def _refuse(verdict: Verdict, forged: Collection[str]) -> Verdict:
+    """Return a reward of 0 for a run that changed `forged`, files that decide."""
+    named = ", ".join(sorted(forged)[:_MAX_NAMED])
+    reason = f"the run changed files that decide the verdict: {named}"
+    return Verdict(Reward(0.0, verdict.reward.parts), {**verdict.report, "reason": reason})
 
 
 def _parse_command(option: str, command: Command) -> tuple[str, ...]:
@@ -254,76 +332,3 @@ def _parse_command(option: str, command: Command) -> tuple[str, ...]:
     if not command.strip():
         raise ConfigError(f"evaluator 'tests': {option} is {command!r}, must be a command")
     return ("sh", "-c", command)
-
-
-# --------------------------------------------------------------------------- our own pytest
-# Expected tests are read from trusted source text, so that tests that are not collected, skipped or
-# never finished count as missing.
-def _find_pytest_files(task: Task, files: Mapping[str, str]) -> dict[str, str]:
-    """Return the task's tests and pytest settings, replaced by `files` of the same paths."""
-    trusted = {path: task.files[path] for path in _find_test_files(task.files)} | dict(files)
-    merged = {**task.files, **trusted}
-    configured = any(p in merged and section in merged[p] for p, section in PYTEST_CONFIGS.items())
-    if not configured and not has_base(task.workspace):
-        # Without this file, pytest would search the parent folders for a configuration.
-        trusted["pytest.ini"] = "[pytest]\n"
-    return trusted
-
-
-def _find_test_files(files: Mapping[str, str]) -> list[str]:
-    """Return the paths of test files by pytest's default rules."""
-    names = ((path, PurePosixPath(path).name) for path in files)
-    return sorted(
-        path
-        for path, name in names
-        if name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
-    )
-
-
-def find_tests(path: str, source: str) -> frozenset[str]:
-    """Return the tests in a file by pytest's default rules. Raises `SyntaxError`."""
-    module = ".".join(PurePosixPath(path).with_suffix("").parts)
-    tests = set()
-    for node in ast.parse(source, filename=path).body:
-        if _is_test(node):
-            tests.add(f"{module}::{node.name}")
-        elif isinstance(node, ast.ClassDef) and _is_suite(node):
-            tests |= {f"{module}.{node.name}::{n.name}" for n in node.body if _is_test(n)}
-    return frozenset(tests)
-
-
-def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return False
-    fixture = any(_last_name(each) == "fixture" for each in node.decorator_list)
-    return node.name.startswith("test") and not fixture
-
-
-def _is_suite(node: ast.ClassDef) -> bool:
-    if any(ast.unparse(each) == "__test__ = False" for each in node.body):
-        return False
-    if any(_last_name(base).endswith("TestCase") for base in node.bases):
-        return True
-    init = any(isinstance(each, ast.FunctionDef) and each.name == "__init__" for each in node.body)
-    return node.name.startswith("Test") and not init
-
-
-def _last_name(node: ast.expr) -> str:
-    """Return ``fixture`` for ``@pytest.fixture(scope="module")``."""
-    node = node.func if isinstance(node, ast.Call) else node
-    return ast.unparse(node).rpartition(".")[2]
-
-
-def _find_expected_tests(sources: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the tests in `sources`. Raises `EvaluatorError` if there are none."""
-    names: set[str] = set()
-    for path, source in sources.items():
-        try:
-            names |= find_tests(path, source)
-        except (SyntaxError, ValueError) as error:
-            msg = f"evaluator 'tests': {path} is not valid Python: {error}"
-            raise EvaluatorError(msg) from error
-    if not names:
-        msg = f"evaluator 'tests': no test functions in {list(sources)}; give files with tests"
-        raise EvaluatorError(msg)
-    return tuple(sorted(names))

@@ -128,6 +128,13 @@ class Sandbox(ABC):
         whose HOME is `home`. ``python3`` has pytest, if the runtime provides a Python.
         """
 
+    async def read_states(self, paths: Iterable[str]) -> dict[str, object]:
+        """Return a value for each path of the workdir, which changes when its content does.
+
+        Sandboxes whose files are on this machine also notice content that was changed back.
+        """
+        return {path: await self.get(self.workdir / path) for path in paths}
+
     def read_folder_state(self) -> object:
         """Return a value that changes when the sandbox's folders change. Blocks.
 

@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from tugline.errors import DiskFull, SandboxError, UsageError
@@ -60,6 +60,23 @@ def read_file(root: Root, path: str, max_bytes: int = MAX_READ_BYTES) -> bytes |
         file = read_change(parts.name, max_bytes, parent)
         return file.data if isinstance(file, FileChange) and not file.link else None
     return None
+
+
+def read_states(root: Root, paths: Iterable[str]) -> dict[str, object]:
+    """Return for each path a value that changes when the file does, also if it is changed back.
+
+    It has a digest of the content (unless that is large), the mode, and the inode with its time of
+    change, which no program can set. None for a missing file.
+    """
+    states: dict[str, object] = dict.fromkeys(paths)
+    for path in states:
+        parts = PurePosixPath(path)
+        with contextlib.suppress(OSError), open_folder(root, parts.parent) as parent:
+            now = os.lstat(parts.name, dir_fd=parent)
+            file = read_change(parts.name, MAX_READ_BYTES, parent)
+            digest = hashlib.sha256(file.data).digest() if isinstance(file, FileChange) else file
+            states[path] = (digest, now.st_size, now.st_mode, now.st_ino, now.st_ctime_ns)
+    return states
 
 
 def collect_artifacts(home: Path, patterns: Sequence[str], logs: Path) -> None:

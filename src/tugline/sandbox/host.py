@@ -94,6 +94,11 @@ class HostSandbox(base.Sandbox):
                 return await asyncio.to_thread(files.read_file, folder, rest, max_bytes)
         raise UsageError(f"{path} is not below {' or '.join(map(str, folders))}")
 
+    async def read_states(self, paths: Iterable[str]) -> dict[str, object]:
+        """Return the contents of files with their inodes and times of change."""
+        folder = (await self._locate(self.workdir))[PurePosixPath(self.workdir)]
+        return await asyncio.to_thread(files.read_states, folder, paths)
+
     async def diff(self, limits: PatchLimits | None = None) -> Patch:
         """Stop the sandbox and return what changed in the workdir."""
         async with self._in_use:
@@ -387,11 +392,8 @@ def try_command(argv: Sequence[str]) -> str:
 def resolve_workdir(workspace: Workspace, default: PurePosixPath = base.WORKDIR) -> PurePosixPath:
     """Return the workspace's path in the sandbox. Raises `UsageError` for an unusable path."""
     workdir = PurePosixPath(workspace.path) if workspace.path else default
-    if (
-        not workdir.is_absolute()
-        or ".." in workdir.parts
-        or workdir in {base.HOME, *base.HOME.parents}
-    ):
+    usable = workdir.is_absolute() and ".." not in workdir.parts
+    if not usable or workdir in {base.HOME, *base.HOME.parents}:
         msg = f"workspace.path is {str(workdir)!r}, must be an absolute folder, not {base.HOME}"
         raise UsageError(msg)
     return workdir
