@@ -106,6 +106,57 @@ def test_languages_protect_tests_and_settings(language: str) -> None:
     assert list(kept.files) == paths["kept"]
 
 
+# A file, and names that its tool reads in place of it or with it.
+TOOLS = {
+    "Makefile": ["GNUmakefile", "makefile"],
+    "makefile": ["GNUmakefile"],
+    "justfile": [".justfile", "Justfile", "JUSTFILE"],
+    "Taskfile.dist.yml": ["Taskfile.yml", "taskfile.yml", "Taskfile.yaml"],
+    "setup.cfg": ["tox.ini", "pytest.ini", "pyproject.toml", ".pytest.toml", "conftest.py"],
+    "tox.ini": ["setup.cfg", "pyproject.toml", "pytest.ini", "tox.toml"],
+    "jest.config.js": ["jest.config.ts", "jest.config.mjs", "jest.config.json", "package.json"],
+    "vitest.config.ts": ["vitest.config.mjs", "vite.config.ts", "vitest.workspace.json"],
+    ".mocharc.yml": [".mocharc.js", ".mocharc.cjs", ".mocharc.json", "package.json"],
+    "meson.build": ["meson.options", "meson_options.txt"],
+    "CMakeLists.txt": ["CMakePresets.json", "CMakeUserPresets.json", "CTestCustom.cmake"],
+    "CMakePresets.json": ["CMakeUserPresets.json"],
+    "build.ninja": [".ninja_deps", ".ninja_log"],
+    "build.gradle.kts": ["build.gradle", "settings.gradle", "gradle.properties", "buildSrc/a.kt"],
+    "build.gradle": ["build.gradle.kts"],
+    "pom.xml": [".mvn/extensions.xml"],
+    "dune-project": ["dune-workspace", "dune"],
+    "go.mod": ["go.work", "vendor/modules.txt"],
+    "Cargo.toml": [".cargo/config.toml", "build.rs", "rust-toolchain"],
+    "Rakefile": ["rakefile"],
+    "phpunit.xml.dist": ["phpunit.xml", "phpunit.dist.xml"],
+    "package-lock.json": ["npm-shrinkwrap.json"],
+    "Package.swift": ["Package@swift-5.10.swift"],
+    "nuget.config": ["NuGet.Config", "Directory.Build.rsp"],
+    "BUILD": ["BUILD.bazel"],
+    "docker-compose.yml": ["compose.yaml", "docker-compose.override.yml"],
+}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+@pytest.mark.parametrize("folder", ["", "sub/"])
+def test_names_that_a_tool_prefers_are_protected_with_the_name(name: str, folder: str) -> None:
+    """Of a protected file, and of one that belongs to the tests; beside it only."""
+    others = [f"{folder}{other}" for other in TOOLS[name]]
+    patch = Patch(dict.fromkeys([*others, f"else/{TOOLS[name][0]}", "bill.txt"], TEXT))
+    for rules in (Rules(protected=[f"/{folder}{name}"]), Rules(trusted=[f"{folder}{name}"])):
+        kept, refused = filter_patch(patch, rules)
+        assert [*refused] == others
+        assert [*kept.files] == [f"else/{TOOLS[name][0]}", "bill.txt"]
+    rules = Rules(protected=[name], editable=others)
+    assert not set(filter_patch(patch, rules)[1]) & set(others)
+
+
+def test_a_name_that_a_tool_prefers_less_is_not_protected() -> None:
+    """With a protected GNUmakefile make reads no Makefile; without one it is the work."""
+    rules = Rules(protected=["GNUmakefile", "makefile"])
+    assert filter_patch(Patch({"Makefile": TEXT}), rules)[1] == {}
+
+
 def test_apply_patch_resolves_conflicts() -> None:
     """Trusted files win over the patch, the patch over the task's files; removals are kept."""
     before = {"bill.py": "old", "lib": "a file", "kept": "k", "gone": "g", "pkg/a.py": "a"}

@@ -183,15 +183,14 @@ def test_each_run_is_checked_by_its_own_count(case: str) -> None:
 def test_every_format_protects_the_tests_of_its_languages() -> None:
     """Every language of a format has patterns of protected files."""
     languages = {name: each.languages for name, each in FORMATS.items()}
+    assert set(languages.pop("junit")) == {*TESTS} - {"tap"}
     assert languages == {
-        "junit": ("python", "java", "node", "go", "rust", "ruby", "php"),
         "pytest": ("python",),
         "go": ("go",),
         "cargo": ("rust",),
         "jest": ("node",),
         "tap": ("node", "tap"),
     }
-    assert {language for each in languages.values() for language in each} == set(TESTS)
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
