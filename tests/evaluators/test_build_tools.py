@@ -1,4 +1,4 @@
-"""Forged build outputs, with a real make, CMake, cargo and Maven: rewards depend on the sources alone.
+"""Forged build outputs, with real make, CMake, cargo and Maven: rewards depend on sources alone.
 
 A forgery is the tool's own build of the right sources, in a sandbox with the same paths, where the
 tool accepts it beside the wrong sources. `tools/builds.py` installs the tools; Maven works offline

@@ -100,7 +100,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     def find_protected(self, path: PurePosixPath) -> str | None:
         """Return the pattern that protects a path; None if there is none or it is editable.
 
-        A name that a tool would read in place of a protected file, or with it, is protected as well.
+        So is a name that a tool would read in place of a protected file, or with it.
         """
         if find_match(path, self.editable):
             return None

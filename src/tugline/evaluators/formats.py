@@ -230,8 +230,10 @@ _PYTEST_ENV = {"PYTEST_ADDOPTS": "--junitxml={report} -o junit_family=xunit1"}
 FORMATS = {
     "junit": Format(
         read_junit,
-        ("python", "java", "node", "go", "rust", "ruby", "php")
-        + ("c", "dotnet", "elixir", "swift", "scala", "kotlin"),
+        (
+            *("python", "java", "node", "go", "rust", "ruby", "php"),
+            *("c", "dotnet", "elixir", "swift", "scala", "kotlin"),
+        ),
         normalize_junit,
         "--junitxml={report} for pytest",
     ),
