@@ -157,6 +157,38 @@ def test_a_name_that_a_tool_prefers_less_is_not_protected() -> None:
     assert filter_patch(Patch({"Makefile": TEXT}), rules)[1] == {}
 
 
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (["sh", "ci/run.sh"], ["ci/run.sh"]),
+        (
+            ["sh", "-c", "set -e; ./ci/run.sh>{report} && python3 check.py;"],
+            ["ci/run.sh", "check.py"],
+        ),
+        (["sh", "-c", "make -f ci.mk test"], ["ci.mk"]),
+        (["sh", "-c", "make --file=ci.mk"], ["ci.mk"]),
+        (["sh", "-c", "cd ci && bash 'run.sh'"], ["ci/run.sh"]),
+        (["sh", "-c", "make -C ci -f run.sh"], ["ci/run.sh"]),
+        (["node", "/workspace/check.py"], ["check.py"]),
+        (["sh", "-c", "python3 new.py && cc -o t calc.c && ./t"], []),
+        (["sh", "-c", "if true\nthen timeout 60 bash -c 'python3 check.py'\nfi"], ["check.py"]),
+        (["sh", "-c", "A=1 exec python3 -m pytest check.py"], ["check.py"]),
+        (["sh", "-c", "! [ -e bill.py ]\ncat bill.py | diff - check.py"], []),
+        (["sh", "-c", "make 'it", "ci.mk"], ["ci.mk"]),
+    ],
+)
+def test_files_that_the_command_names_are_protected(command: list[str], named: list[str]) -> None:
+    """Those of the fresh tree that it runs; not the work that it compiles or new files."""
+    files = ["ci/run.sh", "check.py", "ci.mk", "calc.c", "bill.py"]
+    fresh = FreshTree(frozenset(files))
+    workdir = PurePosixPath("/workspace")
+    rules = Rules(command=tuple(command), fresh=fresh, workdir=workdir)
+    patch = Patch(dict.fromkeys([*files, "new.py"], TEXT))
+    assert set(filter_patch(patch, rules)[1]) == set(named)
+    lax = Rules(command=tuple(command), fresh=fresh, workdir=workdir, editable=named)
+    assert filter_patch(patch, lax)[1] == {}
+
+
 def test_apply_patch_resolves_conflicts() -> None:
     """Trusted files win over the patch, the patch over the task's files; removals are kept."""
     before = {"bill.py": "old", "lib": "a file", "kept": "k", "gone": "g", "pkg/a.py": "a"}

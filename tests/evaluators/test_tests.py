@@ -383,7 +383,11 @@ async def test_a_command_that_cannot_run_is_no_verdict(
 @pytest.mark.parametrize(
     ("options", "script", "reason"),
     [
-        ({"command": "sh run.sh"}, "exit 127", "no test was reported (exit 127)"),
+        (
+            {"command": "sh run.sh", "editable": ["run.sh"]},
+            "exit 127",
+            "no test was reported (exit 127)",
+        ),
         ({"command": SAYS, "setup": "sh run.sh"}, "exit 1", "setup ended with exit code 1"),
     ],
     ids=["command", "setup"],
@@ -395,6 +399,17 @@ async def test_a_command_that_the_agent_broke_earns_nothing(
     judge.base["run.sh"] = SAYS
     verdict = await judge(TestsEvaluator(**options, format="tap"), {"run.sh": script})
     assert (verdict.reward.value, verdict.report["reason"]) == (0.0, reason)
+
+
+async def test_a_script_that_the_command_names_is_not_changed(judge: Judge) -> None:
+    """Unless the task says that it is the work."""
+    judge.base["run.sh"] = "printf 'not ok 1 - a\\n1..1\\n'; exit 1"
+    passing = {"run.sh": "printf 'ok 1 - a\\n1..1\\n'"}
+    verdict = await judge(TestsEvaluator(command="sh ./run.sh", format="tap"), passing)
+    assert verdict.reward.value == 0.0
+    assert verdict.report["refused"] == {"run.sh": "is protected (the command names it)"}
+    lax = TestsEvaluator(command="sh ./run.sh", format="tap", editable=["run.sh"])
+    assert (await judge(lax, passing)).reward.value == 1.0
 
 
 async def test_large_output_is_truncated(judge: Judge) -> None:

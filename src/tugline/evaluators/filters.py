@@ -12,7 +12,6 @@ the evaluation instead of the work, with reasons for the report:
 Refused paths keep the task's content; the rest of the patch is evaluated unchanged.
 """
 
-import functools
 import itertools
 import re
 import sys
@@ -23,6 +22,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from tugline.evaluators.commands import find_named, find_siblings
 from tugline.sandbox.base import Content, Mount
 from tugline.sandbox.patch import FileChange, Patch
 from tugline.schema import read_values
@@ -44,9 +44,6 @@ BUILT: Sequence[str] = _PATTERNS["built"]
 """Patterns of what builds write, which are protected against an agent's own files only."""
 BUILT_HIDDEN = tuple(pattern for pattern in BUILT if pattern.startswith("."))
 """Those of `BUILT` that a general pattern for hidden files would refuse."""
-
-_SUFFIXES = ("js", "cjs", "mjs", "ts", "cts", "mts", "json", "jsonc", "yaml", "yml", "toml")
-_TOOLS: Mapping[str, Sequence[Sequence[str]]] = _PATTERNS["tools"]
 
 _SHADOWED = sys.stdlib_module_names | {"pytest", "_pytest", "pluggy", "iniconfig", "packaging"}
 """Names of modules that a patch may never add."""
@@ -90,6 +87,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Patterns of exceptions from `protected` and from the check of new modules."""
     scripts: Sequence[str] = ()
     """Texts of the evaluator's commands, which may set PYTHONPATH."""
+    command: tuple[str, ...] = ()
+    """Words of the command that decides; files of the fresh tree that they name are protected."""
     fresh: FreshTree = FreshTree()
     """The tree that the patch is applied to."""
     workdir: PurePath | None = None
@@ -106,7 +105,9 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
             return None
         if pattern := find_match(path, self.protected):
             return pattern
-        siblings = (each for each in _find_siblings(path) if self._protects(each))
+        if str(path) in self.fresh.files and str(path) in find_named(self.command, self.workdir):
+            return "the command names it"
+        siblings = (each for each in find_siblings(path) if self._protects(each))
         return next(map(str, siblings), None)
 
     def _protects(self, path: PurePosixPath) -> bool:
@@ -152,33 +153,6 @@ def find_match(path: PurePosixPath, patterns: Iterable[str]) -> str | None:
         elif any(fnmatchcase(part, stripped) for part in parts[:folders]):
             return pattern
     return None
-
-
-def _find_siblings(path: PurePosixPath) -> Iterator[PurePosixPath]:
-    """Yield the files that a tool would read with a path, or no more because of it."""
-    for folder in (path, *path.parents[:-1]):
-        for name in _list_siblings(folder.name):
-            if name != path.name:
-                yield folder.with_name(name)
-
-
-@functools.lru_cache(maxsize=4096)
-def _list_siblings(name: str) -> tuple[str, ...]:
-    """Return the names of files of the same tool, which may find names in any case."""
-    siblings: list[str] = []
-    for names in _TOOLS["all"]:
-        if any(fnmatchcase(name.lower(), each.lower()) for each in names):
-            siblings += names
-    for names in _TOOLS["first"]:
-        lower = [each.lower() for each in names]
-        if name.lower() in lower:
-            siblings += names[names.index(name) if name in names else 0 :]
-    suffixes = [(each, each.endswith(".*")) for each in dict.fromkeys(siblings)]
-    return tuple(
-        f"{each[:-1]}{suffix}" if several else each
-        for each, several in suffixes
-        for suffix in (_SUFFIXES if several else _SUFFIXES[:1])
-    )
 
 
 def apply_patch(
