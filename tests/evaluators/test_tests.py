@@ -94,6 +94,18 @@ async def test_hidden_tests_run_beside_those_of_the_task(with_files: Judge) -> N
     assert verdict.report["refused"] == {"tests/data.json": "is protected (tests/)"}
 
 
+async def test_files_of_any_name_are_there_for_the_tests(judge: Judge) -> None:
+    """With a line break, a tab or a backslash; the report has each on one line."""
+    work = {"a\nb": "1", "c\td": "2", "e\\f": "3", "\x1b[2J": "4"}
+    look = 'cat "$(printf "a\\nb")" "$(printf "c\\td")" "e\\f" "$(printf "\\033[2J")"'
+    command = f"[ $({look}) = 1234 ] && printf 'ok 1 - a\\n1..1\\n'"
+    for options in ({}, {"setup": "true"}):
+        verdict = await judge(TestsEvaluator(command=command, format="tap", **options), work)
+        assert verdict.reward.value == 1.0, verdict.report
+        assert verdict.report["refused"] == {}
+        assert "a/\x1b" not in verdict.report["diff"]
+
+
 async def test_removed_files_are_removed_for_the_tests(judge: Judge) -> None:
     """Files of the repository, too."""
     judge.base["gone"] = ""

@@ -64,28 +64,30 @@ _OPERATOR = re.compile(r"[();&|\n]+")
 @functools.lru_cache(maxsize=256)
 def find_named(command: tuple[str, ...], workdir: PurePath | None) -> frozenset[str]:
     """Return the paths that a command may run, also after a change of the folder."""
-    words: list[str] = []
+    arguments: list[str] = []
     folders = [""]
     for run in _split_commands(command):
         folders += [name for option, name in itertools.pairwise(run) if option in {"cd", "-C"}]
         start = next((n for n, word in enumerate(run) if not _PREFIX.fullmatch(word)), len(run))
         runner = next((n for n, word in enumerate(run) if _RUNNERS.fullmatch(word)), len(run))
-        words += run[start : start + 1] + run[runner + 1 :]
-    words += [word.partition("=")[2] for word in words]
-    paths = (posixpath.normpath(posixpath.join(up, word)) for up in folders for word in words)
+        arguments += run[start : start + 1] + run[runner + 1 :]
+    arguments += [word.partition("=")[2] for word in arguments]
+    paths = (posixpath.normpath(posixpath.join(up, word)) for up in folders for word in arguments)
     return frozenset(path.removeprefix(f"{workdir}/") for path in paths)
 
 
 def _split_commands(command: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the words of each command in a list of arguments, also of texts for a shell."""
+    """Yield the arguments of each command in a list of arguments, also of texts for a shell."""
     yield list(command)
     for option, text in itertools.pairwise(command):
         if option in {"-c", "-ec", "-lc"}:
             lexer = shlex.shlex(text, posix=True, punctuation_chars="();<>|&\n")
             lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
-            words: list[str] = []
+            arguments: list[str] = []
             with contextlib.suppress(ValueError):  # a quote that is not closed
-                words.extend(lexer)
-            for operator, group in itertools.groupby(words, lambda w: bool(_OPERATOR.fullmatch(w))):
+                arguments.extend(lexer)
+            for operator, group in itertools.groupby(
+                arguments, lambda w: bool(_OPERATOR.fullmatch(w))
+            ):
                 if not operator:
                     yield from _split_commands(list(group))

@@ -86,7 +86,7 @@ class ChangeCollector:
 
     def note(self, path: str, reason: str) -> None:
         """Note that `path` is left out, which treats it as unchanged."""
-        self._notes[f"{path if path.isprintable() else ascii(path)[:200]}: {reason}"] = None
+        self._notes[f"{format_path(path)[:200]}: {reason}"] = None
 
     def add_removed(self, path: str) -> None:
         """Add a removed path."""
@@ -157,10 +157,17 @@ class ChangeCollector:
 
 
 def unusable_name(path: str) -> str | None:
-    """Return why a sandbox cannot have a file of that name; None if it can."""
-    if not path.isprintable():
-        return "a name with control or undecodable characters"
-    return "a name with a backslash" if "\\" in path else None
+    """Return why a patch cannot have a file of that name; None if it can."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return "a name that is not UTF-8"
+    return None
+
+
+def format_path(path: str) -> str:
+    """Return a path as text of one line; one with a control character is quoted, with escapes."""
+    return path if path.isprintable() else ascii(path)
 
 
 def collect_patch(collector: ChangeCollector, collect: Callable[[ChangeCollector], None]) -> Patch:
