@@ -96,6 +96,25 @@ def test_patterns_match_as_documented(path: str, pattern: str, matches: bool) ->
     assert (find_match(PurePosixPath(path), [pattern]) == pattern) is matches
 
 
+def test_a_folder_is_removed_only_with_all_that_it_has() -> None:
+    """Not with a protected file in it, or one that the patch does not name."""
+    fresh = FreshTree(frozenset({"a/test_x.py", "a/x.py", "b/y.py", "b/z.py", "c/v.py"}))
+    rules = Rules(protected=["test_*.py"], fresh=fresh)
+    gone = ["a", "a/test_x.py", "a/x.py", "b", "b/y.py", "c", "c/v.py", "d"]
+    kept, refused = filter_patch(Patch(dict.fromkeys(gone)), rules)
+    assert list(kept.files) == ["a/x.py", "b/y.py", "c", "c/v.py", "d"]
+    assert list(refused) == ["a/test_x.py"]
+
+
+def test_an_empty_folder_is_no_module() -> None:
+    """It hides none, but it is one that programs look for."""
+    folder = FileChange(b"", folder=True)
+    patch = Patch(dict.fromkeys(["logs", "json", "html", "src/data", "org", "org/python"], folder))
+    kept, refused = filter_patch(patch, RULES)
+    assert list(kept.files) == ["logs", "json", "html", "src/data"]
+    assert refused == dict.fromkeys(["org", "org/python"], "would be imported in place of org")
+
+
 @pytest.mark.parametrize("language", TESTS)
 def test_languages_protect_tests_and_settings(language: str) -> None:
     """Tests as runners find them, their helpers and settings, and build outputs."""

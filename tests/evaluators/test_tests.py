@@ -106,6 +106,17 @@ async def test_files_of_any_name_are_there_for_the_tests(judge: Judge) -> None:
         assert "a/\x1b" not in verdict.report["diff"]
 
 
+async def test_folders_are_as_the_agent_left_them(judge: Judge) -> None:
+    """Empty ones are made, and removed ones are removed, also with a setup."""
+    judge.base["gone/x"] = ""
+    work = {"made/in": FileChange(b"", folder=True), "gone": None, "gone/x": None}
+    command = "[ -d made/in ] && ! [ -e gone ] && printf 'ok 1 - a\\n1..1\\n'"
+    for options in ({}, {"setup": "true"}):
+        verdict = await judge(TestsEvaluator(command=command, format="tap", **options), work)
+        assert verdict.reward.value == 1.0, verdict.report
+        assert "made/in: an empty folder\n" in verdict.report["diff"]
+
+
 async def test_removed_files_are_removed_for_the_tests(judge: Judge) -> None:
     """Files of the repository, too."""
     judge.base["gone"] = ""

@@ -128,6 +128,7 @@ def test_every_kind_of_change_is_found(layer: OverlayWorkspace, way: Way) -> Non
             "a.py": FileChange(b"x = 2\n"),
             "pkg/b.py": None,
             "task.md": None,
+            "docs/deep": None,
             "docs/deep/two.md": None,
             "docs/moved/two.md": FileChange(b"2\n"),
             "pkg/given.py": FileChange(b"g = 1\n", executable=True),
@@ -152,6 +153,7 @@ def test_replaced_folders_and_files_are_found(layer: OverlayWorkspace, way: Way)
     way(layer, script)
     assert layer.diff() == Patch(
         {
+            "docs/deep": None,
             "docs/deep/two.md": None,
             "docs/three.md": FileChange(b"3\n"),
             "pkg/b.py": None,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes import run_shell
+from sandboxes import Driver, read_log, run_shell
 from tugline.evaluators.script import format_patch
 from tugline.sandbox import overlay
 from tugline.sandbox.base import Sandbox
@@ -39,23 +39,26 @@ names = st.one_of(
 parts = names.filter(lambda name: name not in {".", ".."} and not {"/", "\0"} & {*name})
 paths = st.lists(parts, min_size=1, max_size=3).map("/".join)
 Tree = dict[str, str]
-trees = st.dictionaries(paths, st.sampled_from(["", "x", "y\n"]), max_size=6)
+FOLDER = "(a folder)"
+trees = st.dictionaries(paths, st.sampled_from(["", "x", "y\n", FOLDER]), max_size=6)
 
 
 def write_tree(folder: Path, tree: Tree) -> None:
-    """Write the files of a tree; of those that exclude each other the first."""
+    """Write the files and folders of a tree; of those that exclude each other the first."""
     for path, text in tree.items():
         target = folder / path
-        if target.is_dir() or any(up.is_file() for up in target.parents):
+        if target.exists() or any(up.is_file() for up in target.parents):
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
+        target.mkdir() if text == FOLDER else target.write_text(text)
 
 
 def read_tree(folder: Path) -> Tree:
-    """The files of a folder, with their contents."""
-    files = (path for path in sorted(folder.rglob("*")) if not path.is_dir())
-    return {str(path.relative_to(folder)): path.read_text() for path in files}
+    """All files and folders below a folder, with the contents of files."""
+    return {
+        str(path.relative_to(folder)): FOLDER if path.is_dir() else path.read_text()
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 def carry(patch: Patch, folder: Path) -> None:
@@ -67,7 +70,7 @@ def carry(patch: Patch, folder: Path) -> None:
 @pytest.mark.parametrize("mounts", [True, False], ids=["overlay", "copy"])
 @given(before=trees, after=trees)
 def test_a_patch_makes_the_same_tree(mounts: bool, before: Tree, after: Tree) -> None:  # noqa: FBT001
-    """Of files that were there before and after, under any name that UTF-8 can hold."""
+    """Of files and folders before and after, under any name that UTF-8 can hold."""
     with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as patched:
         if not mounts:
             patched.setattr(overlay, "mount_overlay", lambda *_: "refused")
@@ -104,6 +107,23 @@ async def test_every_runtime_carries_odd_names(sandbox: Sandbox, tmp_path: Path)
     await sandbox.put(sandbox.workdir, again)
     assert (await run_shell(sandbox, "cd new && cmp a*b ../a*b && cmp 'e\\f' ../'e\\f'")).code == 0
     assert await sandbox.get(sandbox.workdir / "new" / "a\nb") == b"1"
+
+
+async def test_every_runtime_carries_folders(driver: Driver, tmp_path: Path) -> None:
+    """New ones that are empty, and removed ones, with and without files."""
+    base = tmp_path / "base"
+    write_tree(base, {"empty": FOLDER, "full/x": "x", "stays": FOLDER, "left/y": "y"})
+    async with driver.runtime.open(tmp_path / "s", driver.spec(base)) as sandbox:
+        script = "rmdir empty; rm -r full; rm left/y; mkdir -p new/deep; echo z > new/z"
+        assert (await run_shell(sandbox, script)).code == 0
+        patch = await sandbox.diff()
+    folder = FileChange(b"", folder=True)
+    gone = {"empty": None, "full": None, "full/x": None, "left/y": None}
+    assert patch.files == {**gone, "new/deep": folder, "new/z": FileChange(b"z\n")}
+    async with driver.runtime.open(tmp_path / "t", driver.spec(base)) as sandbox:
+        await sandbox.put(sandbox.workdir, patch.files)
+        assert (await run_shell(sandbox, "find . | sort | tr '\\n' ' '")).code == 0
+        assert read_log(sandbox) == ". ./left ./new ./new/deep ./new/z ./stays "
 
 
 def test_names_in_a_diff_are_one_line() -> None:

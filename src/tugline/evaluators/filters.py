@@ -137,6 +137,10 @@ def filter_patch(patch: Patch, rules: Rules) -> tuple[Patch, dict[str, str]]:
     replaced = _folders(refused) & {path for path, change in patch.files.items() if change}
     refused |= dict.fromkeys(sorted(replaced - set(refused)), "conflicts with a protected path")
     permitted = {path: change for path, change in patch.files.items() if path not in refused}
+    # A folder is removed only with all that it has.
+    remaining = _folders({*refused, *(p for p in rules.fresh.files if permitted.get(p, p))})
+    for path in remaining & {path for path, change in permitted.items() if change is None}:
+        del permitted[path]
     return Patch(permitted, patch.notes), refused
 
 
@@ -257,13 +261,15 @@ def _find_shadowed(
     path: PurePosixPath, change: FileChange | None, rules: Rules, layout: _Layout
 ) -> str | None:
     """Return the module that a new importable file would hide."""
-    importable = path.suffix in _IMPORTABLE or (change is not None and change.link)
+    folder = change is not None and change.folder
+    importable = path.suffix in _IMPORTABLE or folder or (change is not None and change.link)
     if not importable or str(path) in rules.fresh.files or find_match(path, rules.editable):
         return None
     stem = path.name.partition(".")[0]
     package = stem == "__init__"
     module = path.parent if package else path.with_name(stem)
-    if module in layout.test_modules or (module in layout.test_folders and not package):
+    tested = module in layout.test_modules or (module in layout.test_folders and not package)
+    if tested and not folder:
         return str(module)
     if package and module in layout.test_packages:
         return "a folder of tests"
@@ -276,6 +282,8 @@ def _find_shadowed(
         # A folder without __init__ hides no module, but it is one where there is no other.
         if names[0] in rules.fresh.wanted and not _has_python(root / names[0], rules, layout):
             return names[0]
+        if folder:  # hides no module, since it has none
+            continue
         if (name := ".".join(names)) in hidden:
             return name
         # A package anywhere on the path takes precedence over a test folder without __init__.

@@ -264,7 +264,8 @@ def format_patch(before: Mapping[str, str], patch: Patch) -> str:
         text = "" if change is None else change.text
         shown = format_path(path)
         if text is None:
-            parts.append(f"{shown}: not text\n")
+            kind = "an empty folder" if change is not None and change.folder else "not text"
+            parts.append(f"{shown}: {kind}\n")
             continue
         if size > _MAX_CHARACTERS:
             parts.append(f"{shown}: not shown, there is too much before it\n")
