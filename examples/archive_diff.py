@@ -43,8 +43,10 @@ def pack_files(files: Mapping[str, Content]) -> bytes:
             change = data if isinstance(data, FileChange | None) else FileChange(data)
             if change is None:
                 continue
-            member.mode = 0o755 if change.executable else 0o644
-            if change.link:
+            member.mode = 0o755 if change.executable or change.folder else 0o644
+            if change.folder:
+                member.type = tarfile.DIRTYPE
+            elif change.link:
                 member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(change.data)
             else:
                 member.size = len(change.data)

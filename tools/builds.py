@@ -1,4 +1,4 @@
-"""Install cargo, Maven and its offline libraries if missing; tests forge the outputs of both.
+"""Install cargo, CMake, Maven and its offline libraries if missing; tests forge their outputs.
 
 As root on Debian or Ubuntu they are installed with apt: 40 MB if a JDK and cargo exist, 220 MB
 otherwise.
@@ -15,6 +15,7 @@ from debian import install
 PROGRAMS = {
     "cc": "gcc",
     "make": "make",
+    "cmake": "cmake",
     "cargo": "cargo",
     "javac": "default-jdk-headless",
     "mvn": "maven",

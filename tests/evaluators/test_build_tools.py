@@ -1,4 +1,4 @@
-"""Forged build outputs, with a real make, cargo and Maven: rewards depend on the sources alone.
+"""Forged build outputs, with real make, CMake, cargo and Maven: rewards depend on sources alone.
 
 A forgery is the tool's own build of the right sources, in a sandbox with the same paths, where the
 tool accepts it beside the wrong sources. `tools/builds.py` installs the tools; Maven works offline
@@ -71,6 +71,16 @@ def use_make(_: Path) -> Tool:
     return Tool("make", "calc.c", "make -s test", "adds", {"format": "tap", "env": {}})
 
 
+def use_cmake(_: Path) -> Tool:
+    """C, built by CMake and make; its tests are run by CTest."""
+    if missing := [name for name in ("cmake", "ctest", "make", "cc") if shutil.which(name) is None]:
+        pytest.skip(f"there is no {missing[0]}")
+    options = {"format": "junit", "report": "build/report.xml", "env": {}}
+    build = "cmake -S . -B build >/dev/null && cmake --build build >/dev/null"
+    test = "cd build && ctest --output-junit report.xml"
+    return Tool("cmake", "calc.c", f"{build} && {test}", "adds::adds", options)
+
+
 def use_cargo(_: Path) -> Tool:
     """Cargo, wherever it is installed."""
     if shutil.which("cargo") is None or shutil.which("cc") is None:
@@ -114,10 +124,11 @@ def use_maven(folder: Path) -> Tool:
 @pytest.fixture(
     params=[
         use_make,
+        use_cmake,
         use_cargo,
         pytest.param(use_maven, marks=[pytest.mark.slow, pytest.mark.nightly]),
     ],
-    ids=["make", "cargo", "maven"],
+    ids=["make", "cmake", "cargo", "maven"],
 )
 def tool(request: pytest.FixtureRequest, tmp_path: Path) -> Tool:
     """Each installed tool."""
@@ -172,4 +183,28 @@ async def test_forged_build_outputs_earn_nothing(tool: Tool, judge: Judge) -> No
     assert verdict.reward.value == 0.0, verdict.report
     assert set(verdict.report["refused"]) <= {tool.options.get("report")}
     honest = await judge(tests, {**built, **tool.right})
+    assert honest.reward.value == 1.0, honest.report
+
+
+@pytest.mark.parametrize("tool", [use_cmake], indirect=True)
+@pytest.mark.parametrize("driver", WITH_PYTHON[1:2], indirect=True)
+async def test_a_test_that_the_agent_disables_earns_nothing(tool: Tool, judge: Judge) -> None:
+    """CTest reports it as not run; also a task that lets the agent change CMakeLists.txt."""
+    text = (PROJECTS / tool.project / "CMakeLists.txt").read_text()
+    disabled = {"CMakeLists.txt": f"{text}set_tests_properties(adds PROPERTIES DISABLED TRUE)\n"}
+    others = [
+        {"CTestCustom.cmake": 'set(CTEST_CUSTOM_TESTS_IGNORE "adds")\n'},
+        {"CMakeLists.txt": text.replace("add_test(NAME adds COMMAND t_calc)", "")},
+    ]
+    options = {"command": tool.command, "timeout_s": WITHIN, **tool.options}
+    for patch in (disabled, *others):
+        tests = TestsEvaluator(**options)
+        verdict = await judge(tests, patch)
+        assert verdict.reward.value == 0.0, verdict.report
+        assert [*verdict.report["refused"]] == [*patch]
+    lax = TestsEvaluator(**options, editable=["CMakeLists.txt"])
+    verdict = await judge(lax, disabled)
+    assert verdict.reward.value == 0.0, verdict.report
+    assert not verdict.report["refused"]
+    honest = await judge(lax, {**tool.right, "CMakeLists.txt": f"{text}# a comment\n"})
     assert honest.reward.value == 1.0, honest.report

@@ -96,6 +96,25 @@ def test_patterns_match_as_documented(path: str, pattern: str, matches: bool) ->
     assert (find_match(PurePosixPath(path), [pattern]) == pattern) is matches
 
 
+def test_a_folder_is_removed_only_with_all_that_it_has() -> None:
+    """Not with a protected file in it, or one that the patch does not name."""
+    fresh = FreshTree(frozenset({"a/test_x.py", "a/x.py", "b/y.py", "b/z.py", "c/v.py"}))
+    rules = Rules(protected=["test_*.py"], fresh=fresh)
+    gone = ["a", "a/test_x.py", "a/x.py", "b", "b/y.py", "c", "c/v.py", "d"]
+    kept, refused = filter_patch(Patch(dict.fromkeys(gone)), rules)
+    assert list(kept.files) == ["a/x.py", "b/y.py", "c", "c/v.py", "d"]
+    assert list(refused) == ["a/test_x.py"]
+
+
+def test_an_empty_folder_is_no_module() -> None:
+    """It hides none, but it is one that programs look for."""
+    folder = FileChange(b"", folder=True)
+    patch = Patch(dict.fromkeys(["logs", "json", "html", "src/data", "org", "org/python"], folder))
+    kept, refused = filter_patch(patch, RULES)
+    assert list(kept.files) == ["logs", "json", "html", "src/data"]
+    assert refused == dict.fromkeys(["org", "org/python"], "would be imported in place of org")
+
+
 @pytest.mark.parametrize("language", TESTS)
 def test_languages_protect_tests_and_settings(language: str) -> None:
     """Tests as runners find them, their helpers and settings, and build outputs."""
@@ -104,6 +123,89 @@ def test_languages_protect_tests_and_settings(language: str) -> None:
     kept, refused = filter_patch(patch, Rules(protected=TESTS[language]))
     assert set(refused) == set(paths["refused"])
     assert list(kept.files) == paths["kept"]
+
+
+# A file, and names that its tool reads in place of it or with it.
+TOOLS = {
+    "Makefile": ["GNUmakefile", "makefile"],
+    "makefile": ["GNUmakefile"],
+    "justfile": [".justfile", "Justfile", "JUSTFILE"],
+    "Taskfile.dist.yml": ["Taskfile.yml", "taskfile.yml", "Taskfile.yaml"],
+    "setup.cfg": ["tox.ini", "pytest.ini", "pyproject.toml", ".pytest.toml", "conftest.py"],
+    "tox.ini": ["setup.cfg", "pyproject.toml", "pytest.ini", "tox.toml"],
+    "jest.config.js": ["jest.config.ts", "jest.config.mjs", "jest.config.json", "package.json"],
+    "vitest.config.ts": ["vitest.config.mjs", "vite.config.ts", "vitest.workspace.json"],
+    ".mocharc.yml": [".mocharc.js", ".mocharc.cjs", ".mocharc.json", "package.json"],
+    "meson.build": ["meson.options", "meson_options.txt"],
+    "CMakeLists.txt": ["CMakePresets.json", "CMakeUserPresets.json", "CTestCustom.cmake"],
+    "CMakePresets.json": ["CMakeUserPresets.json"],
+    "build.ninja": [".ninja_deps", ".ninja_log"],
+    "build.gradle.kts": ["build.gradle", "settings.gradle", "gradle.properties", "buildSrc/a.kt"],
+    "build.gradle": ["build.gradle.kts"],
+    "pom.xml": [".mvn/extensions.xml"],
+    "dune-project": ["dune-workspace", "dune"],
+    "go.mod": ["go.work", "vendor/modules.txt"],
+    "Cargo.toml": [".cargo/config.toml", "build.rs", "rust-toolchain"],
+    "Rakefile": ["rakefile"],
+    "phpunit.xml.dist": ["phpunit.xml", "phpunit.dist.xml"],
+    "package-lock.json": ["npm-shrinkwrap.json"],
+    "Package.swift": ["Package@swift-5.10.swift"],
+    "nuget.config": ["NuGet.Config", "Directory.Build.rsp"],
+    "BUILD": ["BUILD.bazel"],
+    "docker-compose.yml": ["compose.yaml", "docker-compose.override.yml"],
+}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+@pytest.mark.parametrize("folder", ["", "sub/"])
+def test_names_that_a_tool_prefers_are_protected_with_the_name(name: str, folder: str) -> None:
+    """Of a protected file, and of one that belongs to the tests; beside it only."""
+    others = [f"{folder}{other}" for other in TOOLS[name]]
+    patch = Patch(dict.fromkeys([*others, f"else/{TOOLS[name][0]}", "bill.txt"], TEXT))
+    for rules in (Rules(protected=[f"/{folder}{name}"]), Rules(trusted=[f"{folder}{name}"])):
+        kept, refused = filter_patch(patch, rules)
+        assert [*refused] == others
+        assert [*kept.files] == [f"else/{TOOLS[name][0]}", "bill.txt"]
+    rules = Rules(protected=[name], editable=others)
+    assert not set(filter_patch(patch, rules)[1]) & set(others)
+
+
+def test_a_name_that_a_tool_prefers_less_is_not_protected() -> None:
+    """With a protected GNUmakefile make reads no Makefile; without one it is the work."""
+    rules = Rules(protected=["GNUmakefile", "makefile"])
+    assert filter_patch(Patch({"Makefile": TEXT}), rules)[1] == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (["sh", "ci/run.sh"], ["ci/run.sh"]),
+        (
+            ["sh", "-c", "set -e; ./ci/run.sh>{report} && python3 check.py;"],
+            ["ci/run.sh", "check.py"],
+        ),
+        (["sh", "-c", "make -f ci.mk test"], ["ci.mk"]),
+        (["sh", "-c", "make --file=ci.mk"], ["ci.mk"]),
+        (["sh", "-c", "cd ci && bash 'run.sh'"], ["ci/run.sh"]),
+        (["sh", "-c", "make -C ci -f run.sh"], ["ci/run.sh"]),
+        (["node", "/workspace/check.py"], ["check.py"]),
+        (["sh", "-c", "python3 new.py && cc -o t calc.c && ./t"], []),
+        (["sh", "-c", "if true\nthen timeout 60 bash -c 'python3 check.py'\nfi"], ["check.py"]),
+        (["sh", "-c", "A=1 exec python3 -m pytest check.py"], ["check.py"]),
+        (["sh", "-c", "! [ -e bill.py ]\ncat bill.py | diff - check.py"], []),
+        (["sh", "-c", "make 'it", "ci.mk"], ["ci.mk"]),
+    ],
+)
+def test_files_that_the_command_names_are_protected(command: list[str], named: list[str]) -> None:
+    """Those of the fresh tree that it runs; not the work that it compiles or new files."""
+    files = ["ci/run.sh", "check.py", "ci.mk", "calc.c", "bill.py"]
+    fresh = FreshTree(frozenset(files))
+    workdir = PurePosixPath("/workspace")
+    rules = Rules(command=tuple(command), fresh=fresh, workdir=workdir)
+    patch = Patch(dict.fromkeys([*files, "new.py"], TEXT))
+    assert set(filter_patch(patch, rules)[1]) == set(named)
+    lax = Rules(command=tuple(command), fresh=fresh, workdir=workdir, editable=named)
+    assert filter_patch(patch, lax)[1] == {}
 
 
 def test_apply_patch_resolves_conflicts() -> None:

@@ -5,6 +5,8 @@ pytest 9.2 with xdist 3.8, Go 1.19, cargo 1.95, Jest 30 and Node 20.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from tugline.evaluators import formats
 from tugline.evaluators.filters import TESTS
 from tugline.evaluators.formats import FORMATS, read_report
+from tugline.evaluators.junit import normalize_junit
 from tugline.evaluators.scoring import TestOutcome, TestReport
 from tugline.evaluators.script import parse_apart
 from tugline.schema import read_values
@@ -108,13 +111,56 @@ def test_a_test_passes_when_all_its_cases_do() -> None:
     ("format_name", "given", "name"),
     [
         ("junit", "tests/test_m.py::T::test_a[x/y.py::z]", "tests.test_m.T::test_a[x/y.py::z]"),
+        ("junit", "docs/usage.rst::usage.rst", "docs.usage.rst::usage.rst"),
+        ("junit", "case.yaml::group::one[a::b]", "case.yaml.group::one[a::b]"),
+        ("junit", "pages/[id]/test_m.py::test_a[1]", "pages.[id].test_m::test_a[1]"),
         ("junit", "org.Shop::adds", "org.Shop::adds"),
+        ("junit", "adds", "adds"),
         ("go", "TestAdd/x", "TestAdd/x"),
     ],
 )
 def test_names_of_tests_are_normalized(format_name: str, given: str, name: str) -> None:
     """Data sets write names of tests in several ways."""
     assert FORMATS[format_name].normalize(given) == name
+
+
+_PLUGIN = """
+import pytest
+class Item(pytest.Item):
+    def runtest(self): pass
+class Group(pytest.Collector):
+    def collect(self):
+        names = ("one", "a/b", "x::y", "p[1]", "two words", "a.py", "\u00e9")
+        return [Item.from_parent(self, name=name) for name in names]
+class File(pytest.File):
+    def collect(self):
+        yield Item.from_parent(self, name="plain")
+        yield Group.from_parent(self, name="group")
+def pytest_collect_file(file_path, parent):
+    if file_path.suffix in (".yaml", ".pyx"):
+        return File.from_parent(parent, path=file_path)
+def pytest_collection_modifyitems(items):
+    open("ids", "w").write("\\n".join(item.nodeid for item in items))
+"""
+
+
+def test_node_ids_of_files_that_are_not_python_are_found(tmp_path: Path) -> None:
+    """Documentation with doctests and files of plug-ins, in any folder: each id names a result."""
+    (tmp_path / "conftest.py").write_text(_PLUGIN, encoding="utf-8")
+    for folder in ("", "docs", "two words", "pages/v1.2"):
+        for name in ("usage.rst", "README.md", "notes.txt", "case.yaml", "fast.pyx", "mod.py"):
+            file = tmp_path / folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text('"""\n>>> 1 + 1\n2\n\n"""\n', encoding="utf-8")
+    flags = [f"--doctest-glob=*.{end}" for end in ("rst", "md", "txt")]
+    flags += ["--doctest-modules", "--import-mode=importlib", "--junitxml=report.xml"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *flags]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    report = read("junit", (tmp_path / "report.xml").read_bytes())
+    ids = (tmp_path / "ids").read_text(encoding="utf-8").splitlines()
+    found = {each: report.find(each) or report.find(normalize_junit(each)) for each in ids}
+    assert found == dict.fromkeys(ids, P)
+    assert len(ids) == len(report.outcomes) > 60
 
 
 @pytest.mark.parametrize("case", FORGED["lines"])
@@ -137,15 +183,14 @@ def test_each_run_is_checked_by_its_own_count(case: str) -> None:
 def test_every_format_protects_the_tests_of_its_languages() -> None:
     """Every language of a format has patterns of protected files."""
     languages = {name: each.languages for name, each in FORMATS.items()}
+    assert set(languages.pop("junit")) == {*TESTS} - {"tap"}
     assert languages == {
-        "junit": ("python", "java", "node", "go", "rust", "ruby", "php"),
         "pytest": ("python",),
         "go": ("go",),
         "cargo": ("rust",),
         "jest": ("node",),
         "tap": ("node", "tap"),
     }
-    assert {language for each in languages.values() for language in each} == set(TESTS)
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
@@ -161,6 +206,7 @@ def test_any_bytes_are_parsed(format_name: str, data: bytes) -> None:
     [
         *("t::a PASSED (", "x ... ", "1..", "test a ... ", '{"Package":', "ok 1 # ", "([\x1b["),
         *("1..BIG\nok BIG\n", "running BIG tests\ntest result: ok. BIG passed; 0 failed;\n"),
+        *("<!--", "<![CDATA[", '<a "', "<a '\"", "<a b=\"'\" '", "\\\\# "),
     ],
 )
 def test_parsing_takes_linear_time(format_name: str, unit: str) -> None:

@@ -19,6 +19,7 @@ OTHERS = {"one": P, "two": F, "three": S}
 ODD = ["\x00", "\x01", "\x0b", "\x1b", "\x1b[31m", "\x1b]0;", "\x7f", "\x85", "\u2028", "\ufeff"]
 ODD += ["\ufffe", "\ud800", "\udfff\ud83d", "&#27;", "&#x1b;", "&#0;", "&#xD800;", "&#1114112;"]
 ODD += ["&nbsp;", "&", "&#;", "&#" + "9" * 5000 + ";", "\\ud800", "\\u0000", "\t", "\\", "]]", "%s"]
+ODD += ["<a>", "<b c='", "</testcase>", "<!--", "]]>", "<![CDATA[", "/>"]
 ODD += ["{", "}", "---", "...", "# ", "\x0c", "(line 3)", "[", "::", " - ", "'", "< ", "<3"]
 NOISE = [b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf8\x88", b"\x80", b""]
 words = st.lists(st.one_of(st.sampled_from(ODD), st.text(max_size=3)), max_size=5).map("".join)
@@ -40,6 +41,18 @@ def junit(odd: str, noise: bytes) -> bytes:
     ]
     text = f"<testsuite name={value}>{''.join(cases)}<system-out>NOISE</system-out></testsuite>"
     return _raw(f'<?xml version="1.0" encoding="utf-8"?>\n{text}').replace(b"NOISE", noise)
+
+
+def junit_unescaped(odd: str, noise: bytes) -> bytes:
+    """Write a report whose writer escapes quotes only."""
+    value = '"' + odd.replace('"', "'") + '"'
+    cases = [
+        '<testcase name="one"/>',
+        f"<testcase name={value} time={value}><failure message={value}/></testcase>",
+        '<testcase name="two"><failure message="no"/></testcase>',
+        '<testcase name="three"><skipped/></testcase>',
+    ]
+    return _raw(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>") + noise[:0]
 
 
 def junit_namespace(odd: str, noise: bytes) -> bytes:
@@ -111,6 +124,7 @@ def tap_braces(odd: str, noise: bytes) -> bytes:
 WRITERS: dict[str, tuple[str, Callable[[str, bytes], bytes]]] = {
     "junit": ("junit", junit),
     "junit with a namespace": ("junit", junit_namespace),
+    "junit without escapes": ("junit", junit_unescaped),
     "pytest": ("pytest", junit),
     "jest": ("jest", jest),
     "go": ("go", go),

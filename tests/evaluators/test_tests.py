@@ -94,6 +94,29 @@ async def test_hidden_tests_run_beside_those_of_the_task(with_files: Judge) -> N
     assert verdict.report["refused"] == {"tests/data.json": "is protected (tests/)"}
 
 
+async def test_files_of_any_name_are_there_for_the_tests(judge: Judge) -> None:
+    """With a line break, a tab or a backslash; the report has each on one line."""
+    work = {"a\nb": "1", "c\td": "2", "e\\f": "3", "\x1b[2J": "4"}
+    look = 'cat "$(printf "a\\nb")" "$(printf "c\\td")" "e\\f" "$(printf "\\033[2J")"'
+    command = f"[ $({look}) = 1234 ] && printf 'ok 1 - a\\n1..1\\n'"
+    for options in ({}, {"setup": "true"}):
+        verdict = await judge(TestsEvaluator(command=command, format="tap", **options), work)
+        assert verdict.reward.value == 1.0, verdict.report
+        assert verdict.report["refused"] == {}
+        assert "a/\x1b" not in verdict.report["diff"]
+
+
+async def test_folders_are_as_the_agent_left_them(judge: Judge) -> None:
+    """Empty ones are made, and removed ones are removed, also with a setup."""
+    judge.base["gone/x"] = ""
+    work = {"made/in": FileChange(b"", folder=True), "gone": None, "gone/x": None}
+    command = "[ -d made/in ] && ! [ -e gone ] && printf 'ok 1 - a\\n1..1\\n'"
+    for options in ({}, {"setup": "true"}):
+        verdict = await judge(TestsEvaluator(command=command, format="tap", **options), work)
+        assert verdict.reward.value == 1.0, verdict.report
+        assert "made/in: an empty folder\n" in verdict.report["diff"]
+
+
 async def test_removed_files_are_removed_for_the_tests(judge: Judge) -> None:
     """Files of the repository, too."""
     judge.base["gone"] = ""
@@ -383,7 +406,11 @@ async def test_a_command_that_cannot_run_is_no_verdict(
 @pytest.mark.parametrize(
     ("options", "script", "reason"),
     [
-        ({"command": "sh run.sh"}, "exit 127", "no test was reported (exit 127)"),
+        (
+            {"command": "sh run.sh", "editable": ["run.sh"]},
+            "exit 127",
+            "no test was reported (exit 127)",
+        ),
         ({"command": SAYS, "setup": "sh run.sh"}, "exit 1", "setup ended with exit code 1"),
     ],
     ids=["command", "setup"],
@@ -395,6 +422,17 @@ async def test_a_command_that_the_agent_broke_earns_nothing(
     judge.base["run.sh"] = SAYS
     verdict = await judge(TestsEvaluator(**options, format="tap"), {"run.sh": script})
     assert (verdict.reward.value, verdict.report["reason"]) == (0.0, reason)
+
+
+async def test_a_script_that_the_command_names_is_not_changed(judge: Judge) -> None:
+    """Unless the task says that it is the work."""
+    judge.base["run.sh"] = "printf 'not ok 1 - a\\n1..1\\n'; exit 1"
+    passing = {"run.sh": "printf 'ok 1 - a\\n1..1\\n'"}
+    verdict = await judge(TestsEvaluator(command="sh ./run.sh", format="tap"), passing)
+    assert verdict.reward.value == 0.0
+    assert verdict.report["refused"] == {"run.sh": "is protected (the command names it)"}
+    lax = TestsEvaluator(command="sh ./run.sh", format="tap", editable=["run.sh"])
+    assert (await judge(lax, passing)).reward.value == 1.0
 
 
 async def test_large_output_is_truncated(judge: Judge) -> None:

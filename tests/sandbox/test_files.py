@@ -55,7 +55,7 @@ def test_files_are_written_unchanged(root: Path) -> None:
     assert read_file(root, "a/b.sh") == b"new"
 
 
-@pytest.mark.parametrize("path", ["/etc/x", "../x", "a/../../x", "a\0b", "", ".", "a\\b"])
+@pytest.mark.parametrize("path", ["/etc/x", "../x", "a/../../x", "a\0b", "", "."])
 def test_paths_that_leave_the_root_are_refused(root: Path, path: str) -> None:
     """Before any file is written."""
     with pytest.raises(UsageError, match="must be relative"):

@@ -123,6 +123,41 @@ def test_missing_files_and_services_are_errors(tmp_path: Path, name: str, messag
         read(tmp_path / "one")
 
 
+@pytest.mark.parametrize("name", ["docker-compose.yml", "compose.yaml", "compose.yml"])
+def test_compose_files_that_harbor_does_not_read_belong_to_the_task(
+    tmp_path: Path, name: str
+) -> None:
+    """Such as of a task to write one, anywhere in its folder."""
+    folder = write_task(tmp_path / "one")
+    for inner in ("environment", "environment/app", "solution", "tests", "."):
+        (folder / inner).mkdir(exist_ok=True)
+        (folder / inner / name).write_text("services: {a: {}, b: {}}\n")
+    (folder / "environment" / "app" / "docker-compose.yaml").write_text("services: {}\n")
+    assert read(folder).id == "one"
+
+
+def test_an_error_lists_all_tasks_and_what_leaves_them_out(tmp_path: Path) -> None:
+    """The value can be pasted, as a list of names; further ones are added to those given."""
+    for name in ("a", "d"):
+        write_task(tmp_path / name)
+    for name in ("b", "c", "e"):
+        write_task(tmp_path / name, "[[steps]]\nname = 'x'\n")
+    (tmp_path / "e" / "task.toml").write_text("[agent")
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path)
+    for name in ("b", "c", "e"):
+        assert f"{tmp_path / name}" in str(caught.value)
+    assert str(caught.value).endswith('leave_out: ["b", "c", "e"]')
+    with pytest.raises(ConfigError, match=r'leave_out: \["b", "c", "e"\]') as caught:
+        load(tmp_path, leave_out=["e", "b"])
+    assert str(tmp_path / "b") not in str(caught.value)
+    with structlog.testing.capture_logs() as logged:
+        assert [task.id for task in load(tmp_path, leave_out=["b", "c", "e"])] == ["a", "d"]
+    assert len(logged) == 3
+    with pytest.raises(ConfigError, match="leave_out has 'f', there is no such folder"):
+        load(tmp_path, leave_out=["f"])
+
+
 def test_published_tasks_are_read_without_warnings(tmp_path: Path) -> None:
     """The keys that Terminal-Bench 2 writes are known, empty ones included."""
     folder = write_task(tmp_path / "one", (FILES / "published.toml").read_text())

@@ -8,6 +8,7 @@ value. A feature that affects the reward and is not supported (steps, several se
 verifier image of its own) is an error as well. Settings without an effect are logged once each.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ _CANARY = re.compile(r"\s*(<!--.*canary.*-->|#.*canary.*)\s*", re.IGNORECASE)
 _SOLVE = 'if command -v bash >/dev/null 2>&1; then exec bash "$0"; else exec sh "$0"; fi'
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG])B?", re.IGNORECASE)
 _MB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
+_MAX_REASONS = 20
 _MARGIN_S = 60.0
 """Time of an evaluation for the creation of its sandboxes."""
 _log = log.get("tasksets")
@@ -85,8 +87,8 @@ class HarborTaskSet(TaskSet):
     `build` builds images from Dockerfiles even if ``docker_image`` names one. `in_place` evaluates
     in the agent's sandbox (default: if ``verifier.environment_mode`` is ``shared``). `network`
     lets tests reach the hosts that the runtime allows. `pass_env` lists the node's environment
-    variables that tests and solutions may use. `leave_out` skips unsupported tasks with a warning
-    instead of raising an error.
+    variables that tests and solutions may use. `leave_out` has the names of tasks to leave out,
+    with a warning; True leaves out every task that is not supported, which else is an error.
     """
 
     path: str
@@ -94,23 +96,29 @@ class HarborTaskSet(TaskSet):
     in_place: bool | None = None
     network: bool = False
     pass_env: Sequence[str] = ()
-    leave_out: bool = False
+    leave_out: bool | Sequence[str] = False
 
     def __post_init__(self) -> None:
         self._root = Path(self.path)
 
     def tasks(self, template: TaskTemplate) -> Iterator[Task]:
-        """Make a task from each folder, in the order of their names."""
+        """Make a task from each folder, in the order of their names.
+
+        Raises `ConfigError` with all tasks that are not supported, before the first task.
+        """
         warned: set[str] = set()
-        for folder in self._list_folders():
+        tasks: list[Task] = []
+        wrong: dict[str, ConfigError] = {}
+        for folder in self._leave_out(self._list_folders()):
             try:
-                task = self._make_task(folder, _read(folder, warned), template)
+                tasks.append(self._make_task(folder, _read(folder, warned), template))
             except ConfigError as error:
-                if not self.leave_out:
-                    raise
-                _log.warning("task left out", reason=str(error))
-                continue
-            yield task
+                wrong[folder.name] = error
+        if wrong and self.leave_out is not True:
+            raise _combine(wrong, self.leave_out or ())
+        for reason in map(str, wrong.values()):
+            _log.warning("task left out", reason=reason)
+        yield from tasks
 
     def solution(self, task: Task) -> Solution | None:
         """Return a solution that runs the task's ``solution/solve.sh``; None if there is none."""
@@ -133,6 +141,17 @@ class HarborTaskSet(TaskSet):
             msg = f"taskset 'harbor': path is {str(self._root)!r}, it has no folder with {CONFIG}"
             raise ConfigError(msg)
         return folders
+
+    def _leave_out(self, folders: list[Path]) -> list[Path]:
+        """Return the folders without those that `leave_out` names."""
+        if isinstance(self.leave_out, bool):
+            return folders
+        for name in self.leave_out:
+            if name not in {folder.name for folder in folders}:
+                msg = f"leave_out has {name!r}, there is no such folder in {self.path}"
+                raise ConfigError(f"taskset 'harbor': {msg}")
+            _log.warning("task left out", reason=f"leave_out has {name!r}")
+        return [folder for folder in folders if folder.name not in self.leave_out]
 
     def _make_task(self, folder: Path, config: TaskToml, template: TaskTemplate) -> Task:
         _check(folder, config)
@@ -169,6 +188,19 @@ class HarborTaskSet(TaskSet):
             msg = f"{folder}: there is no environment/Dockerfile, and no environment.docker_image"
             raise ConfigError(msg)
         return Workspace(build=str(environment), path=config.workdir)
+
+
+def _combine(wrong: Mapping[str, ConfigError], left_out: Sequence[str]) -> ConfigError:
+    """Return one error for all unsupported tasks, with the option that leaves them out."""
+    reasons = [str(error) for error in wrong.values()]
+    more = len(reasons) - _MAX_REASONS
+    reasons[_MAX_REASONS:] = [f"and {more} more"] if more > 0 else []
+    names = json.dumps(sorted({*left_out, *wrong}), ensure_ascii=False)
+    text = "\n".join(f"  {reason}" for reason in reasons)
+    return ConfigError(
+        f"taskset 'harbor': unsupported tasks ({len(wrong)}):\n{text}\n"
+        f"To leave them out, set the option leave_out: {names}"
+    )
 
 
 def _read(folder: Path, warned: set[str]) -> TaskToml:
@@ -211,7 +243,8 @@ def _warn(warned: set[str], key: str, file: Path) -> None:
 def _check(folder: Path, config: TaskToml) -> None:
     """Check that a task is supported. Raises `ConfigError`."""
     environment = folder / "environment"
-    composed = sorted(environment.glob("docker-compose.y*ml"))
+    # Harbor itself reads this name only; others are files of the task.
+    composed = environment / "docker-compose.yaml"
     wrong = None
     if config.steps:
         wrong = f"{CONFIG}: steps has {len(config.steps)} steps; tasks must have one step"
@@ -222,8 +255,8 @@ def _check(folder: Path, config: TaskToml) -> None:
     elif config.verifier.environment_mode not in {None, "shared", "separate"}:
         mode = config.verifier.environment_mode
         wrong = f"{CONFIG}: verifier.environment_mode is {mode!r}, must be shared or separate"
-    elif composed:
-        wrong = f"environment/{composed[0].name} has several services; there must be one image"
+    elif composed.exists():
+        wrong = f"environment/{composed.name} has several services; there must be one image"
     elif not (folder / "tests" / "test.sh").is_file():
         wrong = "tests/test.sh is missing"
     if wrong:

@@ -22,6 +22,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from tugline.evaluators.commands import find_named, find_siblings
 from tugline.sandbox.base import Content, Mount
 from tugline.sandbox.patch import FileChange, Patch
 from tugline.schema import read_values
@@ -86,6 +87,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Patterns of exceptions from `protected` and from the check of new modules."""
     scripts: Sequence[str] = ()
     """Texts of the evaluator's commands, which may set PYTHONPATH."""
+    command: tuple[str, ...] = ()
+    """Words of the command that decides; files of the fresh tree that they name are protected."""
     fresh: FreshTree = FreshTree()
     """The tree that the patch is applied to."""
     workdir: PurePath | None = None
@@ -94,8 +97,21 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """The evaluator's mounts."""
 
     def find_protected(self, path: PurePosixPath) -> str | None:
-        """Return the pattern that protects a path; None if there is none or it is editable."""
-        return None if find_match(path, self.editable) else find_match(path, self.protected)
+        """Return the pattern that protects a path; None if there is none or it is editable.
+
+        So is a name that a tool would read in place of a protected file, or with it.
+        """
+        if find_match(path, self.editable):
+            return None
+        if pattern := find_match(path, self.protected):
+            return pattern
+        if str(path) in self.fresh.files and str(path) in find_named(self.command, self.workdir):
+            return "the command names it"
+        siblings = (each for each in find_siblings(path) if self._protects(each))
+        return next(map(str, siblings), None)
+
+    def _protects(self, path: PurePosixPath) -> bool:
+        return str(path) in self.trusted or find_match(path, self.protected) is not None
 
     def list_protected(self) -> list[str]:
         """Return the protected files of the fresh tree, sorted."""
@@ -121,6 +137,10 @@ def filter_patch(patch: Patch, rules: Rules) -> tuple[Patch, dict[str, str]]:
     replaced = _folders(refused) & {path for path, change in patch.files.items() if change}
     refused |= dict.fromkeys(sorted(replaced - set(refused)), "conflicts with a protected path")
     permitted = {path: change for path, change in patch.files.items() if path not in refused}
+    # A folder is removed only with all that it has.
+    remaining = _folders({*refused, *(p for p in rules.fresh.files if permitted.get(p, p))})
+    for path in remaining & {path for path, change in permitted.items() if change is None}:
+        del permitted[path]
     return Patch(permitted, patch.notes), refused
 
 
@@ -241,13 +261,15 @@ def _find_shadowed(
     path: PurePosixPath, change: FileChange | None, rules: Rules, layout: _Layout
 ) -> str | None:
     """Return the module that a new importable file would hide."""
-    importable = path.suffix in _IMPORTABLE or (change is not None and change.link)
+    folder = change is not None and change.folder
+    importable = path.suffix in _IMPORTABLE or folder or (change is not None and change.link)
     if not importable or str(path) in rules.fresh.files or find_match(path, rules.editable):
         return None
     stem = path.name.partition(".")[0]
     package = stem == "__init__"
     module = path.parent if package else path.with_name(stem)
-    if module in layout.test_modules or (module in layout.test_folders and not package):
+    tested = module in layout.test_modules or (module in layout.test_folders and not package)
+    if tested and not folder:
         return str(module)
     if package and module in layout.test_packages:
         return "a folder of tests"
@@ -260,6 +282,8 @@ def _find_shadowed(
         # A folder without __init__ hides no module, but it is one where there is no other.
         if names[0] in rules.fresh.wanted and not _has_python(root / names[0], rules, layout):
             return names[0]
+        if folder:  # hides no module, since it has none
+            continue
         if (name := ".".join(names)) in hidden:
             return name
         # A package anywhere on the path takes precedence over a test folder without __init__.

@@ -125,8 +125,11 @@ def _read_go_event(
 
 
 # --------------------------------------------------------------------------- cargo
-_CARGO_RUNNING = re.compile(r"running (\d+) tests?$")
-_CARGO_RESULT = re.compile(r"test result: (ok|FAILED)\. (\d{1,9}) passed; (\d+) failed;")
+_CARGO_RUNNING = re.compile(r"running (\d{1,9}) tests?$")
+_CARGO_RESULT = re.compile(
+    r"test result: (?:ok|FAILED)\. (\d{1,9}) passed; (\d{1,9}) failed;"
+    r"(?: (\d{1,9}) ignored;)?(?: (\d{1,9}) measured;)?"
+)
 _CARGO_NOTE = re.compile(r" - (should panic|compile fail|compile)$")
 _CARGO_DOCTEST = re.compile(r"\S+ - (.* )?\(line \d+\)$")
 _CARGO_SECTIONS = frozenset({"successes:", "failures:"})
@@ -145,17 +148,22 @@ def read_cargo(data: bytes) -> TestReport:
     """Read output of ``cargo test`` (libtest): unit tests, integration tests and doc tests.
 
     Names are as printed, ``tests::adds`` or ``src/lib.rs - add (line 2)``. Each test program prints
-    how many tests it runs and how many passed; more results than that are an inconsistency.
+    how many tests it runs and how many passed; more results than that are an inconsistency. What
+    tests printed may look like that: after the results, only their whole number ends a program.
     """
     report = TestReport()
     section, pending, passed, open_programs = "", "", 0, 0
+    running = 0
     files: list[tuple[str, TestOutcome]] = []
     for line in read_lines(data):
         result = _CARGO_RESULT.match(line)
-        if _CARGO_RUNNING.match(line):
+        if section in _CARGO_SECTIONS and not (result and _count_cargo(result) == running):
+            continue
+        if begins := _CARGO_RUNNING.match(line):
             section, passed, open_programs, files = "tests", 0, open_programs + 1, []
+            running = int(begins[1])
         elif result:
-            _close_cargo(report, passed, files, int(result[2]))
+            _close_cargo(report, passed, files, int(result[1]))
             section, pending, passed = "", "", 0
             open_programs -= 1
             report.complete = True
@@ -174,6 +182,10 @@ def read_cargo(data: bytes) -> TestReport:
                 pending = ""
     report.complete = report.complete and open_programs == 0
     return report
+
+
+def _count_cargo(result: re.Match[str]) -> int:
+    return sum(int(number or 0) for number in result.groups())
 
 
 def _close_cargo(
@@ -218,7 +230,10 @@ _PYTEST_ENV = {"PYTEST_ADDOPTS": "--junitxml={report} -o junit_family=xunit1"}
 FORMATS = {
     "junit": Format(
         read_junit,
-        ("python", "java", "node", "go", "rust", "ruby", "php"),
+        (
+            *("python", "java", "node", "go", "rust", "ruby", "php"),
+            *("c", "dotnet", "elixir", "swift", "scala", "kotlin"),
+        ),
         normalize_junit,
         "--junitxml={report} for pytest",
     ),

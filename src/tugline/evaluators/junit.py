@@ -21,6 +21,12 @@ _DECLARATION = re.compile(r"\s*<\?xml\b[^>]{0,200}\?>")
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 _REFERENCE = re.compile(r"&(?:#x([0-9a-fA-F]{1,8});|#([0-9]{1,8});|(?:lt|gt|amp|quot|apos);)?")
 _NO_MARKUP = re.compile(r"<(?![^\W\d]|[/!?:])")
+_TAG = re.compile(
+    r"<!--.*?(?:-->|\Z)|<!\[CDATA\[.*?(?:\]\]>|\Z)"
+    r"""|<[^\W\d](?:[^<>"']++|"[^"]*+"|'[^']*+')*+>?""",
+    re.DOTALL,
+)
+_VALUE = re.compile(r"""(?<==)"[^"]*"|(?<==)'[^']*'""")
 _HIDDEN = 0xF0000
 """First of the private characters that stand for control characters while XML is parsed."""
 _SHOWN = {_HIDDEN + code: code for code in range(32)}
@@ -38,13 +44,12 @@ _FAILED_WORDS = frozenset(
 
 
 def normalize_junit(name: str) -> str:
-    """Return ``classname::name`` for one of pytest's node ids; other names unchanged."""
-    path, bracket, case = name.partition("[")
-    path, *rest = path.split("::")
-    if "/" not in path and not path.endswith(".py"):
-        return name
-    parts = [path.replace("/", ".").removesuffix(".py"), *rest]
-    return f"{'.'.join(parts[:-1])}::{parts[-1]}{bracket}{case}".removeprefix("::")
+    """Return ``classname::name`` for a node id of pytest, of a file of any kind."""
+    path, _, rest = name.partition("::")
+    names, bracket, case = rest.partition("[")
+    *groups, title = names.split("::")
+    classname = ".".join([path.replace("/", ".").removesuffix(".py"), *groups])
+    return f"{classname}::{title}{bracket}{case}" if rest else name
 
 
 def read_junit(data: bytes) -> TestReport:
@@ -123,7 +128,16 @@ def _repair(text: str) -> str:
     text = _DECLARATION.sub("", text, count=1) if _DECLARATION.match(text) else text.lstrip()
     text = _FORBIDDEN.sub(lambda match: _hide(ord(match[0])), text)
     text = _REFERENCE.sub(_repair_reference, text)
+    text = _TAG.sub(_repair_tag, text)
     return _NO_MARKUP.sub("&lt;", text)
+
+
+def _repair_tag(match: re.Match[str]) -> str:
+    """Escape what looks like a tag in the values of a tag's attributes."""
+    tag = match[0]
+    if tag.startswith("<!") or "<" not in tag[1:]:
+        return tag
+    return _VALUE.sub(lambda value: value[0].replace("<", "&lt;"), tag)
 
 
 def _repair_reference(match: re.Match[str]) -> str:

@@ -24,7 +24,7 @@ from tugline.evaluators.base import SessionOutcome
 from tugline.evaluators.filters import FreshTree, Rules, apply_patch, filter_patch
 from tugline.sandbox.base import Content, Exit, ProgramTimeout, Sandbox
 from tugline.sandbox.files import read_ends
-from tugline.sandbox.patch import Patch
+from tugline.sandbox.patch import Patch, format_path
 from tugline.sandbox.processes import run_command
 from tugline.types import Workspace
 
@@ -293,20 +293,22 @@ def format_patch(before: Mapping[str, str], patch: Patch) -> str:
     size = 0
     for path, change in sorted(patch.files.items()):
         text = "" if change is None else change.text
+        shown = format_path(path)
         if text is None:
-            parts.append(f"{path}: not text\n")
+            kind = "an empty folder" if change is not None and change.folder else "not text"
+            parts.append(f"{shown}: {kind}\n")
             continue
         if size > _MAX_CHARACTERS:
-            parts.append(f"{path}: not shown, there is too much before it\n")
+            parts.append(f"{shown}: not shown, there is too much before it\n")
             continue
         old = before.get(path, "").splitlines(keepends=True)
         new = text.splitlines(keepends=True)
         if max(len(old), len(new)) > _MAX_LINES:
-            parts.append(f"{path}: {len(old)} lines became {len(new)}; too long to show\n")
+            parts.append(f"{shown}: {len(old)} lines became {len(new)}; too long to show\n")
             continue
         names = (
-            "/dev/null" if path not in before else f"a/{path}",
-            "/dev/null" if change is None else f"b/{path}",
+            "/dev/null" if path not in before else format_path(f"a/{path}"),
+            "/dev/null" if change is None else format_path(f"b/{path}"),
         )
         diff = "".join(
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from tugline.evaluators.scoring import TestOutcome, TestReport, read_lines
 
 _POINT = re.compile(r"((?: {4})*)(not )?ok\b(?: +(\d+))?(?: +- +| +|$)(.*)")
-_PLAN = re.compile(r"((?: {4})*)1\.\.(\d{1,9})\b")
-_DIRECTIVE = re.compile(r"(?<!\\)# *(SKIP|TODO)\b *(.*)", re.IGNORECASE)
+_PLAN = re.compile(r"((?: {4})*)(\d{1,9})\.\.(\d{1,9})\b")
+_DIRECTIVE = re.compile(r"(?:^|(?<=\s)|(?<=[^\\]\\\\))# *((?:SKIP|TODO)\S*) *(.*)", re.IGNORECASE)
 _TIME = re.compile(r"(?:^|\s)# time=[\d.]{1,20} ?m?s\s*$")
 _OPEN, _CLOSE = re.compile(r"((?: {4})*)\{\s*$"), re.compile(r"((?: {4})*)\}\s*$")
 _ESCAPE = re.compile(r"\\([\\#])")
@@ -30,13 +30,13 @@ class _TapLevel:
         self.points: list[tuple[str, TestOutcome, str]] = []
         self.numbers: set[int] = set()
         self.last = 0
-        self.plan: int | None = None
+        self.plan: range | None = None
         self.opened: str | None = None
         """Title of the last point, if its subtests may follow it in braces."""
 
     def is_complete(self) -> bool:
         """Return whether there are as many points as in the plan."""
-        return len(self.numbers) == self.plan
+        return self.plan is not None and len(self.numbers) == len(self.plan)
 
 
 def read_tap(data: bytes) -> TestReport:
@@ -51,7 +51,7 @@ def read_tap(data: bytes) -> TestReport:
     for line in _skip_yaml(read_lines(data)):
         if line.startswith("Bail out!"):
             return report
-        if line.startswith("TAP version ") or _PROVE_FILE.match(line):
+        if _PROVE_FILE.match(line) or (line.startswith("TAP version ") and levels[0].numbers):
             levels = [_TapLevel()]
             documents.append(levels)
         elif line != "ok" or not levels[0].is_complete():
@@ -84,7 +84,7 @@ def _skip_yaml(lines: Iterator[str]) -> Iterator[str]:
 
 def _read_line(report: TestReport, levels: list[_TapLevel], line: str) -> None:
     if plan := _PLAN.match(line):
-        _find_level(levels, len(plan[1])).plan = int(plan[2])
+        _find_level(levels, len(plan[1])).plan = range(int(plan[2]), int(plan[3]) + 1)
     elif point := _POINT.match(line):
         _read_point(report, levels, point)
     elif brace := _OPEN.match(line):
@@ -122,7 +122,7 @@ def _read_point(report: TestReport, levels: list[_TapLevel], point: re.Match[str
 
 def _parse_description(text: str) -> tuple[str, str | None, str, bool]:
     """Return title, directive (None if there is none), its reason, and whether a brace follows."""
-    text = text.rstrip()
+    text = _TIME.sub("", text.rstrip())  # before or after the brace
     opened = text.endswith(" {")
     text = _TIME.sub("", text.removesuffix(" {"))
     directive = _DIRECTIVE.search(text)
@@ -157,5 +157,7 @@ def _close_tap(report: TestReport, levels: list[_TapLevel]) -> None:
         report.add(*point)
     if (points or top.plan is not None) and not top.is_complete():
         report.complete = False
-    if top.plan is not None and top.numbers and max(top.numbers) > top.plan:
-        report.inconsistency = f"test {max(top.numbers)} is not in the plan of {top.plan}"
+    extra = [] if top.plan is None else [n for n in top.numbers if n not in top.plan]
+    if top.plan is not None and extra:
+        first, last = top.plan.start, top.plan.stop - 1
+        report.inconsistency = f"test {max(extra)} is not in the plan {first}..{last}"

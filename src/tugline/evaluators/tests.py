@@ -120,7 +120,7 @@ class TestsEvaluator(Evaluator):
         added = self._format.env.items()  # appended to variables of the same names
         self._env = {**env, **{k: f"{env[k]} {v}" if env.get(k) else v for k, v in added}}
         self._argv = _parse_command("command", command)
-        self._rules = msgspec.structs.replace(self._rules, scripts=self._argv)
+        self._rules = msgspec.structs.replace(self._rules, scripts=self._argv, command=self._argv)
         self._setup = _parse_command("setup", self.setup) if self.setup is not None else None
         self._report = check_path(self.report) if self.report is not None else None
         self._random = any(_REPORT in word for word in (*self._argv, *self._env.values()))

@@ -175,7 +175,7 @@ class Runtime(ABC):
 def check_path(path: str) -> str:
     """Return `path` if it is a relative POSIX path without ``..``; else raise `UsageError`."""
     parts = PurePosixPath(path).parts
-    if not parts or path.startswith("/") or ".." in parts or "\0" in path or "\\" in path:
+    if not parts or path.startswith("/") or ".." in parts or "\0" in path:
         msg = f"file path {path!r} must be relative, with '/' between parts and without '..'"
         raise UsageError(msg)
     return path

@@ -196,6 +196,9 @@ def _write_path(root: Root, path: PurePosixPath, data: bytes | FileChange | None
         with missing, open_folder(root, path.parent) as parent:
             remove(parent, path.name)
         return
+    if isinstance(data, FileChange) and data.folder:
+        with open_folder(root, path, make=True):
+            return
     with open_folder(root, path.parent, make=True) as parent:
         new = f".{secrets.token_hex(8)}.new"
         try:

@@ -18,7 +18,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -145,6 +145,14 @@ class OverlayWorkspace:
         exists = old is not None and (old.is_symlink() or (old.exists() and not old.is_dir()))
         return old if exists else None
 
+    def _has_old_folder(self, path: str) -> bool:
+        """Return whether the old state has a folder at `path`."""
+        if path in self._folders:
+            return True
+        old = self._base_path(path)
+        hidden = path in self._files or path.startswith(self._hidden)
+        return not hidden and old is not None and old.is_dir() and not old.is_symlink()
+
     def _initial_file(self, path: str) -> FileChange:
         """Return an initial file, executable if the base's file at this path is."""
         old = self._base_path(path)
@@ -169,17 +177,28 @@ class OverlayWorkspace:
     def _remove_below(
         self, collector: ChangeCollector, path: str, except_: Collection[str] = ()
     ) -> None:
-        """Add the removal of the base's files below `path`, except those in `except_`."""
+        """Add the removal of the base's files and folders below `path`, except files in `except_`.
+
+        A folder with ignored files in it stays.
+        """
         folder = self._base_path(path)
         if folder is None or folder.is_symlink() or IGNORED & set(path.split("/")):
             return
+        stay: set[Path] = set()
         for parent, folders, files in os.walk(folder):
             links = [name for name in folders if Path(parent, name).is_symlink()]
+            if IGNORED & set(folders):
+                stay |= {Path(parent), *Path(parent).parents}
             folders[:] = [name for name in folders if name not in IGNORED]
+            below = PurePosixPath(path, Path(parent).relative_to(folder))
+            if self._has_old_folder(str(below)):
+                collector.add_gone_folder(str(below))
             for name in [*files, *links]:
-                below = str(PurePosixPath(path, Path(parent, name).relative_to(folder)))
-                if below not in except_ and self._old_file(below):
-                    collector.add_removed(below)
+                if str(below / name) not in except_ and self._old_file(str(below / name)):
+                    collector.add_removed(str(below / name))
+        for each in stay:
+            if each.is_relative_to(folder):
+                collector.keep_folder(str(PurePosixPath(path, each.relative_to(folder))))
 
     def _add_if_changed(
         self, collector: ChangeCollector, path: str, entry: os.DirEntry[str]
@@ -195,6 +214,9 @@ class OverlayWorkspace:
     def _collect(self, collector: ChangeCollector) -> None:
         """Add new, changed and removed files of the upper layer, the plain folder or the copy."""
         seen: set[str] = set()
+        collector.keep_folder(".")
+        for path in self._list_searched(self._folders):
+            collector.add_gone_folder(path)
         stack = [("", str(self.own))]
         while stack:
             for path, entry in collector.list_folder(*stack.pop()):
@@ -209,9 +231,11 @@ class OverlayWorkspace:
                     seen.add(path)
         if self.own == self.work:  # has no whiteouts for removed files
             self._remove_below(collector, "", except_=seen)
-        for path in self._files.keys() - seen:
-            if not IGNORED & set(path.split("/")):
-                collector.add_removed(path)
+        for path in self._list_searched(self._files.keys() - seen):
+            collector.add_removed(path)
+
+    def _list_searched(self, paths: Iterable[str]) -> list[str]:
+        return [path for path in paths if not IGNORED & set(path.split("/"))]
 
     def _read_entry(self, collector: ChangeCollector, path: str, entry: os.DirEntry[str]) -> str:
         """Add an entry; return "file", "folder" for a folder to search, or an empty string."""
@@ -223,6 +247,9 @@ class OverlayWorkspace:
                 return ""
             if layered and (_has_xattr(entry, _OPAQUE) or self._old_file(path)):
                 self._remove_path(collector, path)
+            collector.keep_folder(path)
+            if not self._has_old_folder(path):
+                collector.add_folder(path)
             return "folder"
         if layered and _is_whiteout(entry):
             self._remove_path(collector, path)

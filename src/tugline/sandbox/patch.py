@@ -9,6 +9,7 @@ layer of an overlay.
 import os
 import stat
 from collections.abc import Callable, Iterator
+from pathlib import PurePosixPath
 
 import msgspec
 
@@ -41,15 +42,17 @@ class FileChange(msgspec.Struct, frozen=True):
     """New content of a path."""
 
     data: bytes
-    """Content of a regular file, or the target of a symbolic link."""
+    """Content of a regular file, or the target of a symbolic link; empty for a folder."""
     executable: bool = False
     link: bool = False
+    folder: bool = False
+    """Whether this is a folder without content."""
 
     @property
     def text(self) -> str | None:
         """The content of a regular file, if it is UTF-8."""
         try:
-            return None if self.link else self.data.decode()
+            return None if self.link or self.folder else self.data.decode()
         except UnicodeDecodeError:
             return None
 
@@ -75,6 +78,9 @@ class ChangeCollector:
         self.limits = limits
         self._before = before
         self._changed: dict[str, FileChange | None] = {}
+        self._new_folders: set[str] = set()
+        self._gone_folders: set[str] = set()
+        self._kept_folders: set[str] = set()
         self._notes: dict[str, None] = {}
         self._seen = self._bytes = 0
 
@@ -86,7 +92,7 @@ class ChangeCollector:
 
     def note(self, path: str, reason: str) -> None:
         """Note that `path` is left out, which treats it as unchanged."""
-        self._notes[f"{path if path.isprintable() else ascii(path)[:200]}: {reason}"] = None
+        self._notes[f"{format_path(path)[:200]}: {reason}"] = None
 
     def add_removed(self, path: str) -> None:
         """Add a removed path."""
@@ -124,6 +130,19 @@ class ChangeCollector:
         if len(self._changed) > self.limits.files and sum(new) > self.limits.files:
             raise _TooManyError
 
+    def add_folder(self, path: str) -> None:
+        """Add a folder that is not in the old state; it counts if nothing in it does."""
+        self._new_folders.add(path)
+
+    def add_gone_folder(self, path: str) -> None:
+        """Add a folder of the old state, which is gone unless `keep_folder` is called for it."""
+        if unusable_name(path) is None:
+            self._gone_folders.add(path)
+
+    def keep_folder(self, path: str) -> None:
+        """Note that a folder is there."""
+        self._kept_folders.add(path)
+
     def list_folder(self, prefix: str, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Yield paths and entries of a folder, sorted; unusable names are noted."""
         try:
@@ -148,19 +167,40 @@ class ChangeCollector:
 
     def build_patch(self) -> Patch:
         """Return all changes, removals first, so that applying them removes no new file."""
+        self._add_empty_folders()
         removed: dict[str, FileChange | None] = {
-            path: None for path, change in self._changed.items() if change is None
+            path: None
+            for path in (*sorted(self._gone_folders - self._kept_folders), *self._changed)
+            if self._changed.get(path) is None
         }
         notes, rest = list(self._notes), len(self._notes) - _MAX_NOTES
         more = (f"and {rest} more notes",) if rest > 0 else ()
         return Patch(removed | self._changed, (*notes[:_MAX_NOTES], *more))
 
+    def _add_empty_folders(self) -> None:
+        added = {path for path, change in self._changed.items() if change is not None}
+        inner = (PurePosixPath(path).parents for path in added | self._new_folders)
+        empty = self._new_folders - added - {str(up) for ups in inner for up in ups}
+        if len(added) + len(empty) > self.limits.files:
+            self._notes[f"{len(empty)} empty folders: too many, left out"] = None
+            return
+        for path in sorted(empty):
+            self._changed.pop(path, None)  # a file that was there
+            self._changed[path] = FileChange(b"", folder=True)
+
 
 def unusable_name(path: str) -> str | None:
-    """Return why a sandbox cannot have a file of that name; None if it can."""
-    if not path.isprintable():
-        return "a name with control or undecodable characters"
-    return "a name with a backslash" if "\\" in path else None
+    """Return why a patch cannot have a file of that name; None if it can."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return "a name that is not UTF-8"
+    return None
+
+
+def format_path(path: str) -> str:
+    """Return a path as text of one line; one with a control character is quoted, with escapes."""
+    return path if path.isprintable() else ascii(path)
 
 
 def collect_patch(collector: ChangeCollector, collect: Callable[[ChangeCollector], None]) -> Patch:

@@ -1,0 +1,1 @@
+int total(int a, int b) { return a - b; }

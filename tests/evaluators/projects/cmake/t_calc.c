@@ -1,0 +1,2 @@
+int total(int a, int b);
+int main(void) { return total(2, 3) != 5; }
