@@ -13,6 +13,7 @@ import os
 import resource
 import subprocess
 import threading
+import weakref
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ class NamespacePool:
 
     def __init__(self) -> None:
         self._free: list[UserNamespaces] = []
+        weakref.finalize(self, _close_all, self._free)
 
     def take(self) -> UserNamespaces:
         """Return namespaces that no sandbox uses, created if there are none. Raises `OSError`."""
@@ -79,9 +81,13 @@ class NamespacePool:
 
     def close(self) -> None:
         """Close the namespaces that no sandbox uses."""
-        while self._free:
-            for descriptor in self._free.pop():
-                os.close(descriptor)
+        _close_all(self._free)
+
+
+def _close_all(free: list[UserNamespaces]) -> None:
+    while free:
+        for descriptor in free.pop():
+            os.close(descriptor)
 
 
 def limit_queues(pid: int) -> None:
