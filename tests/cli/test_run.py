@@ -76,6 +76,23 @@ def test_run_reports_that_no_session_completed(world: World) -> None:
     assert "oh no" in done.stderr
 
 
+def test_an_evaluation_gets_more_samples_in_its_folder(world: World) -> None:
+    """Only the missing sessions run, and the report has the new k; fewer are refused."""
+    write(world.folder / "tasks.jsonl", [task("a", samples=1), task("b", samples=1)])
+    measure = ("eval", *RUN[1:], "--engine", world.engine(), "--k")
+    (first,) = world.ask(*measure, "2")
+    assert sorted(first["evaluation"]["pass_at"]) == ["1", "2"]
+    before = {path: path.stat().st_mtime_ns for path in world.folder.glob("o/trajectories/*.traj")}
+    (second,) = world.ask(*measure, "4")
+    assert (second["evaluation"]["attempts"], max(second["evaluation"]["pass_at"])) == (8, "4")
+    after = {path: path.stat().st_mtime_ns for path in world.folder.glob("o/trajectories/*.traj")}
+    assert len(after) == 8
+    assert before.items() <= after.items()
+    refused = world.call(*measure, "3")
+    assert refused.returncode == 2
+    assert "not lowered to 3" in refused.stderr
+
+
 @pytest.mark.engine
 def test_two_runs_are_compared_task_by_task(tmp_path: Path, run_here: Run) -> None:
     """Three sessions of each of five tasks; a finished run is read, not repeated."""

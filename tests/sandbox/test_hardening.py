@@ -16,7 +16,7 @@ PROFILE = {
     "syscalls": [
         {"names": ["read", "ptrace", "keyctl", "clone", "clone3", "unshare"], "action": ALLOW},
         {"names": ["prlimit64"], "action": ALLOW, "includes": {"caps": ["CAP_KILL"]}},
-        {"names": ["clone3"], "action": ERRNO, "errnoRet": 38},
+        {"names": ["clone3", "io_setup"], "action": ERRNO, "errnoRet": 38},
         {"names": ["clone"], "action": ALLOW, "args": [{"index": 1}]},
     ],
 }
@@ -49,7 +49,7 @@ def test_namespaces_and_keyrings_are_refused() -> None:
     sockets = [rule["args"] for rule in rules if "socket" in rule["names"]]
     assert sorted(only["value"] for (only,) in sockets) == [1, 2, 10, 16]
     assert [rule for rule in rules if "clone3" in rule["names"]] == [
-        {"names": ["clone3"], "action": ERRNO, "errnoRet": 38}
+        {"names": ["clone3", "io_setup"], "action": ERRNO, "errnoRet": 38}
     ]
     (unshare,) = [rule for rule in rules if "unshare" in rule["names"]]
     assert [matches(unshare, flags) for flags in (0, 0x10000000, 0x20000)] == [True, False, True]

@@ -49,7 +49,12 @@ _INFRASTRUCTURE = frozenset({Boundary.INFRASTRUCTURE, Boundary.RUNTIME})
 
 
 def run_with_progress(
-    tasks: Sequence[Task], local: up.NodeOptions, out: Path, console: Console
+    tasks: Sequence[Task],
+    local: up.NodeOptions,
+    out: Path,
+    console: Console,
+    *,
+    more_samples: bool = False,
 ) -> list[ResultView]:
     """Run sessions without a result in `out`, with progress. Raises `SystemExit` if stopped."""
     settings = up.add_default_engine(local.load())
@@ -63,7 +68,7 @@ def run_with_progress(
     async def main() -> None:
         this = asyncio.current_task()
         with progress.bar, handle_signals(lambda: None if this is None else this.cancel()):
-            views.extend(await run_in_folder(tasks, settings, out, add))
+            views.extend(await run_in_folder(tasks, settings, out, add, more_samples=more_samples))
 
     try:
         up.keep_running(main, local.log_file)
@@ -121,13 +126,13 @@ def eval(  # noqa: A001 - the name of the command
 
     Args:
         out: Folder of the run; an existing run resumes.
-        k: Sessions per task, for pass@1 to pass@k.
+        k: Sessions per task, for pass@1 to pass@k; may be raised in the same folder.
         earlier: Folder of an earlier run of the same tasks.
     """
     tasks = [replace(task, samples=k) for task in load_tasks(paths)]
     before = read_results(earlier) if earlier else None
     console = Console(stderr=True, highlight=False)
-    views = run_with_progress(tasks, local, out, console)
+    views = run_with_progress(tasks, local, out, console, more_samples=True)
     scores = evaluation.evaluate(views, k=k, tags=_read_tags(tasks))
     change = evaluation.compare(views, before) if before is not None else None
     save_report(out / "evaluation.json", {"evaluation": scores, "change": change}, as_json=as_json)

@@ -31,6 +31,7 @@ from tugline.server.control import ControlPlane
 from tugline.server.store import nodes, results, sessions
 from tugline.server.store.base import Tx
 from tugline.server.store.sessions import SessionRow
+from tugline.server.store.tasks import pack, raise_samples
 from tugline.types import Task, Trajectory
 from tugline.web.serve import raise_file_limit
 
@@ -186,13 +187,19 @@ async def run_async(
 
 
 async def run_in_folder(
-    tasks: Sequence[Task], settings: Settings, folder: Path, on_result: OnResult
+    tasks: Sequence[Task],
+    settings: Settings,
+    folder: Path,
+    on_result: OnResult,
+    *,
+    more_samples: bool = False,
 ) -> list[ResultView]:
     """Run all samples of `tasks` and save their results in `folder`.
 
     The folder has the store, recordings and results of the run. The same tasks in the same folder
     continue a killed run; sessions with saved results are not run again (I3),
-    except those that failed for a reason outside the policy. Raises `Invalid`,
+    except those that failed for a reason outside the policy. With `more_samples`, tasks may have
+    more samples than before, of which only the new ones run. Raises `Invalid`,
     `Conflict` (another task with this id was run in the folder) and `UsageError`.
     """
     # The same name in every process, so that the next run replaces the node.
@@ -205,6 +212,9 @@ async def run_in_folder(
             open_local(settings, folder, engine) as local,
             managed_gc(lambda: local.gateway.idle),
         ):
+            if more_samples:
+                packed_tasks = await asyncio.to_thread(lambda: [pack(task) for task in tasks])
+                await local.control.database.write(raise_samples, packed_tasks)
             submitted = await local.submit(tasks)
             again = await local.run_again([task.id for task in tasks])
             await asyncio.to_thread(saved.forget, again)

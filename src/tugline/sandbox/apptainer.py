@@ -24,7 +24,7 @@ from typing import Literal
 import psutil
 
 from tugline.errors import DiskFull, ImageError, SandboxError, UsageError
-from tugline.sandbox import host, limits
+from tugline.sandbox import host, limits, quotas
 from tugline.sandbox.base import HOME, SandboxSpec
 from tugline.sandbox.cache import digest
 from tugline.sandbox.hardening import ApptainerHardening
@@ -125,6 +125,7 @@ class Apptainer(host.HostRuntime):
         """Return the missing isolation, one line each."""
         lines = limits.list_unenforced(limits.find_cgroup_parent())
         lines += self.hardening.list_weaknesses()
+        lines += quotas.list_shared(namespaces=False)
         if self.allow is None:
             lines.append("the network is open (network='host')")
         return lines

@@ -50,6 +50,7 @@ from tugline.sandbox.host import HostRuntime, IsolatedSandbox, Layout, resolve_w
 from tugline.sandbox.limits import OOM_SCORE, ProgramLimits, cgroup_of
 from tugline.sandbox.network import AllowList
 from tugline.sandbox.processes import find_records, finish
+from tugline.sandbox.quotas import limit_terminals
 from tugline.sandbox.runner import ARGV, CONTROL, KILLED, Runner, SandboxEnded
 from tugline.schema import PositiveFloat, PositiveInt
 from tugline.types import Cause, Workspace
@@ -252,6 +253,7 @@ class ContainerSandbox(IsolatedSandbox):
         self._cgroup = await asyncio.to_thread(cgroup_of, self._pid)
         await self._guard.watch(self._pid)
         await runner.wait_ready()
+        await asyncio.to_thread(limit_terminals, self._pid)
 
     async def _kill_processes(self) -> None:
         """Kill all processes with SIGKILL; the container is kept."""

@@ -33,6 +33,7 @@ from tugline import log
 from tugline.errors import ConfigError, DiskFull, SandboxError
 from tugline.sandbox.hardening import ProcessHardening, find_hardening, is_hardened
 from tugline.sandbox.limits import Cgroup, cgroup_of
+from tugline.sandbox.quotas import list_shared
 
 try:
     from aiodocker import Docker, DockerError
@@ -261,7 +262,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
             (self.rootless, "root in a container is this machine's root with fewer rights"),
             (self.storage != "vfs", slow),
         )
-        return tuple(weakness for holds, weakness in rules if not holds)
+        missing = [weakness for holds, weakness in rules if not holds]
+        return (*missing, *list_shared(namespaces=False))
 
 
 def ulimits(engine: int) -> list[dict[str, Any]]:

@@ -96,8 +96,10 @@ _PID_BITS = 22
 """Number of bits of a process id; the kernel reads 32 bits of the argument."""
 _REMOVED = {"add_key", "io_uring_enter", "io_uring_register", "io_uring_setup", "keyctl"}
 _REMOVED |= {"pidfd_getfd", "request_key", "userfaultfd", "clone3", "socket", "socketcall"}
-_NO_CLONE3 = {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": 38}
-"""Refuses clone3 with ENOSYS: a filter cannot read its flags, and libraries fall back to clone."""
+_REMOVED |= {"io_setup"}
+_MISSING = {"names": ["clone3", "io_setup"], "action": "SCMP_ACT_ERRNO", "errnoRet": 38}
+"""Refuses calls with ENOSYS, for which programs have a fallback: a filter cannot read the flags of
+clone3, and the quota of io_setup is the whole machine's."""
 
 
 class ProcessHardening(msgspec.Struct, frozen=True):
@@ -157,7 +159,7 @@ def narrow_profile(profile: dict[str, Any]) -> dict[str, Any]:
         {**sockets, "args": [{"index": 0, "value": family, "op": "SCMP_CMP_EQ"}]}
         for family in _FAMILIES
     ]
-    return {**profile, "syscalls": [*_narrow_rules(profile["syscalls"]), *families, _NO_CLONE3]}
+    return {**profile, "syscalls": [*_narrow_rules(profile["syscalls"]), *families, _MISSING]}
 
 
 def _narrow_rules(rules: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

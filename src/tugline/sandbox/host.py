@@ -379,10 +379,12 @@ class HostRuntime(base.Runtime):
         return await stack.enter_async_context(self._cache.entry(key, fill, what))
 
 
-def try_command(argv: Sequence[str]) -> str:
+def try_command(argv: Sequence[str], descriptors: Sequence[int] = ()) -> str:
     """Run a command and return its error output; empty if it succeeds. Blocks."""
     try:
-        done = subprocess.run(argv, capture_output=True, timeout=_PROBE_S, check=False)
+        done = subprocess.run(
+            argv, capture_output=True, timeout=_PROBE_S, check=False, pass_fds=descriptors
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     output = done.stderr.decode(errors="replace").strip()[-300:]

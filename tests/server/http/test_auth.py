@@ -111,6 +111,27 @@ async def test_a_token_of_a_tenant_changes_only_its_work(server: Served) -> None
         assert response.status == 403, (path, response.body)
 
 
+async def test_tenants_have_consumers_and_runs_of_their_own(server: Served) -> None:
+    """They begin with the tenant's name; those of another tenant, or of all, are refused."""
+    people = {name: Person(f"{name}-token", "client", name) for name in ("ann", "eve")}
+    server.app.tokens = msgspec.structs.replace(TOKENS, people=people)
+    for name, own, other in (("ann", "ann", "eve.x"), ("eve", "eve.x", "ann"), ("eve", "eve", "c")):
+        for path, body in (
+            ("results/ack?consumer={}", {"cursor": 0}),
+            ("runs/{}/steps", {"step": 1, "figures": {"reward": 1.0}}),
+        ):
+            statuses = [
+                (await server.ask("POST", f"/v1/{path.format(each)}", key, json=body)).status
+                for each, key in (
+                    (own, f"{name}-token"),
+                    (other, f"{name}-token"),
+                    (other, "client"),
+                )
+            ]
+            assert statuses[1] == 403, (path, name)
+            assert max(statuses[0], statuses[2]) < 300, (path, statuses)
+
+
 async def test_the_audit_log_names_people(server: Served) -> None:
     """Changes are logged with the name of the token; reads and the work of nodes are not."""
     people = {"ann": Person("ann-token"), "bob": Person("bob-token", "read")}

@@ -295,6 +295,7 @@ async def list_steps(call: route.QueryCall[protocol.StepQuery]) -> list[protocol
 @ROUTES.add("POST", "/v1/runs/{id}/steps", route.CLIENTS, audited=False)
 async def report_step(call: route.BodyCall[protocol.RunStep]) -> None:
     """Report figures of a step; figures of the same names are replaced."""
+    call.caller.check_name("run", call.id)
     await call.db.write(stats.report_step, call.id, call.body)
 
 
@@ -316,6 +317,7 @@ async def list_results(call: route.QueryCall[protocol.ResultQuery]) -> protocol.
 @ROUTES.add("POST", "/v1/results/ack", route.CLIENTS, audited=False)
 async def acknowledge(call: route.ApiCall[AckQuery, protocol.Ack]) -> protocol.Consumer:
     """Acknowledge results up to a cursor."""
+    call.caller.check_name("consumer", call.query.consumer)
     return await call.db.write(results.ack, call.query.consumer, call.body.cursor)
 
 

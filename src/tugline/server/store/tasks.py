@@ -3,6 +3,7 @@
 A body is packed once and never changes. Fields that are queried for many tasks have columns.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import zstandard
+from msgspec.structs import replace
 
 from tugline.errors import Conflict, Missing, QuotaExceeded
 from tugline.protocol import Accepted, EventKind, Page, TaskQuery, TaskState, TaskView
@@ -82,6 +84,35 @@ def submit(tx: Tx, batch: Sequence[Packed], settings: ServerSettings = DEFAULTS)
     ]
 
 
+def raise_samples(tx: Tx, batch: Sequence[Packed]) -> None:
+    """Add sessions to stored tasks that are the same but for fewer samples.
+
+    Raises `Conflict` if a stored task has more.
+    """
+    for packed in batch:
+        task = packed.task
+        with contextlib.suppress(Missing):
+            old = body(tx, task.id)
+            if old.samples == task.samples or replace(old, samples=task.samples) != task:
+                continue  # `submit` reports a different task
+            if old.samples > task.samples:
+                msg = f"task {task.id!r} has {old.samples} samples here, which can be raised but"
+                raise Conflict(f"{msg} not lowered to {task.samples}", field="samples")
+            more = task.samples - old.samples
+            last = tx.advance("places", more)
+            tx.advance("sessions", more)
+            new = {"samples": task.samples, "body": packed.body, "digest": packed.digest}
+            tx.run(
+                "UPDATE tasks SET samples = :samples, body = :body, digest = :digest"
+                " WHERE id = :id",
+                id=task.id,
+                **new,
+            )
+            places = iter(range(last - more + 1, last + 1))
+            tx.insert("sessions", *_session_rows(task, old.samples, places, tx.now))
+            tx.notify("work", "timers")
+
+
 def session_ids(task: Task) -> Iterator[str]:
     """Return the ids of a task's sessions, by sample."""
     return (f"{task.id}-{n}" for n in range(task.samples))
@@ -112,27 +143,32 @@ def _insert(tx: Tx, batch: Sequence[Packed]) -> None:
     last = tx.advance("places", len(batch) + samples)
     places = iter(range(last - len(batch) - samples + 1, last + 1))
     tx.insert("tasks", *(_row(packed, next(places), tx.now) for packed in batch))
-    rows: list[dict[str, Any]] = [
-        {
-            "id": session,
-            "place": next(places),
-            "task": task.id,
-            "tenant": task.tenant,
-            "sample": n,
-            "status": Status.QUEUED.value,
-            "turn": tx.now + _PRIORITY_S * (n // _BURST - task.priority),
-            "created": tx.now,
-            "updated": tx.now,
-        }
-        for task, _, _ in batch
-        for n, session in enumerate(session_ids(task))
-    ]
+    rows = [row for task, _, _ in batch for row in _session_rows(task, 0, places, tx.now)]
     tx.insert("sessions", *rows)
     searched = (texts.join_task(task.instruction, task.tags) for task, _, _ in batch)
     texts.add(tx, zip((-row["place"] for row in rows if row["sample"] == 0), searched, strict=True))
     accepted = [events.Note(task.id, detail={"samples": task.samples}) for task, _, _ in batch]
     events.add(tx, EventKind.ACCEPTED, *accepted)
     tx.notify("work", "timers")
+
+
+def _session_rows(
+    task: Task, start: int, places: Iterator[int], now: float
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a task's sessions from sample `start` on."""
+    for n, session in enumerate(session_ids(task)):
+        if n >= start:
+            yield {
+                "id": session,
+                "place": next(places),
+                "task": task.id,
+                "tenant": task.tenant,
+                "sample": n,
+                "status": Status.QUEUED.value,
+                "turn": now + _PRIORITY_S * (n // _BURST - task.priority),
+                "created": now,
+                "updated": now,
+            }
 
 
 def _row(packed: Packed, place: int, now: float) -> dict[str, object]:

@@ -1,0 +1,155 @@
+"""Shares of the kernel's quotas that are counted for a user or the machine, not for a sandbox.
+
+A sandbox with a user namespace may take a share of the quotas that the kernel counts in namespaces
+(``/proc/sys/user``) or by rlimits, and each sandbox a share of the terminals, so that one cannot
+take all. Calls with a quota of the whole machine (`io_setup`) are refused: see `syscalls.toml`. The
+rest are counted for the kernel's user of all sandboxes and cannot be divided: `list_shared`.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import resource
+import subprocess
+import threading
+import weakref
+from pathlib import Path
+from typing import NamedTuple
+
+_SHARES = 4
+"""Number of sandboxes that together can take a whole quota."""
+_COUNTS = (
+    *("max_inotify_instances", "max_inotify_watches"),
+    *("max_fanotify_groups", "max_fanotify_marks"),
+)
+"""Files of ``/proc/sys/user``; not all exist in every kernel."""
+_RLIMITS = (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_SIGPENDING)
+_SET = 'for each; do echo "${each#*=}" >"/proc/sys/user/${each%=*}" || exit; done'
+_SET += '; exec unshare --user --map-user=1000 --map-group=1000 sh -c "echo; read -r _"'
+"""Script in a new user namespace: limit its counts, create one below it, wait to be read."""
+_HELPER_S = 10.0
+_NS_GET_PARENT = 0xB702
+_FSCONFIG, _FSPICK = 431, 433
+"""Numbers of system calls, on every kind of processor."""
+_SET_STRING, _RECONFIGURE = 1, 7
+_CURRENT_FOLDER, _CLOSE_ON_EXEC = -100, 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+"""Loaded once: each `CDLL` is a class of its own, in cycles of references."""
+
+
+class UserNamespaces(NamedTuple):
+    """Descriptors of a user namespace with limited counts, and of that of its programs below it."""
+
+    limited: int
+    inner: int
+
+
+class NamespacePool:
+    """User namespaces for sandboxes, reused by one after the other. Methods may block."""
+
+    def __init__(self) -> None:
+        self._free: list[UserNamespaces] = []
+        weakref.finalize(self, _close_all, self._free)
+
+    def take(self) -> UserNamespaces:
+        """Return namespaces that no sandbox uses, created if there are none. Raises `OSError`."""
+        with contextlib.suppress(IndexError):
+            return self._free.pop()
+        limits = [f"{name}={total // _SHARES}" for name in _COUNTS if (total := _read_count(name))]
+        argv = ("unshare", "--user", "--map-root-user", "/bin/sh", "-c", _SET, "sh", *limits)
+        pipe = subprocess.PIPE
+        with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe) as helper:
+            ending = threading.Timer(_HELPER_S, helper.kill)
+            ending.start()
+            try:
+                if not (helper.stdout and helper.stdout.readline()):
+                    raise OSError(helper.stderr.read().decode() if helper.stderr else "")
+                inner = os.open(f"/proc/{helper.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    return UserNamespaces(fcntl.ioctl(inner, _NS_GET_PARENT), inner)
+                except OSError:
+                    os.close(inner)
+                    raise
+            finally:
+                ending.cancel()
+                helper.kill()
+
+    def give_back(self, namespaces: UserNamespaces) -> None:
+        """Keep namespaces, whose processes have ended, for another sandbox."""
+        self._free.append(namespaces)
+
+    def close(self) -> None:
+        """Close the namespaces that no sandbox uses."""
+        _close_all(self._free)
+
+
+def _close_all(free: list[UserNamespaces]) -> None:
+    while free:
+        for descriptor in free.pop():
+            os.close(descriptor)
+
+
+def limit_queues(pid: int) -> None:
+    """Lower rlimits of process 1 of a sandbox whose user namespace counts them. Blocks."""
+    with contextlib.suppress(ProcessLookupError):  # reported by `Runner`
+        for kind in _RLIMITS:
+            hard = resource.prlimit(pid, kind)[1]
+            if hard != resource.RLIM_INFINITY:
+                resource.prlimit(pid, kind, (hard // _SHARES, hard // _SHARES))
+
+
+def limit_terminals(pid: int) -> bool:
+    """Limit the pseudo-terminals of a sandbox; return whether it worked: only root may. Blocks."""
+    try:
+        pty = Path("/proc/sys/kernel/pty")
+        total = int((pty / "max").read_text()) - int((pty / "reserve").read_text())
+    except OSError:
+        return False
+    path = os.fsencode(f"/proc/{pid}/root/dev/pts")
+    context = _LIBC.syscall(_FSPICK, _CURRENT_FOLDER, path, _CLOSE_ON_EXEC)
+    if context < 0:
+        return False
+    try:
+        most = str(max(1, total // _SHARES)).encode()
+        for name, value in {**_terminal_options(pid), b"max": most}.items():
+            if _LIBC.syscall(_FSCONFIG, context, _SET_STRING, name, value, 0):
+                return False
+        return not _LIBC.syscall(_FSCONFIG, context, _RECONFIGURE, None, None, 0)
+    finally:
+        os.close(context)
+
+
+def list_shared(*, namespaces: bool) -> list[str]:
+    """Return the quotas of which one sandbox can take all, one line each.
+
+    `namespaces` is whether each sandbox has a user namespace of its own.
+    """
+    user = "pages of pipes (fs.pipe-user-pages-soft), descriptors in flight between sockets"
+    user += " (RLIMIT_NOFILE), locked memory (RLIMIT_MEMLOCK), watches of epoll"
+    if not namespaces:
+        user += ", inotify and fanotify, POSIX queues (RLIMIT_MSGQUEUE), pending signals and timers"
+    machine = "TCP buffers (net.ipv4.tcp_mem) and open descriptors (fs.file-max)"
+    lines = [
+        f"one sandbox can take the quotas of the user of all sandboxes: {user}",
+        f"one sandbox can take those of the machine: {machine}",
+    ]
+    if os.geteuid() != 0:
+        lines.append("one sandbox can take all pseudo-terminals (kernel.pty.max)")
+    return lines
+
+
+def _terminal_options(pid: int) -> dict[bytes, bytes]:
+    """Return the options of a sandbox's ``/dev/pts``, which a new option resets to defaults."""
+    for line in Path(f"/proc/{pid}/mountinfo").read_bytes().splitlines():
+        words = line.split()
+        if words[4] == b"/dev/pts":
+            pairs = (word.partition(b"=") for word in words[-1].split(b","))
+            return {name: value for name, sign, value in pairs if sign}
+    return {}
+
+
+def _read_count(name: str) -> int:
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/sys/user", name).read_text())
+    return 0
