@@ -32,6 +32,7 @@ HERE = Path(__file__).parent
 ATTACKS = read_values(HERE / "rewards.yaml")
 ON_FILES: dict[str, str] = ATTACKS["on files"]
 ON_A_REPOSITORY: dict[str, str] = ATTACKS["on a repository"]
+ON_PYTEST: dict[str, str] = ATTACKS["on pytest in a script"]
 ON_A_SCRIPT: dict[str, str] = ATTACKS["on a script"]
 BY_THE_PROGRAM: dict[str, str] = ATTACKS["by the program"]
 
@@ -133,6 +134,9 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     (repo / "bill.py").write_text(FILES["bill.py"])
     (repo / "tests" / "test_bill.py").write_text(FILES["test_bill.py"])
     (repo / "tests" / "__init__.py").touch()
+    (repo / "helpers").mkdir()
+    for name in ("__init__.py", "plug.py"):
+        (repo / "helpers" / name).touch()
     for argv in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "first")):
         git(repo, *argv)
     return Workspace(repo=str(repo), commit="HEAD")
@@ -162,6 +166,20 @@ async def test_loaded_before_the_tests(
         assert await earned(arena, ON_FILES[attack], evaluator, repository) == 0.0
         script = f"{HONEST}; {ON_FILES[attack]}"
         assert await earned(arena, script, evaluator, repository) == 1.0
+
+
+@pytest.mark.parametrize("attack", ON_PYTEST)
+async def test_settings_and_plugins_of_a_script_that_runs_pytest(
+    arena: Arena, repository: Workspace, tmp_path: Path, attack: str
+) -> None:
+    """They are the repository's; the agent may change other parts of the same files."""
+    command = "python3 -m pytest -q -p no:cacheprovider -p no:schemathesis -p helpers.plug tests"
+    (tmp_path / "test.sh").write_text(f"{command}\necho $((!$?)) > /logs/verifier/reward.txt\n")
+    evaluator = HarborEvaluator(tests=str(tmp_path), timeout_s=15.0)
+    assert await earned(arena, ON_PYTEST[attack], evaluator, repository) == 0.0
+    adds = "printf '[project]\\nname = \"x\"\\n' > pyproject.toml; echo 'x = 1' > helpers/more.py"
+    script = f"{HONEST}; {adds}; {ON_PYTEST[attack]}"
+    assert await earned(arena, script, evaluator, repository) == 1.0
 
 
 @pytest.mark.parametrize("attack", ON_A_REPOSITORY)

@@ -23,6 +23,12 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from tugline.evaluators.commands import find_named, find_siblings
+from tugline.evaluators.pytest_settings import (
+    PYTEST_CONFIGS,
+    configures_pytest,
+    find_plugins,
+    list_plugin_files,
+)
 from tugline.sandbox.base import Content, Mount
 from tugline.sandbox.patch import FileChange, Patch
 from tugline.schema import read_values
@@ -30,8 +36,6 @@ from tugline.schema import read_values
 _PATTERNS = read_values(Path(__file__).with_name("patterns.toml"))
 AUTOLOADED: Sequence[str] = _PATTERNS["autoloaded"]
 """Patterns of code that Python or pytest loads without an import; always refused."""
-PYTEST_CONFIGS: Mapping[str, str] = _PATTERNS["pytest_configs"]
-"""Names of files in the workdir, and the section that makes each a configuration of pytest."""
 PYTHON = ("conftest.py", *PYTEST_CONFIGS, ".coveragerc")
 """Configuration of pytest and its plug-ins."""
 FOLDERS = ("tests/", "test/")
@@ -69,6 +73,8 @@ class FreshTree(NamedTuple):
     """Names of missing modules that programs outside of the workdir import if they exist."""
     interpreters: frozenset[str] = frozenset()
     """Folders of the workdir that belong to an interpreter, such as virtual environments."""
+    settings: Mapping[str, str] = {}
+    """Texts of the files that may configure pytest, in the workdir and where the patch has one."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,6 +200,8 @@ class _Layout(NamedTuple):
     """The workdir, and folders that would become packages of the tests by an ``__init__``."""
     script_roots: frozenset[str]
     """Folders that commands add to the module search path."""
+    plugin_files: frozenset[str]
+    """Paths, relative to an import root, of plug-ins that commands and settings of pytest name."""
 
 
 def _find_layout(rules: Rules) -> _Layout:
@@ -210,6 +218,11 @@ def _find_layout(rules: Rules) -> _Layout:
         frozenset(up for test in tests for up in test.parents if up.parts),
         frozenset(packages),
         frozenset(_find_script_roots(rules)),
+        frozenset(
+            path
+            for plugin in find_plugins(" ".join(rules.scripts), rules.fresh.settings.values())
+            for path in list_plugin_files(plugin)
+        ),
     )
 
 
@@ -241,6 +254,15 @@ def _find_effects(
     """Yield the effects of a change on programs that do not ask for it."""
     if any(path.is_relative_to(folder) for folder in rules.fresh.interpreters):
         yield "belongs to an interpreter"
+    if not find_match(path, rules.editable):
+        if configures_pytest(path, change, rules.fresh.settings.get(str(path))):
+            yield "would configure pytest"
+        if any(
+            str(path.relative_to(root)) in layout.plugin_files
+            for root in path.parents
+            if _is_import_root(root, rules, layout)
+        ):
+            yield "is a plug-in of pytest"
     if _is_option(path, rules):
         yield "could be taken for an option"
     if shadowed := _find_shadowed(path, change, rules, layout):

@@ -11,7 +11,7 @@ from typing import TypeGuard
 import msgspec
 
 from tugline.errors import EvaluatorError
-from tugline.evaluators.filters import PYTEST_CONFIGS
+from tugline.evaluators.pytest_settings import PYTEST_CONFIGS
 from tugline.evaluators.scoring import ExpectedTests
 from tugline.evaluators.script import has_base
 from tugline.types import Task

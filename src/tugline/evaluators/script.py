@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +22,7 @@ import msgspec
 from tugline.errors import EvaluatorError, SandboxError
 from tugline.evaluators.base import SessionOutcome
 from tugline.evaluators.filters import FreshTree, Rules, apply_patch, filter_patch
+from tugline.evaluators.pytest_settings import PYTEST_CONFIGS
 from tugline.sandbox.base import Content, Exit, ProgramTimeout, Sandbox
 from tugline.sandbox.files import read_ends
 from tugline.sandbox.patch import Patch, format_path
@@ -109,7 +110,9 @@ async def open_runner(
         fresh = FreshTree()
         if outcome.patch.files:
             fresh = await inspect_tree(runner, outcome.patch.files, env or {})
-            fresh = fresh._replace(files=fresh.files | set(outcome.task.files))
+            settings = await _read_settings(sandbox, outcome)
+            files = fresh.files | set(outcome.task.files)
+            fresh = fresh._replace(files=files, settings=settings)
         runner.rules = msgspec.structs.replace(
             rules, trusted=tuple(trusted) or rules.trusted, fresh=fresh, workdir=workdir
         )
@@ -140,6 +143,18 @@ async def put_work(
     built = [path for path, change in changes if path not in known or change.text is None]
     if built:
         await run_on_paths(runner, "dates", _MAKE_OLD, built)
+
+
+async def _read_settings(sandbox: Sandbox, outcome: SessionOutcome) -> dict[str, str]:
+    """Return the fresh texts of files that may configure pytest, by path."""
+    changed = (path for path in outcome.patch.files if PurePosixPath(path).name in PYTEST_CONFIGS)
+    settings = {}
+    for path in {*PYTEST_CONFIGS, *changed}:
+        data = await sandbox.get(sandbox.workdir / path, max_bytes=_MAX_FILE_BYTES)
+        text = outcome.task.files.get(path) or (data and data.decode(errors="replace"))
+        if text:
+            settings[path] = text
+    return settings
 
 
 # Workdirs and images have interpreters of their own, each with its own importable modules.
@@ -200,7 +215,8 @@ async def inspect_tree(
             files.add(entry.removeprefix("./"))
     known |= {name: name in names["wanted"] for name in names.pop("asked")}
     names["wanted"] = {name for name, wanted in known.items() if wanted}
-    return FreshTree(frozenset(files), *map(frozenset, names.values()))
+    modules, roots, wanted, prefixes = map(frozenset, names.values())
+    return FreshTree(frozenset(files), modules, roots, wanted, prefixes)
 
 
 class _AskedNames:
