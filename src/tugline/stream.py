@@ -11,6 +11,7 @@ not acknowledged are delivered again, acknowledged groups never (I3); so acknowl
 checkpoint. One page of results is in memory.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ from tugline.client.streams import GroupResults
 from tugline.client.sync import SyncClient
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.samples import read_group
-from tugline.types import Sample, Trajectory
+from tugline.types import Reason, Sample, Trajectory
 
 
 class GradedGroup:
@@ -37,6 +38,14 @@ class GradedGroup:
         every = (result.trajectory for result in results.results)
         self.trajectories: tuple[Trajectory, ...] = tuple(t for t in every if t is not None)
         """Trajectories of the sessions that ran, with or without a reward, by sample."""
+
+    @property
+    def masked(self) -> dict[Reason, int]:
+        """Number of sampled tokens of all sessions that are masked, by reason."""
+        counts = Counter[Reason]()
+        for trajectory in self.trajectories:
+            counts.update(trajectory.ledger.masked)
+        return dict(counts)
 
     @cached_property
     def samples(self) -> tuple[Sample, ...]:

@@ -132,8 +132,16 @@ def test_builders_train_the_same_tokens_in_their_exact_contexts(
 @MANY
 @given(SESSIONS)
 def test_only_untrained_tokens_have_a_reason(drawn: Drawn) -> None:
-    """Without a limit a token is trained unless its call is a side call, aborted or unread."""
+    """Without a limit a token is trained unless its call is a side call, aborted or unread.
+
+    Or after an image; with `train_images` it is trained like any other.
+    """
     ledgers = count_calls(drawn.calls, PrefixMerging().build(drawn.calls).traces)
+    every = count_calls(drawn.calls, PrefixMerging(train_images=True).build(drawn.calls).traces)
+    for number, ledger in ledgers.items():
+        with_images = ledger.masked.get(Reason.IMAGES, 0)
+        assert every[number].trained == ledger.trained + with_images
+        assert not with_images or drawn.images[number]
     for call in drawn.calls:
         ledger = ledgers[call.number]
         if call.mode is Mode.TEXT or not len(call.sampled_ids):
@@ -147,6 +155,10 @@ def test_only_untrained_tokens_have_a_reason(drawn: Drawn) -> None:
             assert set(ledger.masked) == {Reason.SIDE_CALL}
         elif aborted:
             assert set(ledger.masked) == {Reason.ABORTED}
+        elif Reason.IMAGES in ledger.masked:
+            assert set(ledger.masked) == {Reason.IMAGES}
+        elif drawn.images[call.number]:
+            assert set(ledger.masked) == {Reason.CLIENT_GONE}
         elif ledger.masked:
             assert set(ledger.masked) == {Reason.CLIENT_GONE}
             assert call.outcome is CallOutcome.CLIENT_GONE

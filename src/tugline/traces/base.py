@@ -21,7 +21,7 @@ import numpy as np
 
 from tugline import plugins
 from tugline.schema import PositiveInt
-from tugline.traces.lineage import Answer, build_chains
+from tugline.traces.lineage import Answer, Chain, build_chains
 from tugline.types import (
     Call,
     Distribution,
@@ -55,6 +55,8 @@ class Builder(ABC):
     """Maximum length of a trace in tokens; longer ones are truncated at the end."""
     train_side: bool = False
     """Whether answers of side calls (titles, routers, summaries) are trained like any other."""
+    train_images: bool = False
+    """Whether answers with an image in their context are trained, for trainers that read images."""
 
     @abstractmethod
     def build(self, calls: Sequence[Call]) -> Built:
@@ -62,6 +64,10 @@ class Builder(ABC):
 
         Raises `CaptureError` on a call without ids, logprobs or versions.
         """
+
+    def _place_answers(self, chain: Chain) -> list[Answer]:
+        """Return a chain's answers, masked by the options."""
+        return chain.place_answers(train_side=self.train_side, train_images=self.train_images)
 
 
 def make_builder(spec: PluginSpec) -> Builder:
@@ -81,7 +87,7 @@ class PerRequest(Builder):
         parts: list[_Part] = []
         for chain in build_chains(calls):
             previous = chain.forked_after
-            for answer in chain.place_answers(train_side=self.train_side):
+            for answer in self._place_answers(chain):
                 parts.append(([answer], chain.kind, previous))
                 previous = answer.call.number
         parts.sort(key=lambda part: part[0][0].call.number)
@@ -100,7 +106,7 @@ class PrefixMerging(Builder):
     def build(self, calls: Sequence[Call]) -> Built:
         """See `Builder.build`."""
         parts = [
-            (chain.place_answers(train_side=self.train_side), chain.kind, chain.forked_after)
+            (self._place_answers(chain), chain.kind, chain.forked_after)
             for chain in build_chains(calls)
         ]
         return _build(calls, parts, self.max_length)

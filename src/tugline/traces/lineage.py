@@ -139,18 +139,16 @@ class Chain:
             and extends(call, tip)
         )
 
-    def place_answers(self, *, train_side: bool) -> list[Answer]:
+    def place_answers(self, *, train_side: bool, train_images: bool) -> list[Answer]:
         """Return the chain's answers with their positions in its ids."""
-        tip = self.calls[-1]
-        return [
-            Answer(
-                call,
-                len(call.prompt_ids),
-                mask_reason(call, extended=call is not tip, train_side=train_side),
-                images,
-            )
-            for call, images in zip(self.calls, self.images, strict=True)
-        ]
+        answers = []
+        for call, images in zip(self.calls, self.images, strict=True):
+            extended = call is not self.calls[-1]
+            masked = mask_reason(call, extended=extended, train_side=train_side)
+            if masked is None and images and not train_images:
+                masked = Reason.IMAGES
+            answers.append(Answer(call, len(call.prompt_ids), masked, images))
+        return answers
 
 
 def mask_reason(call: Call, *, extended: bool, train_side: bool) -> Reason | None:

@@ -39,6 +39,8 @@ class Reason(StrEnum):
     """Sampled in a side call, such as a title, a routing decision or a summary."""
     CONSTRAINED = "constrained"
     """A grammar or a token ban constrained the response; see `Call.constrained`."""
+    IMAGES = "images"
+    """Sampled with an image in the context, which no trainer here reads yet."""
     REPLAYED = "replayed"
     """Sampled in the session that this one was forked from, and trained on there."""
 
@@ -148,6 +150,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None = None
     """Reward of the session; None for text that no policy sampled."""
     reward_parts: dict[str, float] = {}
+    masked: dict[Reason, int] = {}
+    """Number of the trace's sampled tokens that are not trained, by reason."""
 
 
 # --------------------------------------------------------------------------- sessions

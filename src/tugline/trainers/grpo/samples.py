@@ -259,7 +259,20 @@ def _samples(
                 harness=trajectory.harness,
                 reward=None if trajectory.reward is None else trajectory.reward.value,
                 reward_parts={} if trajectory.reward is None else trajectory.reward.parts,
+                masked=_count_masked(trace, mask),
             )
+
+
+def _count_masked(trace: Trace, mask: Mask) -> dict[Reason, int]:
+    """Return the number of sampled tokens outside of `mask`, by reason."""
+    counts = Counter[Reason]()
+    for span in trace.spans:
+        left_out = int((~mask[span.start : span.end]).sum())
+        if left_out:
+            unreproducible = span.distribution.forward_temperature is None
+            reason = Reason.UNREPRODUCIBLE if unreproducible else Reason.STALE
+            counts[span.masked or reason] += left_out
+    return dict(counts)
 
 
 def _token_advantages(
