@@ -8,18 +8,21 @@ Code that starts the work of a node or a session binds ids once, with `about`; a
 any module, task or thread, have these ids. Log records of other libraries are converted.
 """
 
+import asyncio
 import contextlib
 import logging
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO, TypeVar, cast
 
 import structlog
+
+T = TypeVar("T")
 
 MAX_BYTES, KEPT = 64 << 20, 3
 """Size at which a log file begins anew, and number of full ones that are kept."""
@@ -146,6 +149,19 @@ def describe_error(error: BaseException) -> str:
     parts.append(type(error).__name__)
     inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     return "".join([*parts, *(f"\nof:\n{describe_error(each)}" for each in inner)])
+
+
+def start_task(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+    """Start a background task; an error that ends it is logged at once, whoever awaits it."""
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(_report_failure)
+    return task
+
+
+def _report_failure(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        what = "background task failed"
+        get("tasks").error(what, task=task.get_name(), traceback=describe_error(error))
 
 
 def get(name: str) -> Any:

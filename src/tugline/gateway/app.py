@@ -95,7 +95,7 @@ class Gateway:
             if self._prepare is not None:
                 await self._prepare(self)
             self.url = await stack.enter_async_context(serve(self.app, self._host, self._port))
-            flusher = asyncio.create_task(self._flush(), name="flush-recordings")
+            flusher = log.start_task(self._flush(), "flush-recordings")
             stack.callback(flusher.cancel)
             self._stack = stack.pop_all()
         return self

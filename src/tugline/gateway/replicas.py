@@ -164,7 +164,7 @@ class Upstream(TokenSource):
         self.gate.on_change = self._reschedule
 
     async def __aenter__(self) -> Self:
-        self._probes = asyncio.create_task(self._probe_replicas(), name="probe-replicas")
+        self._probes = log.start_task(self._probe_replicas(), "probe-replicas")
         return self
 
     async def __aexit__(self, *_exc: object) -> None:

@@ -158,7 +158,7 @@ class _Worker:
             process = await asyncio.create_subprocess_exec(*command, pass_fds=[other.fileno()])
         channel = Channel(*await asyncio.open_connection(sock=own))
         channel.send(replace(self.start, sessions=tuple(self.sessions.values())))
-        reading = asyncio.create_task(self._read(channel), name="gateway-process-messages")
+        reading = log.start_task(self._read(channel), "gateway-process-messages")
         try:
             self.pid = process.pid
             yield reading

@@ -86,7 +86,7 @@ class Engines:
     async def __aenter__(self) -> Self:
         timeout = aiohttp.ClientTimeout(total=_INTERVAL_S)
         self._http = aiohttp.ClientSession(timeout=timeout)
-        self._task = asyncio.create_task(self._poll_forever(), name="engine-load")
+        self._task = log.start_task(self._poll_forever(), "engine-load")
         return self
 
     async def __aexit__(self, *_exc: object) -> None:

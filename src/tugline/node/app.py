@@ -73,7 +73,7 @@ class Controls:
             return
         self.close()
         self._requested = control
-        self._applying = asyncio.create_task(self._apply(control), name="node-control")
+        self._applying = log.start_task(self._apply(control), "node-control")
 
     async def wait(self, within_s: float) -> None:
         """Wait until the control is applied, at most `within_s` seconds."""

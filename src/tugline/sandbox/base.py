@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from tugline import log
 from tugline.errors import ConfigError, UsageError
 from tugline.sandbox.patch import FileChange, Patch, PatchLimits
 from tugline.types import Cause, Workspace
@@ -289,8 +290,11 @@ def enforce_timeout(
 
 @contextlib.asynccontextmanager
 async def run_beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` while the block lasts, then cancel it and wait for its end."""
-    tasks = [asyncio.create_task(each) for each in work]
+    """Run `work` while the block lasts, then cancel it and wait for its end.
+
+    An error that ends it is logged at once, and raised if the block ends without one.
+    """
+    tasks = [log.start_task(each, getattr(each, "__qualname__", "")) for each in work]
     try:
         yield
     finally:
@@ -298,6 +302,9 @@ async def run_beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.result()
 
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
+from tugline import log
 from tugline.errors import DiskFull, SandboxError
 
 T = TypeVar("T")
@@ -123,7 +124,7 @@ class OutputLog:
 
     def start(self) -> None:
         """Start a task that copies."""
-        self._task = asyncio.create_task(self._follow())
+        self._task = log.start_task(self._follow(), "copy-output")
 
     async def finish(self) -> None:
         """Copy the last output of a program that has ended. Raises `DiskFull`."""

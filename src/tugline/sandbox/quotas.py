@@ -106,7 +106,7 @@ def limit_terminals(pid: int) -> bool:
         total = int((pty / "max").read_text()) - int((pty / "reserve").read_text())
     except OSError:
         return False
-    path = os.fsencode(f"/proc/{pid}/root/dev/pts")
+    path = os.fsencode(Path(f"/proc/{pid}", "root", "dev", "pts"))
     context = _LIBC.syscall(_FSPICK, _CURRENT_FOLDER, path, _CLOSE_ON_EXEC)
     if context < 0:
         return False

@@ -133,7 +133,7 @@ class WebhookSender:
         now = self.database.clock()
         idle = {host: at for host, at in waiting.items() if host not in self._senders}
         for host in [host for host, at in idle.items() if at <= now]:
-            sender = asyncio.create_task(self._send_all(host))
+            sender = log.start_task(self._send_all(host), "send-webhooks")
             self._senders[host] = sender
             sender.add_done_callback(partial(self._end, host, subscription))
             del idle[host]

@@ -148,7 +148,7 @@ class TrainingLoop:
 
     async def run(self) -> TrainSummary:
         """Publish the first weights, and run the remaining steps and evaluations."""
-        restoring = asyncio.create_task(self._restore_replicas(), name="restore-replicas")
+        restoring = log.start_task(self._restore_replicas(), "restore-replicas")
         try:
             await self._publish_first()
             self._start_evaluation()

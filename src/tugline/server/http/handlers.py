@@ -1,8 +1,7 @@
 """Handlers of all routes.
 
-A node joins with the join token, then uses its own token. A node may write to the sessions that it
-holds. A request for a session that another node holds is rejected like one for a lost lease
-(fencing), whatever its epoch.
+A node joins with the join token, then uses its own token. It may write to the sessions that it
+holds; other requests are rejected like those for a lost lease (fencing), whatever their epoch.
 """
 
 import asyncio
@@ -295,8 +294,7 @@ async def list_steps(call: route.QueryCall[protocol.StepQuery]) -> list[protocol
 @ROUTES.add("POST", "/v1/runs/{id}/steps", route.CLIENTS, audited=False)
 async def report_step(call: route.BodyCall[protocol.RunStep]) -> None:
     """Report figures of a step; figures of the same names are replaced."""
-    call.caller.check_name("run", call.id)
-    await call.db.write(stats.report_step, call.id, call.body)
+    await call.db.write(stats.report_step, call.caller.check_name("run", call.id), call.body)
 
 
 # --------------------------------------------------------------------------- results
@@ -317,8 +315,8 @@ async def list_results(call: route.QueryCall[protocol.ResultQuery]) -> protocol.
 @ROUTES.add("POST", "/v1/results/ack", route.CLIENTS, audited=False)
 async def acknowledge(call: route.ApiCall[AckQuery, protocol.Ack]) -> protocol.Consumer:
     """Acknowledge results up to a cursor."""
-    call.caller.check_name("consumer", call.query.consumer)
-    return await call.db.write(results.ack, call.query.consumer, call.body.cursor)
+    own = call.caller.check_name("consumer", call.query.consumer)
+    return await call.db.write(results.ack, own, call.body.cursor)
 
 
 @ROUTES.add("GET", "/v1/consumers", route.READERS)

@@ -170,8 +170,8 @@ class Caller(NamedTuple):
             msg = f"this token is for the work of tenant {self.tenant!r} only, not of {tenant!r}"
             raise Refusal(msg, "forbidden")
 
-    def check_name(self, field: str, name: str) -> None:
-        """Check the right to write to a consumer or run of this name. Raises `Refusal`.
+    def check_name(self, field: str, name: str) -> str:
+        """Return the name of a consumer or run that may be written to. Raises `Refusal`.
 
         Those of a tenant have its name, or begin with it and a dot.
         """
@@ -179,6 +179,7 @@ class Caller(NamedTuple):
         if own is not None and name != own and not name.startswith(f"{own}."):
             msg = f"{field} is {name!r}; with a token of tenant {own!r} it must be {own!r} or begin"
             raise Refusal(f"{msg} with {own + '.'!r}", "forbidden")
+        return name
 
 
 class Person(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
