@@ -190,3 +190,26 @@ def test_a_file_of_other_lines_is_no_validation(folder: Path) -> None:
     out.write_text(out.read_text() + '{"id": "t"}\n')
     with pytest.raises(ConfigError, match="line 2 is not a line of `tugline task validate --out`"):
         read_checked(paths, validated=out)
+
+
+def test_validation_names_what_setup_may_prepare(folder: Path) -> None:
+    """A solution whose installation is outside of the workdir is broken, with the reason."""
+    row = {"id": "t", "start": {"work": "x"}, "solution": {"work": "y"}}
+    (folder / "rows.jsonl").write_text(json.dumps(row))
+    options = {
+        "setup": "cp work ~/installed",
+        "command": "grep -q y ~/installed && echo ok 1 - a; echo 1..1",
+        "format": "tap",
+    }
+    taskset = {"path": "rows.jsonl", "id": "id", "instruction": "id", "files": "start"}
+    template = {
+        "harness": {"name": "pi"},
+        "runtime": {"name": "bubblewrap"},
+        "evaluator": {"name": "tests", "options": options},
+    }
+    given = {"name": "jsonl", "options": {**taskset, "solution": "solution"}}
+    (folder / "set.yaml").write_text(json.dumps({"taskset": given, "template": template}))
+    done = tugline("validate", folder / "set.yaml", "--json")
+    (line,) = map(json.loads, done.stdout.splitlines())
+    assert line["state"] == "broken"
+    assert "`setup` installs outside of the workdir is made from the task's" in line["reason"]

@@ -51,6 +51,10 @@ MAX_OUTPUT, MAX_REPORT = 100 << 20, 16 << 20
 _REPORT = "{report}"
 _CANNOT_RUN = (126, 127)
 _LEAST_SETUP_S = 10.0
+_SETUP_NOTE = (
+    "what `setup` installs outside of the workdir is made from the task's original files; what"
+    " depends on a solution belongs into the workdir, everything else into the image"
+)
 _MAX_NAMED = 20
 _NO_ENV: Mapping[str, str] = MappingProxyType({})
 _COLLECT = Path(__file__).with_name("collect_reports.sh").read_text(encoding="utf-8")
@@ -164,6 +168,8 @@ class TestsEvaluator(Evaluator):
                     return await self._run_tests(outcome, judge, work, trusted, env)
             report = await copy_outputs(work, judge, files, trusted, self._env, self._setup)
             verdict = await self._run_tests(outcome, judge, work, trusted)
+            if verdict.reward.value < 1.0:
+                report["setup"] = _SETUP_NOTE
             return Verdict(verdict.reward, {**verdict.report, **report})
 
     def _find_trusted_files(self, task: Task) -> dict[str, Content]:

@@ -79,6 +79,10 @@ async def validate_task(
     reason = reason or str(verdict.report.get("reason", ""))
     if refused := verdict.report.get("refused"):
         reason += f" (not applied: {', '.join(refused)})"
+    if kept := verdict.report.get("setup_refused"):
+        reason += f" (outputs of setup not applied: {', '.join(kept)})"
+    if note := verdict.report.get("setup"):
+        reason += f" ({note})"
     return TaskValidation(verdict.reward.value, reason, None, time.monotonic() - began)
 
 
