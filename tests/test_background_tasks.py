@@ -14,6 +14,7 @@ from tugline.sandbox.base import run_beside
 
 SOURCE = Path(tugline.__file__).parent
 AWAITED = {
+    "evaluators/tests.py": "awaited where it is started",
     "gateway/completion.py": "its error ends the answers that read it",
     "launch/local.py": "`follow` raises its error",
     "launch/server.py": "waits for a program or for a signal",

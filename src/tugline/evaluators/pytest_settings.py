@@ -48,7 +48,7 @@ def configures_pytest(path: PurePosixPath, change: FileChange | None, before: st
 
 
 def _read_settings(path: PurePosixPath, text: str) -> object:
-    """Return pytest's part of a file; all of it if it cannot be parsed."""
+    """Return pytest's part of a file; all of it if it cannot be parsed but may have such a part."""
     try:
         if path.suffix == ".toml":
             return tomllib.loads(text).get("tool", {}).get("pytest")
@@ -57,4 +57,4 @@ def _read_settings(path: PurePosixPath, text: str) -> object:
         section = PYTEST_CONFIGS[path.name].strip("[]")
         return dict(parser[section]) if parser.has_section(section) else None
     except (tomllib.TOMLDecodeError, configparser.Error, AttributeError):
-        return text
+        return text if PYTEST_CONFIGS[path.name] in text else None

@@ -30,7 +30,7 @@ from tugline.sandbox.cache import digest
 from tugline.sandbox.hardening import ApptainerHardening
 from tugline.sandbox.network import AllowList
 from tugline.sandbox.overlay import copy
-from tugline.sandbox.processes import ChildProcess, run_command
+from tugline.sandbox.processes import ChildProcess, run_command, try_command
 from tugline.sandbox.runner import ARGV, CONTROL, Runner
 from tugline.schema import PositiveFloat
 from tugline.types import Workspace
@@ -117,7 +117,7 @@ class Apptainer(host.HostRuntime):
         """Run ``apptainer --version``; return the control group in which groups can be created."""
         if shutil.which("apptainer") is None:
             raise SandboxError(_INSTALL)
-        if problem := host.try_command(["apptainer", "--version"]):
+        if problem := try_command(["apptainer", "--version"]):
             raise SandboxError(f"apptainer does not run here: {problem}")
         return limits.find_cgroup_parent()
 

@@ -35,7 +35,7 @@ from tugline.sandbox.base import HOME, SandboxSpec, refuse_fields
 from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.hardening import bpf_filter
 from tugline.sandbox.network import AllowList
-from tugline.sandbox.processes import ChildProcess, close_all, finish, wait_readable
+from tugline.sandbox.processes import ChildProcess, close_all, finish, try_command, wait_readable
 from tugline.sandbox.runner import ARGV, CONTROL, Runner
 from tugline.sandbox.view import VIEW, copy_etc
 from tugline.schema import PositiveFloat
@@ -146,7 +146,7 @@ class Bubblewrap(host.HostRuntime):
             etc = copy_etc(cache_folder() / "etc")
         first, visible = first_arguments(etc), visible_folders(self._readable)
         argv = [*first, *visible, *LAST_ARGUMENTS, "/bin/sh", "-c", "exit 0"]
-        if problem := host.try_command(["bwrap", *_IDENTITY, *argv]):
+        if problem := try_command(["bwrap", *_IDENTITY, *argv]):
             raise SandboxError(f"bwrap cannot start a sandbox ({problem}); {_HINT}{_INSTEAD}")
         cgroup_parent = limits.find_cgroup_parent()
         pool = _try_namespaces(argv)
@@ -292,7 +292,7 @@ def _try_namespaces(arguments: Sequence[str]) -> quotas.NamespacePool | None:
     except OSError:
         return None
     pool.give_back(namespaces)
-    if not host.try_command(["bwrap", *_in_namespaces(namespaces), *arguments], namespaces):
+    if not try_command(["bwrap", *_in_namespaces(namespaces), *arguments], namespaces):
         return pool
     pool.close()
     return None

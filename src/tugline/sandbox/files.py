@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from tugline.errors import DiskFull, SandboxError, UsageError
 from tugline.sandbox.base import MAX_READ_BYTES, Content, check_path
-from tugline.sandbox.patch import FileChange, read_change, unusable_name
+from tugline.sandbox.patch import FileChange, read_change
 
 ARTIFACTS = "home"
 """Destination of `collect_artifacts` in a sandbox's log folder."""
@@ -89,7 +89,7 @@ def collect_artifacts(home: Path, patterns: Sequence[str], logs: Path) -> None:
     selected = re.compile("|".join(map(_glob_regex, patterns)) or r"(?!)")
     bytes_left = _MAX_ARTIFACTS_BYTES
     for path in _walk_files(home) if home.is_dir() else ():
-        if selected.fullmatch(path) is None or unusable_name(path) is not None:
+        if selected.fullmatch(path) is None or not path.isprintable() or "\\" in path:
             continue
         data = read_file(home, path, min(_MAX_ARTIFACT_BYTES, bytes_left))
         if data is not None:

@@ -6,7 +6,6 @@ diffs, port forwards, limits, shutdown, and the cache of workspaces.
 
 import asyncio
 import contextlib
-import subprocess
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -32,8 +31,6 @@ from tugline.sandbox.repos import end_history
 from tugline.sandbox.resource_monitor import ResourceMonitor, credit_waits
 from tugline.sandbox.runner import Guard, Runner
 from tugline.types import Cause, Workspace
-
-_PROBE_S = 20.0
 
 
 class Layout(NamedTuple):
@@ -377,18 +374,6 @@ class HostRuntime(base.Runtime):
                 await end_history(into, commit, what)
 
         return await stack.enter_async_context(self._cache.entry(key, fill, what))
-
-
-def try_command(argv: Sequence[str], descriptors: Sequence[int] = ()) -> str:
-    """Run a command and return its error output; empty if it succeeds. Blocks."""
-    try:
-        done = subprocess.run(
-            argv, capture_output=True, timeout=_PROBE_S, check=False, pass_fds=descriptors
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    output = done.stderr.decode(errors="replace").strip()[-300:]
-    return (output or f"exit status {done.returncode}") if done.returncode else ""
 
 
 def resolve_workdir(workspace: Workspace, default: PurePosixPath = base.WORKDIR) -> PurePosixPath:

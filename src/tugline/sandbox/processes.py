@@ -27,6 +27,7 @@ import psutil
 from tugline import log
 from tugline.errors import DiskFull, SandboxError
 
+_PROBE_S = 20.0
 T = TypeVar("T")
 
 MARK = "TUGLINE_SANDBOX"
@@ -328,3 +329,15 @@ def _environ(process: psutil.Process, since: float) -> dict[str, str]:
             break
         time.sleep(_EXEC_PAUSE_S)
     return environ
+
+
+def try_command(argv: Sequence[str], descriptors: Sequence[int] = ()) -> str:
+    """Run a command and return its error output; empty if it succeeds. Blocks."""
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, timeout=_PROBE_S, check=False, pass_fds=descriptors
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    output = done.stderr.decode(errors="replace").strip()[-300:]
+    return (output or f"exit status {done.returncode}") if done.returncode else ""
