@@ -31,8 +31,6 @@ _WORDS = {
     **dict.fromkeys(("skipped", "disabled"), SKIP),
     **dict.fromkeys(("failed", "failure", "error"), FAIL),
 }
-
-
 _REPEATED = "tests of one name, each of which it counts; here the worst counts"
 
 

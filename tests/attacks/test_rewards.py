@@ -150,6 +150,12 @@ def by_command() -> Evaluator:
     return TestsEvaluator(command=command, format="pytest", env=env)
 
 
+def script_of(folder: Path, command: str) -> Evaluator:
+    """A Harbor script that rewards the success of a command."""
+    (folder / "test.sh").write_text(f"{command}\necho $((!$?)) > /logs/verifier/reward.txt\n")
+    return HarborEvaluator(tests=str(folder), timeout_s=15.0)
+
+
 LOADED = ("an installed plug-in in other case", "modules that the runner looks for", "nothing")
 
 
@@ -159,8 +165,7 @@ async def test_loaded_before_the_tests(
 ) -> None:
     """What `python3 -m pytest` loads is the image's, by a command and by a Harbor script."""
     command = "python3 -m pytest -q -p no:cacheprovider -p no:schemathesis tests/test_bill.py"
-    (tmp_path / "test.sh").write_text(f"{command}\necho $((!$?)) > /logs/verifier/reward.txt\n")
-    by_script = HarborEvaluator(tests=str(tmp_path), timeout_s=15.0)
+    by_script = script_of(tmp_path, command)
     by_command = TestsEvaluator(command=command, format="pytest")
     for evaluator in (by_command, by_script):
         assert await earned(arena, ON_FILES[attack], evaluator, repository) == 0.0
@@ -174,8 +179,7 @@ async def test_settings_and_plugins_of_a_script_that_runs_pytest(
 ) -> None:
     """They are the repository's; the agent may change other parts of the same files."""
     command = "python3 -m pytest -q -p no:cacheprovider -p no:schemathesis -p helpers.plug tests"
-    (tmp_path / "test.sh").write_text(f"{command}\necho $((!$?)) > /logs/verifier/reward.txt\n")
-    evaluator = HarborEvaluator(tests=str(tmp_path), timeout_s=15.0)
+    evaluator = script_of(tmp_path, command)
     assert await earned(arena, ON_PYTEST[attack], evaluator, repository) == 0.0
     adds = "printf '[project]\\nname = \"x\"\\n' > pyproject.toml; echo 'x = 1' > helpers/more.py"
     script = f"{HONEST}; {adds}; {ON_PYTEST[attack]}"

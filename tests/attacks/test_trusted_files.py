@@ -95,7 +95,13 @@ async def test_tests_may_change_their_own_files(arena: Arena) -> None:
 
 BILL = "def total(a, b):\n    return a - b\n"
 TEST = "from bill import total\n\ndef test_total():\n    assert total(2, 3) == 5\n"
-REPOSITORY = {"bill.py": BILL, "tests/test_bill.py": TEST, "build.sh": "echo built > made.txt\n"}
+REPOSITORY = {
+    "bill.py": BILL,
+    "tests/test_bill.py": TEST,
+    "build.sh": "echo built > made.txt\n",
+    "pytest.ini": "[pytest]\naddopts = -p helpers.plug\n",
+    "helpers/plug.py": "",
+}
 PYTEST = "python3 -m pytest -q -p no:cacheprovider -p no:schemathesis tests/test_bill.py"
 
 

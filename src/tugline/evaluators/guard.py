@@ -51,7 +51,8 @@ class Guard:
             return changed | {_TOO_MANY}
         new = Patch({p: c for p, c in made.files.items() if c and p not in self._present})
         rules = msgspec.structs.replace(self._rules, protected=self._list_loaded())
-        return changed | set(filter_patch(new, rules)[1])
+        _, loaded = await asyncio.to_thread(filter_patch, new, rules)
+        return changed | set(loaded)
 
     def _list_loaded(self) -> Collection[str]:
         """Return the patterns of files that a runner loads, without those of whole folders.

@@ -43,9 +43,11 @@ async def serve_programs(judge: ScriptRunner, work: ScriptRunner) -> AsyncIterat
 
 async def _serve_requests(judge: ScriptRunner, work: ScriptRunner) -> None:
     """Run the programs that the judge requests, one after another."""
-    client, server = judge.sandbox, work.sandbox
+    client = judge.sandbox
+    server = work.sandbox
     for number in itertools.count(1):
-        folder, log_name = f"{_PROGRAM}.{number}", f"judged-{number}"
+        folder = f"{_PROGRAM}.{number}"
+        log_name = f"judged-{number}"
         argv = None
         while argv is None:
             await asyncio.sleep(_POLL_S)

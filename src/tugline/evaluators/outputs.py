@@ -37,9 +37,11 @@ async def copy_outputs(
     `before` are the task's files, `env` is the environment of the tests. The caller must write
     `trusted` afterwards.
     """
-    made, own = await work.sandbox.diff(LIMITS), await judge.sandbox.diff(LIMITS)
+    made = await work.sandbox.diff(LIMITS)
+    own = await judge.sandbox.diff(LIMITS)
     known = await inspect_tree(judge, made.files, env, setup)
-    fresh = known._replace(files=work.rules.fresh.files)
+    original = work.rules.fresh
+    fresh = known._replace(files=original.files, settings=original.settings)
     rules = msgspec.structs.replace(work.rules.permit_built(), fresh=fresh)
     permitted, refused = await asyncio.to_thread(filter_patch, made, rules)
     await put_work(judge, work, before, trusted)
@@ -51,13 +53,15 @@ async def copy_outputs(
     }
     complete = bool(made.files or not made.notes)
     only_own = Patch({p: c for p, c in own.files.items() if complete and p not in made.files})
-    for path, change in filter_patch(only_own, rules)[0].files.items():
+    permitted_own, _ = await asyncio.to_thread(filter_patch, only_own, rules)
+    for path, change in permitted_own.files.items():
         if path not in work.patch.files:
             files[path] = await _read_unchanged(work, path, change)
     await judge.sandbox.put(judge.sandbox.workdir, files)
     judge.present |= {*own.files, *files}
     # Build tools must not take a test program of the first sandbox for an up-to-date one.
-    await run_on_paths(judge, "dates", _MAKE_NEW, rules.list_protected())
+    protected = await asyncio.to_thread(rules.list_protected)
+    await run_on_paths(judge, "dates", _MAKE_NEW, protected)
     names = {path: why for path, why in refused.items() if made.files[path] != own.files.get(path)}
     report = {
         "setup_refused": dict(list(names.items())[:_MAX_NAMED]),

@@ -36,7 +36,8 @@ def select_tests(
     codes: tuple[int, ...] = (0, 1)  # 1: a test failed, perhaps one that is not expected
     if expected.tests is None:
         names = _find_expected_tests({path: sources[path] for path in paths})
-        expected, codes = msgspec.structs.replace(expected, tests=names), (0,)
+        expected = msgspec.structs.replace(expected, tests=names)
+        codes = (0,)
     return expected, () if expected.partial else codes, paths
 
 

@@ -213,10 +213,14 @@ async def inspect_tree(
             names[kind].add(name)
         else:
             files.add(entry.removeprefix("./"))
-    known |= {name: name in names["wanted"] for name in names.pop("asked")}
-    names["wanted"] = {name for name, wanted in known.items() if wanted}
-    modules, roots, wanted, prefixes = map(frozenset, names.values())
-    return FreshTree(frozenset(files), modules, roots, wanted, prefixes)
+    known |= {name: name in names["wanted"] for name in names["asked"]}
+    return FreshTree(
+        files=frozenset(files),
+        modules=frozenset(names["module"]),
+        import_roots=frozenset(names["root"]),
+        wanted=frozenset(name for name, wanted in known.items() if wanted),
+        interpreters=frozenset(names["prefix"]),
+    )
 
 
 class _AskedNames:
@@ -228,9 +232,9 @@ class _AskedNames:
     def get(self, tree: object) -> dict[str, bool]:
         """Return whether a program of `tree` imports a name, by the names that were asked."""
         known = self._by_tree.setdefault(tree, {})
+        if len(known) > _MAX_ASKED:  # a new one: another inspection may still use the old one
+            known = self._by_tree[tree] = {}
         self._by_tree.move_to_end(tree)
-        if len(known) > _MAX_ASKED:
-            known.clear()
         if len(self._by_tree) > _MAX_TREES:
             self._by_tree.popitem(last=False)
         return known

@@ -29,7 +29,7 @@ from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.filters import FOLDERS, PYTHON, TESTS, Patterns, Rules
 from tugline.evaluators.formats import FORMATS, read_report
-from tugline.evaluators.guard import Guard
+from tugline.evaluators.guard import LIMITS, Guard
 from tugline.evaluators.isolation import serve_programs
 from tugline.evaluators.outputs import copy_outputs
 from tugline.evaluators.own_pytest import (
@@ -259,8 +259,10 @@ class TestsEvaluator(Evaluator):
         """Return the files that decide, and that the tests change without the agent's work."""
         async with outcome.open_sandbox(outcome.task.files) as sandbox:
             control = ScriptRunner(sandbox, outcome)
+            control.present = {*work.rules.fresh.files, *outcome.task.files}
             if self._setup is not None:
                 await self._start(control, self._setup, "setup")
+                control.present |= set((await sandbox.diff(LIMITS)).files)
             await sandbox.put(sandbox.workdir, trusted)
             guard = Guard(control, work, trusted)
             await guard.begin()
