@@ -10,6 +10,7 @@ import asyncio
 import os
 import platform
 
+import psutil
 import pytest
 
 from attacked import Arena, python
@@ -44,6 +45,11 @@ def flight():
     a, b = socket.socketpair()
     held.append((a, b))
     for _ in range(8): socket.send_fds(a, [b"x"], [0] * 200)
+def lock():
+    import mmap
+    area = mmap.mmap(-1, 1 << 16)
+    check(libc.mlock(ctypes.byref(ctypes.c_char.from_buffer(area)), 1 << 16))
+    held.append(area)
 def timer():
     for _ in range(1000):
         made = ctypes.c_void_p()
@@ -83,6 +89,7 @@ QUOTAS = {
     "terminal": "pseudo-terminals",
     "pipe": "pages of pipes",
     "flight": "descriptors in flight",
+    "lock": "locked memory",
 }
 """Ways to take a quota, and the words that name it in a weakness."""
 REFUSED = {"aio": 206, "key": 248}
@@ -118,11 +125,22 @@ async def test_calls_with_a_quota_of_all_are_missing(arena: Arena, call: str) ->
     assert "Function not implemented" in result.text or "not permitted" in result.text
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may limit terminals")
-async def test_bubblewrap_divides_what_namespaces_count(arena: Arena) -> None:
-    """So the lines about these quotas appear only where a machine cannot limit them."""
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may map owners and limit terminals")
+async def test_bubblewrap_has_a_kernel_user_for_each_sandbox(arena: Arena) -> None:
+    """So the lines about these quotas appear only where a machine cannot do that."""
     if arena.name != "bubblewrap":
-        pytest.skip("containers have no user namespace of their own")
+        pytest.skip("containers have no kernel user of their own")
+    async with arena.open("left") as left, arena.open("right") as right:
+        await asyncio.gather(
+            left.put(left.workdir, {"a/b": "x"}), right.put(right.home, {"c": "y"})
+        )
+        users = [psutil.Process(box._pid).uids().real for box in (left, right)]
+        seen = await python(left, "import os; print(os.getuid(), *os.stat('a/b')[4:6])")
+        written = (left._directory / "work/a/b", right._directory / "home/c")
+        stored = [path.stat().st_uid for path in written]
+    assert 0 not in users
+    assert users[0] != users[1]
+    assert seen.text == "1000 1000 1000\n"
+    assert stored == [0, 0]
     lines = await asyncio.to_thread(arena.runtime.list_weaknesses)
-    divided = list(QUOTAS.values())[:5]
-    assert not [name for name in divided for line in lines if name in line]
+    assert not [name for name in QUOTAS.values() for line in lines if name in line]

@@ -10,14 +10,16 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from chaos.fleet import until as wait_until
 from commands import run_program
 from sandboxes import Driver, read_log, run_shell, users
 from tugline.errors import SandboxError
-from tugline.sandbox.base import Sandbox
-from tugline.sandbox.bubblewrap import Bubblewrap, python_folders
+from tugline.sandbox.base import Mount, Sandbox, SandboxSpec
+from tugline.sandbox.bubblewrap import Bubblewrap
+from tugline.sandbox.view import python_folders
 
 pytestmark = pytest.mark.parametrize("driver", ["bubblewrap"], indirect=True)
 SYSTEM_PYTHON = Path("/usr/bin/python3")
@@ -188,3 +190,20 @@ async def test_readable_folders_may_be_below_var_tmp(tmp_path: Path) -> None:
     async with Bubblewrap().open(tmp_path / "b") as sandbox:
         done = await run_shell(sandbox, "echo > /var/tmp/own && test -e /tmp/own && exit 4")
         assert done.code == 4
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may map owners")
+async def test_folders_whose_owners_cannot_be_mapped_are_mounted_as_they_are(
+    tmp_path: Path, driver: Driver
+) -> None:
+    """Such a sandbox shares the kernel user of the node; the next has its own again."""
+    mount = Mount(target="/opt/kernel", source="/sys/class")
+    users = []
+    for number, mounts in enumerate([(mount,), ()]):
+        spec = SandboxSpec(mounts=mounts)
+        async with driver.runtime.open(tmp_path / str(number), spec) as sandbox:
+            await run_shell(sandbox, "test -e /opt/kernel/net; echo $?; touch new; stat -c %u new")
+            assert read_log(sandbox).split() == [str(number), "1000"]
+            users.append(psutil.Process(sandbox._pid).uids().real)  # type: ignore[attr-defined]
+    assert users[0] == 0
+    assert users[1] != 0

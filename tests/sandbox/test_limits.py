@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -28,7 +29,9 @@ from tugline.sandbox.limits import (
     SandboxCgroup,
     find_cgroup_parent,
     list_unenforced,
+    lower_priority,
     reap_cgroups,
+    rlimit_command,
     set_rlimits,
 )
 from tugline.sandbox.resource_monitor import ResourceMonitor, disk_usage
@@ -57,7 +60,7 @@ def test_a_lower_priority_is_kept() -> None:
     """Only root may lower a nice value, so that it is not changed."""
     with program("true") as process:
         os.setpriority(os.PRIO_PROCESS, process.pid, 19)
-        set_rlimits(process.pid, ProgramLimits(), Cgroup())
+        lower_priority(process.pid)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
 
 
@@ -191,7 +194,12 @@ def test_limits_without_control_groups() -> None:
                 kind = getattr(resource, f"RLIMIT_{name}")
                 assert resource.prlimit(process.pid, kind) == (limit, limit), name
         assert resource.prlimit(process.pid, resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+        lower_priority(process.pid)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) > 0
+        command = rlimit_command(limits, Cgroup())
+        lines = subprocess.check_output([*command, "cat", "/proc/self/limits"], text=True)
+        assert re.search(r"Max data size +52428800 +52428800 ", lines)
+        assert re.search(r"Max open files +64 +64 ", lines)
     lines = list_unenforced(Cgroup())
     assert len(lines) == 3
     assert "memory is limited for each process" in lines[0]

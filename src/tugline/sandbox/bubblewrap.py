@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import re
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Annotated
 
@@ -29,15 +32,24 @@ import msgspec
 import psutil
 from msgspec import Meta
 
+from tugline import log
 from tugline.errors import SandboxError, UsageError
-from tugline.sandbox import files, host, limits, quotas
-from tugline.sandbox.base import HOME, SandboxSpec, refuse_fields
+from tugline.sandbox import files, host, limits, quotas, stage
+from tugline.sandbox.base import SandboxSpec, refuse_fields
 from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.hardening import bpf_filter
 from tugline.sandbox.network import AllowList
+from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.sandbox.processes import ChildProcess, close_all, finish, try_command, wait_readable
 from tugline.sandbox.runner import ARGV, CONTROL, Runner
-from tugline.sandbox.view import VIEW, copy_etc
+from tugline.sandbox.view import (
+    LAST_ARGUMENTS,
+    SYSTEM_PATHS,
+    copy_etc,
+    first_arguments,
+    shows,
+    visible_folders,
+)
 from tugline.schema import PositiveFloat
 
 _SYSTEM_FOLDERS = frozenset(
@@ -54,16 +66,8 @@ _INSTEAD = "; a task runs without isolation only where it says `runtime: local`"
 _OVERLAY = Path(__file__).with_name("mount_overlay.sh").read_text(encoding="utf-8")
 
 
+_log = log.get("sandbox")
 _IDENTITY = ("--unshare-user-try", "--uid", "1000", "--gid", "1000")
-_NAMESPACES = (
-    *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
-    *("--die-with-parent", "--new-session", "--as-pid-1", "--clearenv"),
-    *("--hostname", "sandbox", "--cap-drop", "ALL"),
-)
-LAST_ARGUMENTS = ("--chdir", "/", "--remount-ro", "/")
-"""Last arguments of bwrap, which make the root read-only."""
-SHARED_MB = 256
-"""Size of ``/dev/shm`` in MiB."""
 
 
 class _Machine(msgspec.Struct, frozen=True):
@@ -76,8 +80,8 @@ class _Machine(msgspec.Struct, frozen=True):
     seccomp: bytes
     """Compiled filter of system calls; empty on an unsupported processor."""
     cgroup_parent: limits.Cgroup
-    namespaces: quotas.NamespacePool | None
-    """None if bwrap has to create user namespaces itself, in which no quota is limited."""
+    pools: tuple[quotas.NamespacePool, ...]
+    """User namespaces, the best first; empty if bwrap has to create them, without limits."""
 
 
 class Bubblewrap(host.HostRuntime):
@@ -125,7 +129,9 @@ class Bubblewrap(host.HostRuntime):
         """Return the limits and filters that are not in force on this machine."""
         machine = self._machine or self.inspect()
         lines = limits.list_unenforced(machine.cgroup_parent)
-        lines += quotas.list_shared(namespaces=machine.namespaces is not None)
+        best = machine.pools[0] if machine.pools else None
+        own_users = best is not None and best.own_users
+        lines += quotas.list_shared(namespaces=best is not None, own_users=own_users)
         if not machine.seccomp:
             lines.append("system calls are not filtered on this kind of processor")
         if self.allow.patterns:
@@ -149,8 +155,8 @@ class Bubblewrap(host.HostRuntime):
         if problem := try_command(["bwrap", *_IDENTITY, *argv]):
             raise SandboxError(f"bwrap cannot start a sandbox ({problem}); {_HINT}{_INSTEAD}")
         cgroup_parent = limits.find_cgroup_parent()
-        pool = _try_namespaces(argv)
-        self._machine = _Machine(tuple(first), tuple(visible), bpf_filter(), cgroup_parent, pool)
+        pools = tuple(_try_pools(argv))
+        self._machine = _Machine(tuple(first), tuple(visible), bpf_filter(), cgroup_parent, pools)
         return self._machine
 
 
@@ -163,13 +169,15 @@ class BubblewrapSandbox(host.IsolatedSandbox):
         self._child: ChildProcess | None = None
         self._info = self._pidfd = -1
         """Pipe by which bwrap reports the pid of process 1, and a pidfd of that process."""
+        self._pools = list(machine.pools)
+        """The first is that of `_namespaces`."""
         self._namespaces: quotas.UserNamespaces | None = None
+        self._launch = _Launch((), ())
 
     async def _start(self, runner: Runner) -> None:
-        prefix = await finish(asyncio.to_thread(self._prefix))
-        if self._machine.namespaces is not None and self._namespaces is None:
-            await finish(asyncio.to_thread(self._take_namespaces, self._machine.namespaces))
-        self._child = self._spawn(prefix)
+        await finish(asyncio.to_thread(self._prepare_launch))
+        self._child = self._spawn(self._launch)
+        self._launch.close()
         try:
             await runner.wait_ready(self._child.ended)
             await self._find_first_process()
@@ -177,23 +185,47 @@ class BubblewrapSandbox(host.IsolatedSandbox):
             msg = f"bubblewrap started no sandbox: {self._child.read_output() or error}"
             raise SandboxError(msg) from error
 
-    def _take_namespaces(self, pool: quotas.NamespacePool) -> None:
-        with files.translate_errors("cannot create user namespaces"):
-            self._namespaces = pool.take()
+    def _prepare_launch(self) -> None:
+        """Take user namespaces and mount what must be mounted before the start. Blocks."""
+        self._launch.close()
+        with files.translate_errors("cannot prepare the start of bubblewrap"):
+            if self._namespaces is None and self._pools:
+                self._namespaces = self._pools[0].take()
+            try:
+                self._launch = self._launch_in(self._namespaces)
+            except stage.CannotMapError as error:
+                _warn_once(str(error))
+                self._return_namespaces()
+                del self._pools[0]
+                self._prepare_launch()
 
-    def _spawn(self, prefix: Sequence[str]) -> ChildProcess:
-        """Start bwrap by the command `prefix`."""
+    def _launch_in(self, own: quotas.UserNamespaces | None) -> _Launch:
+        """Raises `stage.CannotMapError` if a folder cannot belong to the sandbox's kernel user."""
+        arguments = self._arguments()
+        if own is None:
+            return _Launch((*self._overlay_prefix(), "bwrap", *_IDENTITY), arguments)
+        if own.user:
+            rlimits = limits.rlimit_command(self._limits, self._machine.cgroup_parent)
+            return _launch_as_user(own, rlimits, arguments, self._directory, self._workspace)
+        command = (*self._overlay_prefix(), "bwrap", *_in_namespaces(own))
+        return _Launch(command, arguments, own.inside)
+
+    def _return_namespaces(self) -> None:
+        if self._namespaces is not None:
+            self._pools[0].give_back(self._namespaces)
+            self._namespaces = None
+
+    def _spawn(self, launch: _Launch) -> ChildProcess:
+        """Start bwrap."""
         self._info, write_info = os.pipe()
         rules = os.memfd_create("seccomp")
         try:
             os.write(rules, self._machine.seccomp)
             os.lseek(rules, 0, os.SEEK_SET)
             filter_ = ("--seccomp", str(rules)) if self._machine.seccomp else ()
-            command = (*prefix, "bwrap", "--info-fd", str(write_info), *filter_)
-            own = self._namespaces
-            identity = _IDENTITY if own is None else _in_namespaces(own)
-            argv = (*command, *identity, *self._arguments(), *ARGV)
-            return ChildProcess(argv, descriptors=(write_info, rules, *(own or ())))
+            command = (*launch.command, "--info-fd", str(write_info), *filter_)
+            descriptors = (write_info, rules, *launch.descriptors)
+            return ChildProcess((*command, *launch.arguments, *ARGV), descriptors=descriptors)
         except OSError as error:
             raise SandboxError(f"bubblewrap cannot be started: {error.strerror}") from error
         finally:
@@ -237,7 +269,7 @@ class BubblewrapSandbox(host.IsolatedSandbox):
         await self._ensure_started()
         return {**self._folders, self.workdir: Path(f"/proc/{self._pid}/root{self.workdir}")}
 
-    def _prefix(self) -> list[str]:
+    def _overlay_prefix(self) -> list[str]:
         """Return the command that mounts the overlay and then starts bwrap; empty without one."""
         if self._workspace.lower is None:
             return []
@@ -262,14 +294,17 @@ class BubblewrapSandbox(host.IsolatedSandbox):
         """Do nothing: each start mounts the workspace in a new namespace."""
 
     def _apply_limits(self, cgroup_parent: limits.Cgroup) -> None:
-        super()._apply_limits(cgroup_parent)
+        if self._namespaces is not None and self._namespaces.user:
+            limits.lower_priority(self._pid)  # rlimits are set by the command that starts it
+            self._own_cgroup.add(self._pid)
+        else:
+            super()._apply_limits(cgroup_parent)
+            quotas.limit_queues(self._pid)
         quotas.limit_terminals(self._pid)
-        quotas.limit_queues(self._pid)
 
     def _clean_up(self) -> None:
-        if self._machine.namespaces is not None and self._namespaces is not None:
-            self._machine.namespaces.give_back(self._namespaces)
-            self._namespaces = None
+        self._launch.close()
+        self._return_namespaces()
         self._own_cgroup.remove()
         if not self._directory.is_dir():  # creating it failed
             return
@@ -282,20 +317,94 @@ class BubblewrapSandbox(host.IsolatedSandbox):
                 files.remove(self._directory, name)
 
 
-def _try_namespaces(arguments: Sequence[str]) -> quotas.NamespacePool | None:
-    """Return a pool of user namespaces if bwrap starts in them with these arguments."""
+class _Launch:
+    """How bwrap is started: a command, arguments for mounts, and descriptors that both refer to."""
+
+    def __init__(
+        self,
+        command: tuple[str, ...],
+        arguments: Sequence[str],
+        descriptors: tuple[int, ...] = (),
+        mounts: int = -1,
+    ) -> None:
+        """`mounts` is a mount namespace that only this start needs."""
+        self.command = command
+        self.arguments = arguments
+        self.descriptors = (*descriptors, mounts) if mounts >= 0 else descriptors
+        self._mounts = mounts
+
+    def close(self) -> None:
+        """Close the mount namespace; bwrap keeps it while it runs. May be called again."""
+        close_all(self._mounts)
+        self._mounts = -1
+
+
+def _launch_as_user(
+    own: quotas.UserNamespaces,
+    prefix: Sequence[str],
+    arguments: Sequence[str],
+    directory: Path,
+    workspace: OverlayWorkspace,
+) -> _Launch:
+    """Mount all folders for a kernel user and return how to start bwrap as that user.
+
+    `prefix` is a command that ends by executing its further arguments.
+    """
+    lower = workspace.lower
+    sources = [*stage.list_sources(arguments), *([] if lower is None else [str(lower)])]
+    places = stage.choose_places(directory, (path for path in sources if path not in SYSTEM_PATHS))
+    locate = partial(stage.find_place, places=places)
+    overlay = None
+    if lower is not None:
+        options = workspace.mount_options(private=False, locate=locate)
+        overlay = (locate(workspace.work), options)
+    mounts = stage.mount_stage(places, own.owners, overlay)
+    command = (
+        *(*prefix, "nsenter", f"--mount=/proc/self/fd/{mounts}"),
+        *(f"--setuid={own.user}", f"--setgid={own.user}", "--", "bwrap"),
+        *_in_namespaces(own),
+    )
+    moved = stage.relocate(arguments, places)
+    return _Launch(command, moved, own.inside, mounts)
+
+
+def _try_pools(arguments: Sequence[str]) -> Iterator[quotas.NamespacePool]:
+    """Yield pools of user namespaces in which bwrap starts with these arguments, the best first."""
     if os.geteuid() != 0:  # an overlay is mounted in a user namespace of its own
-        return None
-    pool = quotas.NamespacePool()
-    try:
-        namespaces = pool.take()
-    except OSError:
-        return None
-    pool.give_back(namespaces)
-    if not try_command(["bwrap", *_in_namespaces(namespaces), *arguments], namespaces):
-        return pool
-    pool.close()
-    return None
+        return
+    for own_users in (True, False):
+        pool = quotas.NamespacePool(own_users=own_users)
+        try:
+            namespaces = pool.take()
+            problem = _try_namespaces(namespaces, arguments)
+        except OSError:
+            continue
+        pool.give_back(namespaces)
+        if problem:
+            pool.close()
+        else:
+            yield pool
+
+
+def _try_namespaces(own: quotas.UserNamespaces, arguments: Sequence[str]) -> str:
+    """Return the error of a start of bwrap, with an overlay in the cache's folder."""
+    if not own.user:
+        return try_command(["bwrap", *_in_namespaces(own), *arguments], own.inside)
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+        base = Path(folder, "base")
+        base.mkdir()
+        workspace = OverlayWorkspace(Path(folder, "sandbox"), base, {})
+        workspace.make()
+        launch = _launch_as_user(own, (), arguments, Path(folder), workspace)
+        try:
+            return try_command([*launch.command, *launch.arguments], launch.descriptors)
+        finally:
+            launch.close()
+
+
+@functools.cache
+def _warn_once(error: str) -> None:
+    _log.warning("sandboxes share a kernel user and its quotas", error=error)
 
 
 def _in_namespaces(namespaces: quotas.UserNamespaces) -> tuple[str, ...]:
@@ -322,72 +431,8 @@ def kill_strays(directory: Path) -> int:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
-            folders = [Path(word) for word in words if word.endswith("/control")]
+            folders = [stage.find_source(word) for word in words if word.endswith("/control")]
             if "--info-fd" in words and any(path.is_relative_to(directory) for path in folders):
                 process.kill()
                 count += 1
     return count
-
-
-# --------------------------------------------------------------------------- arguments of bwrap
-def first_arguments(etc: Path) -> list[str]:
-    """Return the bwrap arguments shared by all sandboxes. `etc` is the result of `copy_etc`.
-
-    The root stays writable until `LAST_ARGUMENTS` for the mounts between: ``/tmp``, then
-    `visible_folders`.
-    """
-    args = [*_NAMESPACES, "--ro-bind", "/usr", "/usr", *_system_links()]
-    args += ["--ro-bind", str(etc), "/etc"]
-    args += ["--dev", "/dev", "--size", str(SHARED_MB << 20), "--tmpfs", "/dev/shm"]  # noqa: S108
-    args += ["--remount-ro", "/dev", *_proc_arguments()]
-    args += ["--setenv", "PATH", search_path(), "--setenv", "LANG", "C.UTF-8"]
-    return [*args, "--setenv", "HOME", str(HOME), "--setenv", "TMPDIR", "/tmp"]  # noqa: S108
-
-
-def visible_folders(readable: Sequence[str]) -> list[str]:
-    """Return the mounts of folders at their own paths, also below ``/tmp`` or ``/var/tmp``."""
-    visible = (*python_folders(), *readable)
-    var_tmp = ["--symlink", "/tmp", "/var/tmp"]  # noqa: S108
-    if any(Path(path).is_relative_to("/var/tmp") for path in visible):  # noqa: S108
-        var_tmp = ["--size", str(SHARED_MB << 20), "--tmpfs", "/var/tmp"]  # noqa: S108
-    return [*var_tmp, *(word for path in visible for word in ("--ro-bind", path, path))]
-
-
-def python_folders() -> list[str]:
-    """Return the folders that this Python is in, unless they are in ``/usr``."""
-    executable = Path(sys.executable)
-    folders = [sys.prefix, sys.base_prefix, str(executable.resolve().parent.parent)]
-    outside = dict.fromkeys(path for path in folders if not Path(path).is_relative_to("/usr"))
-    return [path for path in outside if path != "/"]
-
-
-def search_path() -> str:
-    """Return the PATH of programs."""
-    system = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
-    return os.pathsep.join([f"{sys.prefix}/bin", *system])
-
-
-def shows(target: str) -> bool:
-    """Return whether `target` is visible without being mounted, such as a C library."""
-    return Path(target).exists() and Path(target).resolve().is_relative_to("/usr")
-
-
-def _system_links() -> Iterator[str]:
-    for name in VIEW.links:
-        path = Path("/", name)
-        if path.is_symlink():
-            yield from ("--symlink", os.readlink(path), str(path))  # noqa: PTH115
-        elif path.is_dir():
-            yield from ("--ro-bind", str(path), str(path))
-
-
-def _proc_arguments() -> Iterator[str]:
-    yield from ("--proc", "/proc", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
-    # bwrap run by root assumes that /proc/sys is read-only already, but root may write its files.
-    yield from ("--ro-bind", "/proc/sys", "/proc/sys")
-    for name in VIEW.masked:
-        if Path("/proc", name).is_dir():
-            yield from ("--tmpfs", f"/proc/{name}", "--remount-ro", f"/proc/{name}")
-    for name in VIEW.masked_files:
-        if Path("/proc", name).exists():
-            yield from ("--ro-bind", "/dev/null", f"/proc/{name}")

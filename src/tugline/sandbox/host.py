@@ -20,6 +20,7 @@ from tugline.sandbox.limits import (
     OomKills,
     ProgramLimits,
     SandboxCgroup,
+    lower_priority,
     reap_cgroups,
     set_rlimits,
 )
@@ -279,6 +280,7 @@ class IsolatedSandbox(HostSandbox):
 
     def _apply_limits(self, cgroup_parent: Cgroup) -> None:
         set_rlimits(self._pid, self._limits, cgroup_parent)
+        lower_priority(self._pid)
         self._own_cgroup.add(self._pid)
 
     async def _kill(self, runner: Runner | None = None) -> None:

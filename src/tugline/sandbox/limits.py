@@ -255,26 +255,50 @@ def reap_cgroups(directory: Path) -> int:
 
 def set_rlimits(pid: int, limits: ProgramLimits, parent: Cgroup) -> None:
     """Set the rlimits of a process, which its children inherit; lower limits are kept."""
-    rlimits = {
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_CPU: limits.cpu_s,
-        resource.RLIMIT_FSIZE: limits.file_mb * _MB,
-        resource.RLIMIT_NOFILE: limits.open_files,
-    }
-    if parent.memory is None:
-        # Not RLIMIT_AS: V8 reserves far more address space than it uses.
-        rlimits[resource.RLIMIT_DATA] = limits.memory_mb * _MB
-    if parent.processes is None:
-        rlimits[resource.RLIMIT_NPROC] = limits.processes
     with contextlib.suppress(ProcessLookupError):
-        for kind, value in rlimits.items():
-            hard = resource.prlimit(pid, kind)[1]
-            allowed = value if hard == resource.RLIM_INFINITY else min(hard, value)
-            resource.prlimit(pid, kind, (allowed, allowed))
+        for kind, value in _choose_rlimits(limits, parent).items():
+            allowed = _keep_lower(value, resource.prlimit(pid, getattr(resource, kind))[1])
+            resource.prlimit(pid, getattr(resource, kind), (allowed, allowed))
+
+
+def rlimit_command(limits: ProgramLimits, parent: Cgroup) -> tuple[str, ...]:
+    """Return a command before a program's, which sets its rlimits as `set_rlimits` does.
+
+    Other users' processes cannot be changed later without ``CAP_SYS_RESOURCE``.
+    """
+    options = []
+    for kind, value in _choose_rlimits(limits, parent).items():
+        allowed = _keep_lower(value, resource.getrlimit(getattr(resource, kind))[1])
+        options.append(f"--{kind.removeprefix('RLIMIT_').lower()}={allowed}")
+    return ("prlimit", *options)
+
+
+def lower_priority(pid: int) -> None:
+    """Let a process wait for others, and be killed before others when memory is short."""
+    with contextlib.suppress(ProcessLookupError):
         nice = os.getpriority(os.PRIO_PROCESS, pid)
         os.setpriority(os.PRIO_PROCESS, pid, max(nice, _NICE))  # only root may lower it
         with contextlib.suppress(OSError):
             Path(f"/proc/{pid}/oom_score_adj").write_text(str(OOM_SCORE))
+
+
+def _choose_rlimits(limits: ProgramLimits, parent: Cgroup) -> dict[str, int]:
+    rlimits = {
+        "RLIMIT_CORE": 0,
+        "RLIMIT_CPU": limits.cpu_s,
+        "RLIMIT_FSIZE": limits.file_mb * _MB,
+        "RLIMIT_NOFILE": limits.open_files,
+    }
+    if parent.memory is None:
+        # Not RLIMIT_AS: V8 reserves far more address space than it uses.
+        rlimits["RLIMIT_DATA"] = limits.memory_mb * _MB
+    if parent.processes is None:
+        rlimits["RLIMIT_NPROC"] = limits.processes
+    return rlimits
+
+
+def _keep_lower(value: int, hard: int) -> int:
+    return value if hard == resource.RLIM_INFINITY else min(hard, value)
 
 
 def _find_unified_parent(own: Path) -> Cgroup:

@@ -18,7 +18,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -80,17 +80,21 @@ class OverlayWorkspace:
             self._copy_base_modes()
         write_files(self.own, {path: self._initial_file(path) for path in self._files})
 
-    def mount_options(self, *, private: bool) -> str:
+    def mount_options(
+        self, *, private: bool, locate: Callable[[Path], Path] = lambda path: path
+    ) -> str:
         """Empty `scratch`, as each mount requires, and return options for ``mount -t overlay``.
 
-        `private` is for a mount without privileges, in a user namespace. The last option,
+        `private` is for a mount without privileges, in a user namespace. `locate` returns where a
+        folder is in the mount namespace of the overlay. The last option,
         ``volatile``, avoids flushing temporary data to disk; kernels before 5.10 lack it.
         """
         with translate_errors(f"cannot empty {self.scratch}"):
             remove(self._directory, self.scratch.name)
             self.scratch.mkdir()
         folders = {"lowerdir": self.lower, "upperdir": self.upper, "workdir": self.scratch}
-        options = [f"{name}={str(path).translate(_ESCAPED)}" for name, path in folders.items()]
+        places = {name: str(locate(path)) for name, path in folders.items() if path}
+        options = [f"{name}={place.translate(_ESCAPED)}" for name, place in places.items()]
         options += ["userxattr" if private else "redirect_dir=nofollow"]
         return ",".join([*options, "index=off", "metacopy=off", "volatile"])
 

@@ -1,12 +1,27 @@
-"""The parts of this machine that bubblewrap sandboxes see, and their copy of ``/etc``."""
+"""The parts of this machine that bubblewrap sandboxes see: arguments of bwrap, copy of ``/etc``."""
 
 import contextlib
 import hashlib
+import os
 import secrets
 import shutil
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+
+from tugline.sandbox.base import HOME
+
+_NAMESPACES = (
+    *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
+    *("--die-with-parent", "--new-session", "--as-pid-1", "--clearenv"),
+    *("--hostname", "sandbox", "--cap-drop", "ALL"),
+)
+LAST_ARGUMENTS = ("--chdir", "/", "--remount-ro", "/")
+"""Last arguments of bwrap, which make the root read-only."""
+SHARED_MB = 256
+"""Size of ``/dev/shm`` in MiB."""
 
 
 class View(msgspec.Struct, frozen=True):
@@ -20,6 +35,10 @@ class View(msgspec.Struct, frozen=True):
 
 
 VIEW = msgspec.toml.decode(Path(__file__).with_name("view.toml").read_bytes(), type=View)
+
+
+SYSTEM_PATHS = frozenset({"/usr", "/proc/sys", "/dev/null", *(f"/{name}" for name in VIEW.links)})
+"""What bwrap mounts of every machine: not folders of a sandbox, a cache or a user."""
 
 
 def copy_etc(folder: Path) -> Path:
@@ -54,3 +73,66 @@ def copy_etc(folder: Path) -> Path:
         part.rename(etc)
     shutil.rmtree(part, ignore_errors=True)
     return etc
+
+
+def first_arguments(etc: Path) -> list[str]:
+    """Return the bwrap arguments shared by all sandboxes. `etc` is the result of `copy_etc`.
+
+    The root stays writable until `LAST_ARGUMENTS` for the mounts between: ``/tmp``, then
+    `visible_folders`.
+    """
+    args = [*_NAMESPACES, "--ro-bind", "/usr", "/usr", *_system_links()]
+    args += ["--ro-bind", str(etc), "/etc"]
+    args += ["--dev", "/dev", "--size", str(SHARED_MB << 20), "--tmpfs", "/dev/shm"]  # noqa: S108
+    args += ["--remount-ro", "/dev", *_proc_arguments()]
+    args += ["--setenv", "PATH", search_path(), "--setenv", "LANG", "C.UTF-8"]
+    return [*args, "--setenv", "HOME", str(HOME), "--setenv", "TMPDIR", "/tmp"]  # noqa: S108
+
+
+def visible_folders(readable: Sequence[str]) -> list[str]:
+    """Return the mounts of folders at their own paths, also below ``/tmp`` or ``/var/tmp``."""
+    visible = (*python_folders(), *readable)
+    var_tmp = ["--symlink", "/tmp", "/var/tmp"]  # noqa: S108
+    if any(Path(path).is_relative_to("/var/tmp") for path in visible):  # noqa: S108
+        var_tmp = ["--size", str(SHARED_MB << 20), "--tmpfs", "/var/tmp"]  # noqa: S108
+    return [*var_tmp, *(word for path in visible for word in ("--ro-bind", path, path))]
+
+
+def python_folders() -> list[str]:
+    """Return the folders that this Python is in, unless they are in ``/usr``."""
+    executable = Path(sys.executable)
+    folders = [sys.prefix, sys.base_prefix, str(executable.resolve().parent.parent)]
+    outside = dict.fromkeys(path for path in folders if not Path(path).is_relative_to("/usr"))
+    return [path for path in outside if path != "/"]
+
+
+def search_path() -> str:
+    """Return the PATH of programs."""
+    system = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+    return os.pathsep.join([f"{sys.prefix}/bin", *system])
+
+
+def shows(target: str) -> bool:
+    """Return whether `target` is visible without being mounted, such as a C library."""
+    return Path(target).exists() and Path(target).resolve().is_relative_to("/usr")
+
+
+def _system_links() -> Iterator[str]:
+    for name in VIEW.links:
+        path = Path("/", name)
+        if path.is_symlink():
+            yield from ("--symlink", os.readlink(path), str(path))  # noqa: PTH115
+        elif path.is_dir():
+            yield from ("--ro-bind", str(path), str(path))
+
+
+def _proc_arguments() -> Iterator[str]:
+    yield from ("--proc", "/proc", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
+    # bwrap run by root assumes that /proc/sys is read-only already, but root may write its files.
+    yield from ("--ro-bind", "/proc/sys", "/proc/sys")
+    for name in VIEW.masked:
+        if Path("/proc", name).is_dir():
+            yield from ("--tmpfs", f"/proc/{name}", "--remount-ro", f"/proc/{name}")
+    for name in VIEW.masked_files:
+        if Path("/proc", name).exists():
+            yield from ("--ro-bind", "/dev/null", f"/proc/{name}")
