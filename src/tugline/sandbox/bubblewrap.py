@@ -22,9 +22,7 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Annotated
 
@@ -36,20 +34,13 @@ from tugline import log
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox import files, host, limits, quotas, stage
 from tugline.sandbox.base import SandboxSpec, refuse_fields
+from tugline.sandbox.bubblewrap_start import IDENTITY, Launch, prepare, try_pools
 from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.hardening import bpf_filter
 from tugline.sandbox.network import AllowList
-from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.sandbox.processes import ChildProcess, close_all, finish, try_command, wait_readable
 from tugline.sandbox.runner import ARGV, CONTROL, Runner
-from tugline.sandbox.view import (
-    LAST_ARGUMENTS,
-    SYSTEM_PATHS,
-    copy_etc,
-    first_arguments,
-    shows,
-    visible_folders,
-)
+from tugline.sandbox.view import LAST_ARGUMENTS, copy_etc, first_arguments, shows, visible_folders
 from tugline.schema import PositiveFloat
 
 _SYSTEM_FOLDERS = frozenset(
@@ -63,11 +54,9 @@ _HINT = (
     "--security-opt seccomp=unconfined --security-opt systempaths=unconfined"
 )
 _INSTEAD = "; a task runs without isolation only where it says `runtime: local`"
-_OVERLAY = Path(__file__).with_name("mount_overlay.sh").read_text(encoding="utf-8")
 
 
 _log = log.get("sandbox")
-_IDENTITY = ("--unshare-user-try", "--uid", "1000", "--gid", "1000")
 
 
 class _Machine(msgspec.Struct, frozen=True):
@@ -136,7 +125,7 @@ class Bubblewrap(host.HostRuntime):
             lines.append("system calls are not filtered on this kind of processor")
         if self.allow.patterns:
             lines.append("hosts on the allow-list can be reached, and all that they forward")
-        if os.geteuid() == 0:
+        if os.geteuid() == 0 and not own_users:
             lines.append("root runs the sandboxes, without its rights: a normal user is safer")
         return lines
 
@@ -152,10 +141,10 @@ class Bubblewrap(host.HostRuntime):
             etc = copy_etc(cache_folder() / "etc")
         first, visible = first_arguments(etc), visible_folders(self._readable)
         argv = [*first, *visible, *LAST_ARGUMENTS, "/bin/sh", "-c", "exit 0"]
-        if problem := try_command(["bwrap", *_IDENTITY, *argv]):
+        if problem := try_command(["bwrap", *IDENTITY, *argv]):
             raise SandboxError(f"bwrap cannot start a sandbox ({problem}); {_HINT}{_INSTEAD}")
         cgroup_parent = limits.find_cgroup_parent()
-        pools = tuple(_try_pools(argv))
+        pools = tuple(try_pools(argv))
         self._machine = _Machine(tuple(first), tuple(visible), bpf_filter(), cgroup_parent, pools)
         return self._machine
 
@@ -172,7 +161,7 @@ class BubblewrapSandbox(host.IsolatedSandbox):
         self._pools = list(machine.pools)
         """The first is that of `_namespaces`."""
         self._namespaces: quotas.UserNamespaces | None = None
-        self._launch = _Launch((), ())
+        self._launch = Launch((), ())
 
     async def _start(self, runner: Runner) -> None:
         await finish(asyncio.to_thread(self._prepare_launch))
@@ -192,30 +181,25 @@ class BubblewrapSandbox(host.IsolatedSandbox):
             if self._namespaces is None and self._pools:
                 self._namespaces = self._pools[0].take()
             try:
-                self._launch = self._launch_in(self._namespaces)
+                self._launch = prepare(
+                    self._namespaces,
+                    self._arguments(),
+                    limits.rlimit_command(self._limits, self._machine.cgroup_parent),
+                    self._directory,
+                    self._workspace,
+                )
             except stage.CannotMapError as error:
                 _warn_once(str(error))
                 self._return_namespaces()
                 del self._pools[0]
                 self._prepare_launch()
 
-    def _launch_in(self, own: quotas.UserNamespaces | None) -> _Launch:
-        """Raises `stage.CannotMapError` if a folder cannot belong to the sandbox's kernel user."""
-        arguments = self._arguments()
-        if own is None:
-            return _Launch((*self._overlay_prefix(), "bwrap", *_IDENTITY), arguments)
-        if own.user:
-            rlimits = limits.rlimit_command(self._limits, self._machine.cgroup_parent)
-            return _launch_as_user(own, rlimits, arguments, self._directory, self._workspace)
-        command = (*self._overlay_prefix(), "bwrap", *_in_namespaces(own))
-        return _Launch(command, arguments, own.inside)
-
     def _return_namespaces(self) -> None:
         if self._namespaces is not None:
             self._pools[0].give_back(self._namespaces)
             self._namespaces = None
 
-    def _spawn(self, launch: _Launch) -> ChildProcess:
+    def _spawn(self, launch: Launch) -> ChildProcess:
         """Start bwrap."""
         self._info, write_info = os.pipe()
         rules = os.memfd_create("seccomp")
@@ -269,15 +253,6 @@ class BubblewrapSandbox(host.IsolatedSandbox):
         await self._ensure_started()
         return {**self._folders, self.workdir: Path(f"/proc/{self._pid}/root{self.workdir}")}
 
-    def _overlay_prefix(self) -> list[str]:
-        """Return the command that mounts the overlay and then starts bwrap; empty without one."""
-        if self._workspace.lower is None:
-            return []
-        private = os.geteuid() != 0
-        unshare = ["unshare", "--mount", *(["--user", "--map-root-user"] if private else [])]
-        options = self._workspace.mount_options(private=private)
-        return [*unshare, "/bin/sh", "-c", _OVERLAY, "sh", options, str(self._workspace.work)]
-
     def _arguments(self) -> list[str]:
         tmp = PurePosixPath("/tmp")  # noqa: S108 - the sandbox's own
         arguments = [*self._machine.first_arguments]
@@ -317,98 +292,9 @@ class BubblewrapSandbox(host.IsolatedSandbox):
                 files.remove(self._directory, name)
 
 
-class _Launch:
-    """How bwrap is started: a command, arguments for mounts, and descriptors that both refer to."""
-
-    def __init__(
-        self,
-        command: tuple[str, ...],
-        arguments: Sequence[str],
-        descriptors: tuple[int, ...] = (),
-        mounts: int = -1,
-    ) -> None:
-        """`mounts` is a mount namespace that only this start needs."""
-        self.command = command
-        self.arguments = arguments
-        self.descriptors = (*descriptors, mounts) if mounts >= 0 else descriptors
-        self._mounts = mounts
-
-    def close(self) -> None:
-        """Close the mount namespace; bwrap keeps it while it runs. May be called again."""
-        close_all(self._mounts)
-        self._mounts = -1
-
-
-def _launch_as_user(
-    own: quotas.UserNamespaces,
-    prefix: Sequence[str],
-    arguments: Sequence[str],
-    directory: Path,
-    workspace: OverlayWorkspace,
-) -> _Launch:
-    """Mount all folders for a kernel user and return how to start bwrap as that user.
-
-    `prefix` is a command that ends by executing its further arguments.
-    """
-    lower = workspace.lower
-    sources = [*stage.list_sources(arguments), *([] if lower is None else [str(lower)])]
-    places = stage.choose_places(directory, (path for path in sources if path not in SYSTEM_PATHS))
-    locate = partial(stage.find_place, places=places)
-    overlay = None
-    if lower is not None:
-        options = workspace.mount_options(private=False, locate=locate)
-        overlay = (locate(workspace.work), options)
-    mounts = stage.mount_stage(places, own.owners, overlay)
-    command = (
-        *(*prefix, "nsenter", f"--mount=/proc/self/fd/{mounts}"),
-        *(f"--setuid={own.user}", f"--setgid={own.user}", "--", "bwrap"),
-        *_in_namespaces(own),
-    )
-    moved = stage.relocate(arguments, places)
-    return _Launch(command, moved, own.inside, mounts)
-
-
-def _try_pools(arguments: Sequence[str]) -> Iterator[quotas.NamespacePool]:
-    """Yield pools of user namespaces in which bwrap starts with these arguments, the best first."""
-    if os.geteuid() != 0:  # an overlay is mounted in a user namespace of its own
-        return
-    for own_users in (True, False):
-        pool = quotas.NamespacePool(own_users=own_users)
-        try:
-            namespaces = pool.take()
-            problem = _try_namespaces(namespaces, arguments)
-        except OSError:
-            continue
-        pool.give_back(namespaces)
-        if problem:
-            pool.close()
-        else:
-            yield pool
-
-
-def _try_namespaces(own: quotas.UserNamespaces, arguments: Sequence[str]) -> str:
-    """Return the error of a start of bwrap, with an overlay in the cache's folder."""
-    if not own.user:
-        return try_command(["bwrap", *_in_namespaces(own), *arguments], own.inside)
-    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
-        base = Path(folder, "base")
-        base.mkdir()
-        workspace = OverlayWorkspace(Path(folder, "sandbox"), base, {})
-        workspace.make()
-        launch = _launch_as_user(own, (), arguments, Path(folder), workspace)
-        try:
-            return try_command([*launch.command, *launch.arguments], launch.descriptors)
-        finally:
-            launch.close()
-
-
 @functools.cache
 def _warn_once(error: str) -> None:
     _log.warning("sandboxes share a kernel user and its quotas", error=error)
-
-
-def _in_namespaces(namespaces: quotas.UserNamespaces) -> tuple[str, ...]:
-    return ("--userns", str(namespaces.limited), "--userns2", str(namespaces.inner))
 
 
 def _check(spec: SandboxSpec) -> PurePosixPath:
