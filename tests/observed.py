@@ -19,7 +19,8 @@ from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
 from tugline.inference.server import create_app
 from tugline.node.admission import Engines
-from tugline.node.app import Node, NodeMetrics
+from tugline.node.app import Node
+from tugline.node.metrics import NodeMetrics
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Tracer
 from tugline.protocol import ResultQuery

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tugline.harnesses.install import find_node, install_once, run_installer
+from tugline.harnesses.install import install_once, run_installer
+from tugline.harnesses.npm import find_node
 from tugline.sandbox.cache import cache_folder
 from tugline.types import Call
 

@@ -17,7 +17,7 @@ import pytest
 from conformance.programs import exact, install_from_npm
 from rig import RENDERING, Play, Rig, rig, says
 from tugline.errors import HarnessError
-from tugline.harnesses.install import find_node
+from tugline.harnesses.npm import find_node
 from tugline.sandbox.processes import run_command
 from tugline.schema import decode, read_values
 from tugline.testing import Reply

@@ -14,8 +14,9 @@ import pytest
 
 from tugline.errors import DiskFull, HarnessError, UsageError
 from tugline.harnesses import install
-from tugline.harnesses.install import Npm, install_dir, install_once, measure, read_manifest
+from tugline.harnesses.install import install_dir, install_once, measure, read_manifest
 from tugline.harnesses.mini_swe_agent import PythonPackage
+from tugline.harnesses.npm import Npm
 from tugline.harnesses.pi import Pi
 from tugline.sandbox.cache import cache_folder
 
@@ -40,7 +41,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
     monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
     found = (folder / "node", (str(folder / "npm"),))
-    monkeypatch.setattr("tugline.harnesses.install.find_node", lambda: found)
+    monkeypatch.setattr("tugline.harnesses.npm.find_node", lambda: found)
 
     def write(npm: str, node: str = "echo v22.19.0") -> None:
         for name, script in (("npm", npm), ("node", node)):

@@ -15,8 +15,8 @@ from simulated_node import make_task, open_bench
 from tugline.errors import SandboxError
 from tugline.node import health
 from tugline.node.health import SUSPICIOUS, Canary, Health
+from tugline.rollout.failures import make_failure
 from tugline.rollout.parts import Parts
-from tugline.rollout.stages import make_failure
 from tugline.server.store import nodes
 from tugline.testing import Reply
 from tugline.types import Cause, Failure, Group, Ledger, Limits, PluginSpec, Status, Trajectory

@@ -25,9 +25,10 @@ from tugline.errors import CaptureError, EngineError, UsageError
 from tugline.gateway.app import Opened
 from tugline.gateway.policy import CallSettings
 from tugline.recording.file import read
+from tugline.rollout.failures import classify
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
-from tugline.rollout.stages import StageSlots, classify
+from tugline.rollout.stages import StageSlots
 from tugline.sandbox.bubblewrap import Bubblewrap
 from tugline.schema import read_values
 from tugline.task_files import parse_task

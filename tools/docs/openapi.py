@@ -19,8 +19,8 @@ from starlette.responses import Response
 from struct_schemas import describe_structs
 
 from tugline.protocol import Problem
-from tugline.server.http import handlers
-from tugline.server.http.handlers import ROUTES
+from tugline.server.http import app
+from tugline.server.http.app import ROUTES
 from tugline.server.http.route import (
     GZIP,
     JSON,
@@ -37,7 +37,7 @@ from tugline.server.http.route import (
 )
 
 Json = dict[str, Any]
-FILE = Path(handlers.__file__).with_name("openapi.json")
+FILE = Path(app.__file__).with_name("openapi.json")
 _REF = "#/components/schemas/{name}"
 _BINARY: Json = {"type": "string", "format": "binary"}
 _PATHS = {

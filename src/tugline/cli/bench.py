@@ -61,16 +61,24 @@ class Agent(NamedTuple):
 AGENTS = decode(read_values(Path(__file__).with_name("plan_agents.toml")), dict[str, Agent])
 """Measured with a scripted model, 2 and 22 calls of the shell (versions of docs/harnesses.md)."""
 
-CALL_S, TURN_S, TOKEN_S = 0.0016, 0.0000068, 0.000043
-"""CPU time of a gateway: per call, added per earlier turn, and per streamed token."""
+CALL_S = 0.0016
+"""CPU time of a gateway per call."""
+TURN_S = 0.0000068
+"""CPU time that each earlier turn adds to a call."""
+TOKEN_S = 0.000043
+"""CPU time of a gateway per streamed token."""
 SESSION_S = 0.05
 """CPU time of a node for the rest of a session, including a bubblewrap sandbox."""
-SERVER_S, DATABASE_S = 0.0025, 0.0011
-"""CPU time of a session on the server and in PostgreSQL."""
+SERVER_S = 0.0025
+"""CPU time of a session on the server."""
+DATABASE_S = 0.0011
+"""CPU time of a session in PostgreSQL."""
 CALL_MEMORY = 12_000
 """Bytes of memory per call of an open session."""
-ID_BYTES, SAMPLED_BYTES = 1.5, 7.0
-"""Bytes of a recording per id, and added per sampled id."""
+ID_BYTES = 1.5
+"""Bytes of a recording per id."""
+SAMPLED_BYTES = 7.0
+"""Bytes that each sampled id adds."""
 BUSY = 0.7
 """Target utilisation of cores and memory."""
 
@@ -144,7 +152,9 @@ class Workload:
         """Estimate the requirements. Raises `UsageError` for a harness without measurements."""
         if self.harness not in AGENTS:
             raise UsageError(f"--harness is {self.harness!r}, must be one of {', '.join(AGENTS)}")
-        agent, turns, sampled = AGENTS[self.harness], self.turns, self.turns * self.turn_tokens
+        agent = AGENTS[self.harness]
+        turns = self.turns
+        sampled = self.turns * self.turn_tokens
         ids = self.prompt + sampled + turns * self.result_tokens
         rate = self.gpus * self.model_tps / sampled
         own_s = agent.start_s + turns * agent.turn_s

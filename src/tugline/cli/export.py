@@ -52,7 +52,8 @@ class Filters:
 
     def select_sessions(self) -> Selection:
         """Parse the conditions of sessions. Raises `UsageError`."""
-        status, tags = frozenset(self.status or ()), _parse_pairs(self.tag, "--tag")
+        status = frozenset(self.status or ())
+        tags = _parse_pairs(self.tag, "--tag")
         return copy_fields(Selection, self, status=status, tags=tags)
 
 
@@ -138,7 +139,8 @@ def rebuild(
         option: key=value option of the builder; repeatable.
         salvage: Build from the part of a damaged file before the damage.
     """
-    root, spec = Path(session), _parse_builder(builder, option)
+    root = Path(session)
+    spec = _parse_builder(builder, option)
     with remote.find_recordings(session) as paths, _make_progress() as progress:
         bar = progress.add_task("rebuilding", total=len(paths))
         index = rebuild_all(

@@ -139,7 +139,8 @@ async def check(case: Case, runtime: PluginSpec, keep: Path | None = None) -> Ch
             name = re.sub(r"\W+", "-", f"{case.harness}-{case.dialect}".strip("-"))
             folder = (keep or Path(temporary)).absolute() / name
             trajectory, calls = await _run_session(case, runtime, folder)
-            log, end = _read_log(folder), trajectory.report.get("exit")
+            log = _read_log(folder)
+            end = trajectory.report.get("exit")
             faults = find_faults(case, calls, log, end, trajectory.failure)
     except (HarnessError, UsageError) as error:
         faults = {"completes": str(error)}
@@ -187,7 +188,8 @@ def find_faults(
     case: Case, calls: Sequence[Call], log: str, code: int | None, failure: Failure | None = None
 ) -> dict[str, str | None]:
     """Return the fault of each check by name; None for a check that passes."""
-    turns, expected = main_calls(calls), len(case.script())
+    turns = main_calls(calls)
+    expected = len(case.script())
     incomplete = f"exit code {code}" if code else None
     if failure or len(turns) != expected:
         reason = failure.message if failure else " ".join(log.split())[-300:]

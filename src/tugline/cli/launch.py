@@ -105,7 +105,8 @@ def _check(env: dict[str, str], nodes: int, engines: int) -> None:
         read_checked(env["TASKS"].split())
         return
     urls = [f"http://MACHINE-{n + 1}" for n in range(engines)] + env["ENGINE_URLS"].split()
-    out, host = Path(env["RUN"], "train"), "http://MACHINE-1"
+    out = Path(env["RUN"], "train")
+    host = "http://MACHINE-1"
     resume = (out / "config.json").exists()
     with contextlib.redirect_stdout(sys.stderr):
         train(Path(env["CONFIG"]), out=out, resume=resume, server=host, engine=urls, dry_run=True)
@@ -125,14 +126,17 @@ def _read_job(run: Path) -> dict[str, str]:
     """Return the last job of a run; only a queued or running job has ``left``, its time."""
     if not (run / JOB).exists():
         raise UsageError(f"no job of {run} was submitted with --submit")
-    job, names = (run / JOB).read_text().strip(), ("job", "state", "reason", "machines", "left")
+    names = ("job", "state", "reason", "machines", "left")
+    job = (run / JOB).read_text().strip()
     line = _call("squeue", "-h", "-j", job, "-o%T|%r|%N|%L", known="Invalid job id")
     line = line or _call("sacct", "-XnP", "-j", job, "-oState,Reason,NodeList", known="") or "ENDED"
     return dict(zip(names, (job, *line.split("|")), strict=False))
 
 
 async def _show_status(run: Path, *, as_json: bool) -> None:
-    report, address, overview = _read_job(run), run / "up" / "address", None
+    report = _read_job(run)
+    address = run / "up" / "address"
+    overview = None
     if report["state"] == "RUNNING" and address.exists():
         report["server"] = address.read_text().strip()
         with contextlib.suppress(ServerError, UsageError):  # the server has ended, or hangs

@@ -130,14 +130,17 @@ class SessionProgress:
         self.bar = make_bar(console)
         self._line = self.bar.add_task("sessions", total=total, summary="")
         self._rewards: dict[str, float | None] = {}
-        self._failed, self._reported = 0, 0.0
+        self._failed = 0
+        self._reported = 0.0
 
     def add(self, session: str, reward: float | None, failure: str) -> None:
         """Count a result; `failure` is empty for a session that did not fail."""
         self._rewards[session] = reward
         self._failed += bool(failure)
         self.first_failure = self.first_failure or (failure and f"{session}: {failure}")
-        done, summary, now = len(self._rewards), self.summarize(), time.monotonic()
+        done = len(self._rewards)
+        summary = self.summarize()
+        now = time.monotonic()
         self.bar.update(self._line, completed=done, summary=summary)
         total = self.bar.tasks[0].total
         due = now - self._reported >= _REPORT_EVERY_S or done == total

@@ -220,7 +220,9 @@ def _read_run(
     condition: tuple[str, float],
 ) -> tuple[dict[str, Figures], list[Path]]:
     """Return totals of `views` by tag, and the accepted recordings."""
-    totals, accepted, (part, minimum) = {"all": Figures()}, [], condition
+    totals = {"all": Figures()}
+    accepted = []
+    part, minimum = condition
     figures: dict[str, list[Figures]] = {}
     for view in views:
         names = ["all", *(f"{name}={value}" for name, value in tags[view.task].items())]

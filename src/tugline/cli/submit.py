@@ -88,7 +88,8 @@ async def _follow(
             while waiting:
                 event = await anext(events)
                 if event.task in waiting and event.kind is EventKind.RESULT:
-                    failed, reward = find_failure(event), event.detail.get("reward")
+                    failed = find_failure(event)
+                    reward = event.detail.get("reward")
                     earned = None if reward is None else float(reward)
                     progress.add(event.session or "", earned, failed.reason if failed else "")
                 elif event.kind is EventKind.RELEASED:
@@ -99,5 +100,6 @@ def _print_released(released: Sequence[TaskView], summary: str) -> None:
     print_text(make_tasks_table(released[:_LISTED]))
     if len(released) > _LISTED:
         print_text(f"and {len(released) - _LISTED} more")
-    usable, samples = sum(task.usable for task in released), sum(task.samples for task in released)
+    usable = sum(task.usable for task in released)
+    samples = sum(task.samples for task in released)
     print_text(f"{usable} of {samples} sessions are usable, {summary}")

@@ -121,7 +121,8 @@ def _format_tags(task: Task) -> str:
 @task.command
 async def prefetch(*paths: SetPaths, as_json: Json = False) -> None:
     """Fetch the images and repositories of tasks in advance."""
-    parts, failed = Parts(), []
+    parts = Parts()
+    failed = []
     wanted = {_encode((t.runtime, t.workspace)): t for t, _ in gather(paths, folders=True)}
     with Console(stderr=True, highlight=False).status("prefetching") as status:
         for number, each in enumerate(wanted.values(), 1):
@@ -261,17 +262,21 @@ async def _check_task(
 def _classify(
     task: Task, digest: str, solved: TaskValidation | None, empty: TaskValidation
 ) -> TaskCheck:
-    state, reason = CheckState.FINE, ""
+    state = CheckState.FINE
+    reason = ""
     failed = next((run for run in (solved, empty) if run and run.failure), None)
     if failed is not None:
         which = "reference" if failed is solved else "empty"
-        state, reason = CheckState.ERROR, f"{which}: {failed.reason}"
+        state = CheckState.ERROR
+        reason = f"{which}: {failed.reason}"
     elif empty.reward is not None and is_pass(empty.reward):
-        state, reason = CheckState.SOLVED, f"empty: {empty.reason}"
+        state = CheckState.SOLVED
+        reason = f"empty: {empty.reason}"
     elif solved is None:
         state = CheckState.UNPROVEN
     elif solved.reward is not None and not is_pass(solved.reward):
-        state, reason = CheckState.BROKEN, f"reference: {solved.reason}"
+        state = CheckState.BROKEN
+        reason = f"reference: {solved.reason}"
     return TaskCheck(
         task=task.id,
         digest=digest,

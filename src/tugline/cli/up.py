@@ -246,7 +246,8 @@ def backup(copy: Path, /, *, folder: Folder = DATA) -> None:
     database, _ = locate_data(Settings().server, folder)
     database.check(list_digests)  # a damaged store is no backup
     copy.mkdir(parents=True)
-    source, target = sqlite3.connect(folder / STORE), sqlite3.connect(copy / STORE)
+    source = sqlite3.connect(folder / STORE)
+    target = sqlite3.connect(copy / STORE)
     with contextlib.closing(source), contextlib.closing(target):
         (copy / STORE).chmod(0o600)
         source.backup(target)

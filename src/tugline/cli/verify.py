@@ -55,7 +55,8 @@ async def verify(
         tokenizer: Path of tokenizer.json, if there is none beside the recording.
         salvage: Check the part of a damaged file before the damage.
     """
-    texts, reports = TextVerifier(tokenizer), []
+    texts = TextVerifier(tokenizer)
+    reports = []
     async with AsyncExitStack() as stack:
         paths = stack.enter_context(remote.find_recordings(session))
         scorer = await stack.enter_async_context(connect_scorer(engine)) if engine else None
@@ -120,7 +121,8 @@ def _make_table(report: SessionReport) -> Table:
 
 
 def _show_summary(summary: VerifySummary) -> None:
-    turns, checks = format_counts(summary.turns), format_counts(summary.checks)
+    turns = format_counts(summary.turns)
+    checks = format_counts(summary.checks)
     print_text(
         f"sessions: {summary.sessions}, {summary.failed} failed; "
         f"turns: {turns or 'none'}; checks: {checks or 'none'}",

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Se
 from contextlib import aclosing
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 
@@ -25,13 +25,10 @@ from tugline.recording.trajectories import unpack
 from tugline.types import Status, Task, Trajectory
 
 DEADLINE_S = 60.0
-BATCH, BATCH_BYTES = 1000, 32 << 20
-"""Maximum number of tasks, and of bytes, in a request."""
-ACK_EVERY_S = 1.0
-"""Interval of acknowledgements while results are read without waiting."""
-
-
-R = TypeVar("R", streams.Result, streams.GroupResults)
+BATCH = 1000
+"""Maximum number of tasks in a request."""
+BATCH_BYTES = 32 << 20
+"""Maximum number of bytes in a request."""
 
 
 class Client:
@@ -131,7 +128,8 @@ class Client:
 
     async def write_note(self, session: str, text: str) -> None:
         """Write a note on a session, at most 2,000 characters; an empty one removes it."""
-        path, body = f"/v1/sessions/{quote_id(session)}/note", protocol.SessionNote(text=text)
+        path = f"/v1/sessions/{quote_id(session)}/note"
+        body = protocol.SessionNote(text=text)
         await self._http.ask("PUT", path, type(None), body=body)
 
     async def released(self, tasks: Iterable[str]) -> AsyncGenerator[protocol.TaskView, None]:
@@ -176,7 +174,8 @@ class Client:
         """
         query = protocol.ResultQuery(consumer=consumer, after=after, task=tuple(tasks))
         pages = streams.stream_pages(self._http, query, follow=follow)
-        return self._read((found async for _, found in pages), consumer, auto_ack=auto_ack)
+        results = (found async for _, found in pages)
+        return streams.read_items(results, consumer, self.ack if auto_ack else None)
 
     def groups(
         self,
@@ -191,7 +190,7 @@ class Client:
         query = protocol.ResultQuery(consumer=consumer, after=after, task=tuple(tasks), groups=True)
         pages = streams.stream_pages(self._http, query, follow=follow)
         groups = (streams.group_results(page, found) async for page, found in pages)
-        return self._read(groups, consumer, auto_ack=auto_ack)
+        return streams.read_items(groups, consumer, self.ack if auto_ack else None)
 
     async def ack(self, consumer: str, cursor: int) -> protocol.Consumer:
         """Acknowledge everything up to `cursor`: it is not delivered to this consumer again."""
@@ -353,34 +352,6 @@ class Client:
         url = f"/v1/weights{path}"
         return await self._http.ask("POST", url, protocol.Barrier, body=body, wait_s=wait_s)
 
-    async def _read(
-        self, pages: AsyncGenerator[Sequence[R], None], consumer: str | None, *, auto_ack: bool
-    ) -> AsyncGenerator[R, None]:
-        """Yield the items of pages. With `auto_ack`, requesting an item acknowledges the last."""
-        if auto_ack and consumer is None:
-            raise UsageError("auto_ack needs the name of a consumer")
-        clock = asyncio.get_running_loop().time
-        done, acked_at = 0, clock()
-
-        async def acknowledge() -> None:
-            nonlocal done, acked_at
-            if auto_ack and consumer and done:
-                await self.ack(consumer, done)
-                done, acked_at = 0, clock()
-
-        try:
-            async with aclosing(pages):
-                async for page in pages:
-                    for item in page:
-                        yield item
-                        done = item.cursor
-                        if clock() - acked_at >= ACK_EVERY_S:
-                            await acknowledge()
-                    await acknowledge()
-        finally:
-            with contextlib.suppress(ServerError, UsageError):  # the results are delivered again
-                await acknowledge()
-
 
 def _split_batches(tasks: Iterable[Task]) -> Iterable[list[msgspec.Struct]]:
     batch: list[msgspec.Struct] = []
@@ -389,7 +360,8 @@ def _split_batches(tasks: Iterable[Task]) -> Iterable[list[msgspec.Struct]]:
         task_size = len(msgspec.json.encode(task))
         if batch and (len(batch) == BATCH or size + task_size > BATCH_BYTES):
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
         batch.append(task)
         size += task_size
     if batch:

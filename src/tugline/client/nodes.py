@@ -71,7 +71,8 @@ class NodeClient(Transport):
 
     async def log(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
         """Append to the log of a session; returns the log's length, which is the next offset."""
-        path, query = f"/v1/sessions/{session}/log", {"epoch": epoch, "offset": offset}
+        path = f"/v1/sessions/{session}/log"
+        query = {"epoch": epoch, "offset": offset}
         return (await self._post(path, protocol.LogLength, chunk, query=query)).length
 
     async def _post(

@@ -74,7 +74,8 @@ class Monitor:
     """Reader of a server's overview; stores the events of the last minute between two reads."""
 
     def __init__(self, client: Client, *, clock: Callable[[], float] = time.time) -> None:
-        self._client, self._clock = client, clock
+        self._client = client
+        self._clock = clock
         self._events: deque[Event] = deque()
         self._failures: deque[RecentFailure] = deque(maxlen=_LISTED)
         self._position: int | None = None
@@ -89,7 +90,8 @@ class Monitor:
         )
         await self._read_events(counts.position)
         now = self._clock()
-        gone, since = NodeState.GONE, now - _SHOW_GONE_S
+        gone = NodeState.GONE
+        since = now - _SHOW_GONE_S
         recent = [node for node in nodes if node.state is not gone or node.deadline > since]
         loads = await asyncio.gather(*map(self._read_load, recent))
         results = [event for event in self._events if event.kind is EventKind.RESULT]
@@ -145,7 +147,8 @@ class Monitor:
 
 def find_failure(event: Event) -> RecentFailure | None:
     """Return the failure or requeue that an event reports; None for other events."""
-    detail, session = event.detail, event.session or ""
+    detail = event.detail
+    session = event.session or ""
     if event.kind is EventKind.REQUEUED:
         return RecentFailure(session, event.created, f"requeued: {detail.get('reason', '')}")
     if event.kind is EventKind.RESULT and detail.get("status") in {"failed", "timed_out"}:
@@ -167,7 +170,8 @@ async def examine(client: Client) -> list[HealthCheck]:
     """Check the server, callbacks, nodes, and engines of nodes in the server's process."""
     started = time.monotonic()
     try:
-        counts, nodes = await client.status(), await client.nodes()
+        counts = await client.status()
+        nodes = await client.nodes()
     except TuglineError as error:
         return [HealthCheck("server", False, str(error))]
     latency_ms = 1000 * (time.monotonic() - started)

@@ -5,16 +5,17 @@ last offset. An iteration yields each item exactly once.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import cached_property
 from html import escape
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from msgspec.structs import asdict, replace
 
 from tugline import log, protocol
 from tugline.client.transport import BROKEN, RetryBudget, Transport, is_transient, quote_id
-from tugline.errors import Missing, ServerError
+from tugline.errors import Missing, ServerError, UsageError
 from tugline.recording.trajectories import unpack
 from tugline.types import TERMINAL, Trajectory
 
@@ -22,7 +23,12 @@ _WAIT_S = 30.0
 """Seconds that the server waits for new items before it returns an empty page."""
 _AT_ONCE = 16
 """Results per page, unless a group has more, and trajectories requested concurrently."""
+ACK_EVERY_S = 1.0
+"""Interval of acknowledgements while results are read without waiting."""
 _log = log.get("client")
+
+Acknowledge = Callable[[str, int], Awaitable[object]]
+"""Function that acknowledges the results of a consumer up to a position."""
 
 
 # --------------------------------------------------------------------------- events and logs
@@ -48,7 +54,8 @@ async def stream_log(
     A stream also ends when the server stops. So the log is complete once a request that began after
     the end of the session returns no data. Raises `ServerError` at the deadline.
     """
-    path, budget = f"/v1/sessions/{quote_id(session)}/log", RetryBudget(http.deadline_s)
+    path = f"/v1/sessions/{quote_id(session)}/log"
+    budget = RetryBudget(http.deadline_s)
     offset: int | None = None if tail else 0
     complete = not follow
     while True:
@@ -127,6 +134,9 @@ class GroupResults(NamedTuple):
         return self.view.released or 0
 
 
+R = TypeVar("R", Result, GroupResults)
+
+
 def group_results(page: protocol.Results, results: Sequence[Result]) -> list[GroupResults]:
     """Return the groups of a page with their results."""
     members: dict[str, list[Result]] = {group.id: [] for group in page.groups}
@@ -145,7 +155,8 @@ async def stream_pages(
     """
     query = replace(query, limit=_AT_ONCE, wait_s=_WAIT_S if follow else 0.0)
     while True:
-        fields, wait_s = asdict(query), query.wait_s
+        fields = asdict(query)
+        wait_s = query.wait_s
         page = await http.get("/v1/results", protocol.Results, query=fields, wait_s=wait_s)
         results: list[Result] = []
         for start in range(0, len(page.items), _AT_ONCE):
@@ -155,6 +166,37 @@ async def stream_pages(
         if not (page.items or page.groups or follow):
             return
         query = replace(query, after=page.cursor)
+
+
+async def read_items(
+    pages: AsyncGenerator[Sequence[R], None], consumer: str | None, ack: Acknowledge | None
+) -> AsyncGenerator[R, None]:
+    """Yield the items of pages. With `ack`, requesting an item acknowledges the one before it."""
+    if ack is not None and consumer is None:
+        raise UsageError("auto_ack needs the name of a consumer")
+    clock = asyncio.get_running_loop().time
+    done = 0
+    acked_at = clock()
+
+    async def acknowledge() -> None:
+        nonlocal done, acked_at
+        if ack is not None and consumer and done:
+            await ack(consumer, done)
+            done = 0
+            acked_at = clock()
+
+    try:
+        async with contextlib.aclosing(pages):
+            async for page in pages:
+                for item in page:
+                    yield item
+                    done = item.cursor
+                    if clock() - acked_at >= ACK_EVERY_S:
+                        await acknowledge()
+                await acknowledge()
+    finally:
+        with contextlib.suppress(ServerError, UsageError):  # the results are delivered again
+            await acknowledge()
 
 
 async def _read_result(http: Transport, view: protocol.ResultView) -> Result:

@@ -89,7 +89,8 @@ class SyncClient:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        loop, thread = self._loop, self._thread
+        loop = self._loop
+        thread = self._thread
         if loop is None or thread is None:
             return
         self._run(loop.shutdown_asyncgens())

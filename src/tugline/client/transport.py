@@ -26,7 +26,8 @@ T = TypeVar("T")
 Query = Mapping[str, str | int | float | bool | Sequence[str] | None]
 """Query parameters; None omits a parameter, a sequence repeats it."""
 
-SERVER, TOKEN = "TUGLINE_SERVER", "TUGLINE_TOKEN"
+SERVER = "TUGLINE_SERVER"
+TOKEN = "TUGLINE_TOKEN"  # noqa: S105 - the name of a variable
 FOLDER = Path("tugline-data")
 CONNECT_S = 5.0
 TRY_S = 30.0
@@ -35,8 +36,10 @@ SLOWEST = 1 << 20
 """Assumed minimum bandwidth in bytes per second; large bodies get more time."""
 SILENCE_S = 45.0
 """Read timeout of a stream in seconds: three missed keep-alives."""
-MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
-"""Bounds of the pause between attempts in seconds; an attempt needs at least `MIN_PAUSE_S`."""
+MIN_PAUSE_S = 0.05
+"""Shortest pause between attempts in seconds; an attempt needs at least this."""
+MAX_PAUSE_S = 2.0
+"""Longest pause between attempts in seconds."""
 
 _RETRIED = frozenset({408, 425, 429, 502, 503, 504})
 _CLASSES = {kind.problem: kind for kind in ServerError.__subclasses__()}
@@ -93,7 +96,8 @@ class Transport:
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
-        http, self._http = self._http, None
+        http = self._http
+        self._http = None
         if http is not None:
             await http.close()
 
@@ -113,7 +117,8 @@ class Transport:
         `wait_s`, the wait requested of the server, is added to the deadline. Raises the subclass of
         `ServerError` for the problem.
         """
-        content, headers = body, self._headers(token)
+        content = body
+        headers = self._headers(token)
         headers["Accept"] = "application/zstd, */*" if kind is bytes else "application/json"
         if body is not None and not isinstance(body, bytes):
             content = msgspec.json.encode(body)
@@ -138,9 +143,11 @@ class Transport:
                     data = await response.read()
                     if response.ok:
                         return self._decode(data, kind)
-                    error, pause_s = _parse_problem(response, data), _parse_retry_after(response)
+                    error = _parse_problem(response, data)
+                    pause_s = _parse_retry_after(response)
             except BROKEN as broken:
-                error, pause_s = self.make_unreachable_error(broken), 0.0
+                error = self.make_unreachable_error(broken)
+                pause_s = 0.0
             if not is_transient(error) or (isinstance(error, QuotaExceeded) and not pause_s):
                 raise error
             budget.limit(self.deadline_s + sending_s)  # the requested wait is over

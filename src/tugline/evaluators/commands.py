@@ -82,7 +82,9 @@ def _split_commands(command: Sequence[str]) -> Iterator[list[str]]:
     for option, text in itertools.pairwise(command):
         if option in {"-c", "-ec", "-lc"}:
             lexer = shlex.shlex(text, posix=True, punctuation_chars="();<>|&\n")
-            lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+            lexer.whitespace = " \t\r"
+            lexer.whitespace_split = True
+            lexer.commenters = ""
             arguments: list[str] = []
             with contextlib.suppress(ValueError):  # a quote that is not closed
                 arguments.extend(lexer)

@@ -84,7 +84,8 @@ class _GoPackage:
                 report.add(test, outcome, reason)
                 report.add(f"{self.name}::{test}", outcome, reason)
         report.complete = True
-        self.ran, self.ends = set(), []
+        self.ran = set()
+        self.ends = []
 
 
 def read_go(data: bytes) -> TestReport:
@@ -152,7 +153,10 @@ def read_cargo(data: bytes) -> TestReport:
     tests printed may look like that: after the results, only their whole number ends a program.
     """
     report = TestReport()
-    section, pending, passed, open_programs = "", "", 0, 0
+    section = ""
+    pending = ""
+    passed = 0
+    open_programs = 0
     running = 0
     files: list[tuple[str, TestOutcome]] = []
     for line in read_lines(data):
@@ -160,11 +164,16 @@ def read_cargo(data: bytes) -> TestReport:
         if section in _CARGO_SECTIONS and not (result and _count_cargo(result) == running):
             continue
         if begins := _CARGO_RUNNING.match(line):
-            section, passed, open_programs, files = "tests", 0, open_programs + 1, []
+            section = "tests"
+            passed = 0
+            open_programs += 1
+            files = []
             running = int(begins[1])
         elif result:
             _close_cargo(report, passed, files, int(result[1]))
-            section, pending, passed = "", "", 0
+            section = ""
+            pending = ""
+            passed = 0
             open_programs -= 1
             report.complete = True
         elif line in _CARGO_SECTIONS:
@@ -206,7 +215,8 @@ def _parse_cargo(line: str, pending: str) -> tuple[str, TestOutcome | None]:
     if line.startswith("test ") and " ... " in line:
         test, _, end = line[5:].rpartition(" ... ")
         if " ... " in test:
-            test, end = test.partition(" ... ")[0], ""
+            test = test.partition(" ... ")[0]
+            end = ""
         return normalize_cargo(test), _CARGO_OUTCOMES.get(end.partition(",")[0])
     return pending, _CARGO_OUTCOMES.get(line)
 

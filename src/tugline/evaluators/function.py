@@ -32,7 +32,8 @@ class FunctionEvaluator(Evaluator):
     sandboxes = 0
 
     def __init__(self, *, target: str, options: Mapping[str, Any] | None = None) -> None:
-        self._name, self._function = target, _load(target)
+        self._name = target
+        self._function = _load(target)
         self._options = dict(options or {})
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:

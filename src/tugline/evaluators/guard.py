@@ -29,7 +29,8 @@ class Guard:
     def __init__(
         self, runner: ScriptRunner, work: ScriptRunner, trusted: Mapping[str, Content]
     ) -> None:
-        self._sandbox, self._rules = runner.sandbox, work.rules
+        self._sandbox = runner.sandbox
+        self._rules = work.rules
         self._trusted = {path for path, content in trusted.items() if content is not None}
         self._present = runner.present | set(trusted)
         self._before: Mapping[str, object] = {}

@@ -91,7 +91,8 @@ class HarborEvaluator(Evaluator):
         if not self._tests.is_absolute():
             msg = f"evaluator 'harbor': tests is {self.tests!r}, must be an absolute path"
             raise ConfigError(msg)
-        self._env, self._pass = dict(self.env or {}), frozenset(self.pass_env)
+        self._env = dict(self.env or {})
+        self._pass = frozenset(self.pass_env)
         check_variables(self._env, self._pass, "evaluator 'harbor': env")
         self._isolate = self.isolate and not self.in_place
         self.sandboxes = 1 + self._isolate

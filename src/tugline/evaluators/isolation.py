@@ -20,7 +20,8 @@ _PROGRAM = ".judged"
 _CLIENT = Path(__file__).with_name("judged.sh").read_bytes()
 """The program ``$JUDGED``: requests a run by files in its home and waits for the result."""
 _REDIRECT = 'exec "$@" < "$0.input" 2> "$0.error"'
-_REQUEST_S, _POLL_S = 60.0, 0.02
+_REQUEST_S = 60.0
+_POLL_S = 0.02
 _MAX_OUTPUT_BYTES = 8 << 20
 
 
@@ -60,7 +61,9 @@ async def _serve_requests(judge: ScriptRunner, work: ScriptRunner) -> None:
             timeout_s=_REQUEST_S,
             log_name=log_name,
         )
-        code = 124 if end.timed_out else end.code if end.code >= 0 else 128 - end.code
+        code = end.code if end.code >= 0 else 128 - end.code  # 128 plus the signal, as in a shell
+        if end.timed_out:
+            code = 124
         output = await work.read_log(log_name, head=_MAX_OUTPUT_BYTES, tail=0)
         error = await server.get(server.home / f"{number}.error", max_bytes=_MAX_OUTPUT_BYTES)
         for name, data in (("output", output), ("error", error or b""), ("code", b"%d\n" % code)):

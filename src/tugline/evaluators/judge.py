@@ -147,7 +147,8 @@ class JudgeEvaluator(Evaluator):
                 try:
                     return parse_scores(await self._post(http, data), names)
                 except _RetryableError as error:
-                    reason, wait_s = str(error), error.wait_s
+                    reason = str(error)
+                    wait_s = error.wait_s
                 if attempt + 1 < self.attempts:
                     _log.info("judge request retried", url=self._url, reason=reason)
                     back_off = _FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.0)

@@ -91,7 +91,8 @@ def _add_junit(report: TestReport, data: bytes) -> bool:
 
 def _read_case(case: ET.Element) -> tuple[TestOutcome, str]:
     """Return a test's outcome, by its elements and its `status` and `result`, and the reason."""
-    outcome, reason = TestOutcome.PASS, ""
+    outcome = TestOutcome.PASS
+    reason = ""
     for key in ("status", "result"):
         word = case.get(key, "").strip().lower()
         if word and word not in _PASSED_WORDS and outcome is not TestOutcome.FAIL:

@@ -60,7 +60,8 @@ class TestReport(msgspec.Struct):
 
     def add(self, name: str, outcome: TestOutcome, reason: str = "") -> None:
         """Add a result; of several results of a test the worst counts."""
-        name, reason = _clean(name), _clean(reason)
+        name = _clean(name)
+        reason = _clean(reason)
         if len(self.outcomes) >= _MAX_TESTS and name not in self.outcomes:
             self.inconsistency = f"more than {_MAX_TESTS} tests are reported"
             return

@@ -32,8 +32,11 @@ from tugline.types import Workspace
 TAIL = 2000
 """Number of bytes at the end of a log that reports show."""
 _LEAST_S = 1.0
-_PATHS, _PROGRAM, _NAMES = ".paths", ".inspect.py", ".inspect.names"
-_MAX_TREES, _MAX_ASKED = 200, 2000
+_PATHS = ".paths"
+_PROGRAM = ".inspect.py"
+_NAMES = ".inspect.names"
+_MAX_TREES = 200
+_MAX_ASKED = 2000
 _MAX_TREE = 32 << 20
 """Maximum bytes read of the list of a fresh copy's paths."""
 _MAX_CHARACTERS = 1 << 20
@@ -49,15 +52,18 @@ class ScriptRunner:
     """Runs scripts in `sandbox` until the deadline of an evaluation."""
 
     def __init__(self, sandbox: Sandbox, outcome: SessionOutcome) -> None:
-        self.sandbox, self._deadline = sandbox, outcome.began + outcome.timeout_s
+        self.sandbox = sandbox
+        self._deadline = outcome.began + outcome.timeout_s
         self._limit = outcome.limit
         self.workspace = outcome.task.workspace
         self.refused: dict[str, str] = {}
         """Paths of the patch that were not applied, with reasons."""
         self.diff = ""
         """The whole patch as text; empty unless it was requested."""
-        self.rules, self.patch = Rules(), Patch()
-        """The rules by which the patch was filtered, and what they permit."""
+        self.rules = Rules()
+        """The rules by which the patch was filtered."""
+        self.patch = Patch()
+        """What the rules permit."""
         self.present: set[str] = set()
         """Paths of the files in the workdir, as far as they are known."""
 
@@ -81,7 +87,8 @@ class ScriptRunner:
 
     async def read_log(self, log_name: str, *, head: int = 0, tail: int = TAIL) -> bytes:
         """Return the first `head` and the last `tail` bytes of a program's output."""
-        path, cut = self.sandbox.logs / f"{log_name}.log", b"\n(cut here)\n" if head else b""
+        path = self.sandbox.logs / f"{log_name}.log"
+        cut = b"\n(cut here)\n" if head else b""
         return await asyncio.to_thread(read_ends, path, head, tail, cut if tail else b"")
 
     async def read_tail(self, log_name: str, size: int = TAIL) -> str:
@@ -255,8 +262,12 @@ async def allow_network(sandbox: Sandbox) -> None:
 
 
 # --------------------------------------------------------------------------- foreign output
-_PARSE_S, _PARSE_WALL_S, _PARSE_BYTES = 60, 600.0, 2 << 30
-"""Limits for parsing an output: processor seconds, seconds and bytes of memory."""
+_PARSE_S = 60
+"""Processor seconds for parsing an output."""
+_PARSE_WALL_S = 600.0
+"""Seconds for parsing an output."""
+_PARSE_BYTES = 2 << 30
+"""Bytes of memory for parsing an output."""
 _PARSE = f"""
 import json, resource, sys
 limit = resource.getpagesize() * int(open("/proc/self/statm").read().split()[0]) + {_PARSE_BYTES}

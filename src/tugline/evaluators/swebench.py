@@ -269,7 +269,8 @@ def _share(status: Mapping[str, Sequence[str]] | None) -> float:
     """Return the fraction of tests that passed: 0 without a status, 1 if there are no tests."""
     if status is None:
         return 0.0
-    passed, failed = len(status["success"]), len(status["failure"])
+    passed = len(status["success"])
+    failed = len(status["failure"])
     return passed / (passed + failed) if passed + failed else 1.0
 
 

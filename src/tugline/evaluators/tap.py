@@ -9,12 +9,14 @@ _POINT = re.compile(r"((?: {4})*)(not )?ok\b(?: +(\d+))?(?: +- +| +|$)(.*)")
 _PLAN = re.compile(r"((?: {4})*)(\d{1,9})\.\.(\d{1,9})\b")
 _DIRECTIVE = re.compile(r"(?:^|(?<=\s)|(?<=[^\\]\\\\))# *((?:SKIP|TODO)\S*) *(.*)", re.IGNORECASE)
 _TIME = re.compile(r"(?:^|\s)# time=[\d.]{1,20} ?m?s\s*$")
-_OPEN, _CLOSE = re.compile(r"((?: {4})*)\{\s*$"), re.compile(r"((?: {4})*)\}\s*$")
+_OPEN = re.compile(r"((?: {4})*)\{\s*$")
+_CLOSE = re.compile(r"((?: {4})*)\}\s*$")
 _ESCAPE = re.compile(r"\\([\\#])")
 _PROVE_FILE = re.compile(r"\S+ \.{2,} $")
 """First line of a file's output by prove; the last line is only ``ok``."""
 _YAML = re.compile(r"( +)---\s*$")
-_INDENT, _DEEPEST = 4, 64
+_INDENT = 4
+_DEEPEST = 64
 _BETWEEN = " > "
 
 
@@ -68,7 +70,8 @@ def _skip_yaml(lines: Iterator[str]) -> Iterator[str]:
     A block ends with its last line, or where a line is indented less. What a test itself prints
     begins no block.
     """
-    block, after_point = "", False
+    block = ""
+    after_point = False
     for line in lines:
         if block and line.startswith(block):
             block = "" if line.rstrip() == f"{block}..." else block
@@ -152,12 +155,14 @@ def _end_subtests(levels: list[_TapLevel], depth: int, parent: str) -> None:
 
 def _close_tap(report: TestReport, levels: list[_TapLevel]) -> None:
     """End a document: add its results, and check them against its plan."""
-    top, points = levels[0], [point for level in levels for point in level.points]
+    top = levels[0]
+    points = [point for level in levels for point in level.points]
     for point in points:
         report.add(*point)
     if (points or top.plan is not None) and not top.is_complete():
         report.complete = False
     extra = [] if top.plan is None else [n for n in top.numbers if n not in top.plan]
     if top.plan is not None and extra:
-        first, last = top.plan.start, top.plan.stop - 1
+        first = top.plan.start
+        last = top.plan.stop - 1
         report.inconsistency = f"test {max(extra)} is not in the plan {first}..{last}"

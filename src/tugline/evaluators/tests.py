@@ -46,8 +46,10 @@ from tugline.sandbox.base import Content, Exit, check_path
 from tugline.schema import PositiveFloat
 from tugline.types import Reward, Task
 
-MAX_OUTPUT, MAX_REPORT = 100 << 20, 16 << 20
-"""Maximum bytes read of an output and of a report."""
+MAX_OUTPUT = 100 << 20
+"""Maximum bytes read of an output."""
+MAX_REPORT = 16 << 20
+"""Maximum bytes read of a report."""
 _REPORT = "{report}"
 _CANNOT_RUN = (126, 127)
 _LEAST_SETUP_S = 10.0
@@ -104,18 +106,23 @@ class TestsEvaluator(Evaluator):
         self._files = {check_path(path): text for path, text in (self.files or {}).items()}
         groups = {"fail_to_pass": self.fail_to_pass, "pass_to_pass": self.pass_to_pass}
         self._expected = parse_expected(self.expected, groups, partial=self.partial)
-        command, output, env = self.command, self.format, self.env or {}
+        command = self.command
+        output = self.format
+        env = self.env or {}
         self._own_pytest = command is None
         if command is None:
             for option in ("format", "report", "env", "setup"):
                 if (value := getattr(self, option)) is not None:
                     reason = f"{option} is {value!r:.80}, but it is for tests with a command"
                     raise ConfigError(f"evaluator 'tests': {reason}")
-            command, output, env = PYTEST, "junit", PYTEST_ENV
+            command = PYTEST
+            output = "junit"
+            env = PYTEST_ENV
         elif output not in FORMATS:
             known = ", ".join(FORMATS)
             raise ConfigError(f"evaluator 'tests': format is {output!r}, must be one of {known}")
-        self._output, self._format = output, FORMATS[output]
+        self._output = output
+        self._format = FORMATS[output]
         defaults = [TESTS[language] for language in self._format.languages]
         if self._own_pytest:
             defaults = [PYTHON, FOLDERS]
@@ -218,7 +225,9 @@ class TestsEvaluator(Evaluator):
         env: Mapping[str, str] = _NO_ENV,
     ) -> Verdict:
         """Run the tests with `env` in `judge`'s sandbox, which gets the `trusted` files first."""
-        sandbox, argv, expected = judge.sandbox, self._argv, self._expected
+        sandbox = judge.sandbox
+        argv = self._argv
+        expected = self._expected
         codes: tuple[int, ...] = (0,) if expected.tests is None else ()
         if self._own_pytest:
             sources = {p: text for p, text in trusted.items() if isinstance(text, str)}
@@ -288,7 +297,8 @@ class TestsEvaluator(Evaluator):
     ) -> Exit:
         path = str(report or "")
         if report is not None and self._format.env:
-            argv, path = ("sh", "-c", _COLLECT, path, *argv), f"{path}.pipe"
+            argv = ("sh", "-c", _COLLECT, path, *argv)
+            path = f"{path}.pipe"
         own = {key: value.replace(_REPORT, path) for key, value in self._env.items()}
         return await runner.run(
             [word.replace(_REPORT, path) for word in argv],

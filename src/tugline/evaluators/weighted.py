@@ -156,7 +156,8 @@ class WeightedEvaluator(Evaluator):
         return Verdict(Reward(self._value(counted), parts), report)
 
     def _value(self, by_name: Mapping[str, float]) -> float:
-        values, weights = list(by_name.values()), [self._parts[name].weight for name in by_name]
+        values = list(by_name.values())
+        weights = [self._parts[name].weight for name in by_name]
         if self.mode == "min":
             return min(values)
         if self.mode == "product":

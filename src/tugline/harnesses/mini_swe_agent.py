@@ -94,7 +94,8 @@ async def _copy_python() -> Path:
         library = fresh / "lib" / f"python{version}"
         copy.parent.mkdir()
         await asyncio.to_thread(shutil.copy2, origin, copy)
-        stdlib, ignore = sysconfig.get_path("stdlib"), shutil.ignore_patterns(*_EXCLUDED)
+        stdlib = sysconfig.get_path("stdlib")
+        ignore = shutil.ignore_patterns(*_EXCLUDED)
         await asyncio.to_thread(shutil.copytree, stdlib, library, ignore=ignore)
         await install.bundle_libraries(copy, fresh, list((library / "lib-dynload").glob("*.so")))
 

@@ -30,7 +30,8 @@ from tugline.harnesses.base import (
     find_fatal_signal,
     prepare,
 )
-from tugline.harnesses.install import Npm, Package
+from tugline.harnesses.install import Package
+from tugline.harnesses.npm import Npm
 from tugline.sandbox.base import Exit, Runtime, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
 from tugline.schema import decode
@@ -100,7 +101,8 @@ class Preset(Harness):
         if instruction.startswith(self.command_marks):
             instruction = f" {instruction}"
         base = self.configure(context)
-        command, files = self.package.command, dict(base.files)
+        command = self.package.command
+        files = dict(base.files)
         argv = (*command, *base.argv)
         setup = (*command, *base.setup) if base.setup else ()
         last = self.pass_instruction(instruction)
@@ -193,7 +195,8 @@ async def start_once(harness: Harness, runtime: Runtime | None = None) -> None:
     This detects a broken installation before any session, and fills the compile cache. Raises
     `HarnessError` with the program's last output. `runtime` is a `LocalRuntime` by default.
     """
-    runtime, spec = runtime or LocalRuntime(), SandboxSpec(mounts=harness.mounts)
+    runtime = runtime or LocalRuntime()
+    spec = SandboxSpec(mounts=harness.mounts)
     called = asyncio.Event()
     with tempfile.TemporaryDirectory(prefix="tugline-trial-") as folder:
         async with (

@@ -94,7 +94,8 @@ async def _connect(settings: EngineSettings) -> EngineConnection:
 async def _wait_for_replicas(settings: EngineSettings, mode: Mode) -> Upstream:
     """Connect to the replicas once all of them answer."""
     loop = asyncio.get_running_loop()
-    deadline, key = loop.time() + settings.wait_s, read_api_key(settings)
+    deadline = loop.time() + settings.wait_s
+    key = read_api_key(settings)
     retried = False
     while True:
         try:

@@ -53,7 +53,8 @@ class LocalServer:
     def __init__(
         self, control: ControlPlane, gateway: Gateway, running_node: asyncio.Task[None]
     ) -> None:
-        self.control, self.gateway = control, gateway
+        self.control = control
+        self.gateway = gateway
         self._node = running_node
 
     async def weights(self) -> Control:
@@ -94,7 +95,8 @@ class LocalServer:
 
         `tasks` are the tasks of `sessions`; give them to read only a part of the results.
         """
-        cursor, missing = 0, set(sessions)
+        cursor = 0
+        missing = set(sessions)
         while missing:
             query = ResultQuery(after=cursor, limit=_BATCH, wait_s=_WAIT_S, task=tuple(tasks or ()))
             page = await self.control.results(query)
@@ -173,7 +175,8 @@ async def run_async(
     if not structlog.is_configured():
         log.configure()
     tasks = [tasks] if isinstance(tasks, Task) else tasks
-    file, urls = None if config is None else Path(config), None if engine is None else [engine]
+    file = None if config is None else Path(config)
+    urls = None if engine is None else [engine]
     settings = load_settings(file, server={}, node={"slots": slots}, engine={"urls": urls})
     order = {task.id: number for number, task in enumerate(tasks)}
     with tempfile.TemporaryDirectory(prefix="tugline-") as temporary:

@@ -20,7 +20,8 @@ from tugline.launch.server import Echo, folder_lock, handle_signals, managed_gc,
 from tugline.launch.settings import Settings
 from tugline.launch.workers import Workers, count_workers
 from tugline.node.admission import Engines
-from tugline.node.app import Node, NodeMetrics
+from tugline.node.app import Node
+from tugline.node.metrics import NodeMetrics
 from tugline.node.telemetry import open_tracer
 from tugline.protocol import Dispatcher
 from tugline.rollout.parts import Parts
@@ -51,7 +52,8 @@ async def open_node(
     )
     tracer = open_tracer(os.environ, node=own.name)
     recordings = folder / "recordings"
-    host, port = settings.gateway.host, settings.gateway.port
+    host = settings.gateway.host
+    port = settings.gateway.port
     count = count_workers(settings.gateway.workers, len(os.sched_getaffinity(0)))
     gateway: Gateway = (
         Workers(engine, recordings, host=host, port=port, count=count)
@@ -90,7 +92,8 @@ async def run_node(settings: Settings, folder: Path, url: str, token: str, echo:
         contextlib.AsyncExitStack() as stack,
     ):
         if settings.node.metrics_port is not None:
-            app, host = metrics.make_app(), settings.gateway.host
+            app = metrics.make_app()
+            host = settings.gateway.host
             page = await stack.enter_async_context(serve(app, host, settings.node.metrics_port))
             echo(f"metrics are at {page}/metrics")
         await node.run()
@@ -102,7 +105,8 @@ async def _open_announced(
 ) -> AsyncIterator[tuple[Node, NodeMetrics]]:
     """Open a node that drains at a signal; print its state and the weaknesses of its runtime."""
     raise_file_limit()
-    name, slots = name_node(settings), settings.node.slots
+    name = name_node(settings)
+    slots = settings.node.slots
     own_folder = folder / NODES / name
     node: Node | None = None
     main = asyncio.current_task()
@@ -121,7 +125,8 @@ async def _open_announced(
             open_node(settings, own_folder, server, engine) as (opened, metrics),
         ):
             node = opened
-            model, mode = opened.gateway.card.id, engine.upstream.wire.mode
+            model = opened.gateway.card.id
+            mode = engine.upstream.wire.mode
             echo(f"node {name} is up: {slots} slots, {model} in {mode} mode")
             default = PluginSpec("auto")  # the default runtime of tasks
             await opened.parts.report_weaknesses(default)

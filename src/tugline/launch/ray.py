@@ -101,8 +101,11 @@ class Nodes:
     """Nodes of a server on the machines of this cluster, by name of the machine."""
 
     def __init__(self, settings: Settings, server: str, token: str, echo: Echo) -> None:
-        self._settings, self._ray, self._echo = settings, settings.ray, echo
-        self._server, self._env = server, {"TUGLINE_JOIN_TOKEN": token}
+        self._settings = settings
+        self._ray = settings.ray
+        self._echo = echo
+        self._server = server
+        self._env = {"TUGLINE_JOIN_TOKEN": token}
         key = settings.engine.api_key_env
         if key and key in os.environ:
             self._env[key] = os.environ[key]
@@ -133,7 +136,8 @@ class Nodes:
         return bool(self._actors)
 
     def _fits(self, machine: Mapping[str, Any]) -> bool:
-        resources, wanted = machine["Resources"], self._ray.resource
+        resources = machine["Resources"]
+        wanted = self._ray.resource
         return resources.get("CPU", 0) >= self._ray.cpus and (
             wanted is None or resources.get(wanted, 0) > 0
         )
@@ -203,7 +207,8 @@ class Nodes:
         options = self._ray
         try:
             with SyncClient(self._server, deadline_s=ANSWER_S) as client:
-                counts, nodes = client.status().sessions, client.nodes()
+                counts = client.status().sessions
+                nodes = client.nodes()
         except TuglineError as error:
             self._echo(f"the queue cannot be read: {error}")
             return None

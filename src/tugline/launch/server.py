@@ -82,7 +82,8 @@ def folder_lock(folder: Path, *, instead: str) -> Iterator[None]:
 @contextlib.contextmanager
 def handle_signals(stop: Callable[[], object]) -> Iterator[None]:
     """Call `stop` at the first SIGTERM or Ctrl-C; cancel the current task at the second."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
     again = stop if task is None else task.cancel
 
     def on_signal() -> None:
@@ -163,7 +164,8 @@ async def serve_control_plane(
     tokens = load_tokens(folder)
     await control.database.write(nodes.bind_tokens, tokens.join)
     app = Api(control, tokens, metrics)
-    path, serving = folder / TOKENS, serve_api(app, settings.host, settings.port, settings.tls)
+    path = folder / TOKENS
+    serving = serve_api(app, settings.host, settings.port, settings.tls)
     async with serving as bound, run_beside(follow_tokens(app, control.database, path)):
         url = bound.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
         write_file(folder / SERVER, msgspec.json.encode({"url": url}))
@@ -209,13 +211,15 @@ async def _keep_nodes(settings: Settings, folder: Path, stopped: asyncio.Event, 
     """
     data = msgspec.json.encode(settings, enc_hook=encode_path)
     write_file(folder / CLUSTER, data, 0o600)
-    tokens, url = load_tokens(folder), msgspec.json.decode((folder / SERVER).read_bytes())["url"]
+    tokens = load_tokens(folder)
+    url = msgspec.json.decode((folder / SERVER).read_bytes())["url"]
     env = {**os.environ, "TUGLINE_JOIN_TOKEN": tokens.join, "TUGLINE_TOKEN": tokens.read}
     command = [*DIES_WITH_PARENT, sys.executable, "-m", "tugline.cli.app", "node"]
     command += ["--cluster", "ray", "--server", url, "--config", str(folder / CLUSTER)]
     while not stopped.is_set():
         program = await asyncio.create_subprocess_exec(*command, env=env, start_new_session=True)
-        ended, stop = asyncio.ensure_future(program.wait()), asyncio.ensure_future(stopped.wait())
+        ended = asyncio.ensure_future(program.wait())
+        stop = asyncio.ensure_future(stopped.wait())
         await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         if stopped.is_set():

@@ -77,7 +77,8 @@ class LogSender:
     """Sends logs of active sessions: followed logs as they grow, of others only the end."""
 
     def __init__(self, server: Dispatcher, sessions: Mapping[str, ActiveSession]) -> None:
-        self._server, self._sessions = server, sessions
+        self._server = server
+        self._sessions = sessions
         self._followed: frozenset[str] = frozenset()
         self._following = asyncio.Event()
 

@@ -57,10 +57,13 @@ class EngineLoad:
 
         A gap between polls counts as at most two intervals of busy time.
         """
-        waiting, kv = _read_values(page, _WAITING), _read_values(page, _KV)
-        running, forward = sum(_read_values(page, _RUNNING)), _read_values(page, _FORWARD)
+        waiting = _read_values(page, _WAITING)
+        kv = _read_values(page, _KV)
+        running = sum(_read_values(page, _RUNNING))
+        forward = _read_values(page, _FORWARD)
         if forward:
-            total, before = sum(forward), self._forward_s
+            total = sum(forward)
+            before = self._forward_s
             if before is not None:  # a smaller total means that the engine was restarted
                 self.busy_s += total - before if total >= before else total
             self._forward_s = total
@@ -68,7 +71,9 @@ class EngineLoad:
             self.busy_s += min(now - self._polled, 2 * _INTERVAL_S)
         self.waiting = sum(waiting) if waiting else None
         self.kv = max(kv, default=0.0)
-        self.up, self.running, self._polled = bool(page), running, now if page else None
+        self.up = bool(page)
+        self.running = running
+        self._polled = now if page else None
 
 
 def _read_values(page: str, names: Sequence[str]) -> list[float]:
@@ -124,7 +129,9 @@ class Admission:
 
     def __init__(self, poll: Poll | None = None, *, waiting: int = 8, kv: float = 0.95) -> None:
         """Set the limits: queued requests (`waiting`) and KV memory in use (`kv`) of an engine."""
-        self._poll, self._waiting, self._kv = poll, waiting, kv
+        self._poll = poll
+        self._waiting = waiting
+        self._kv = kv
         self._lock = asyncio.Lock()
         self._polled = -math.inf
         self._admissible = 0.0

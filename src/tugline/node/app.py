@@ -14,29 +14,22 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.core import Metric
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
 from tugline import log, protocol
 from tugline.atomic import read_or_make
 from tugline.errors import EngineError, FencedError, ServerError
 from tugline.gateway.app import Gateway
-from tugline.histogram import CONTENT_TYPE, Values, families, page
 from tugline.node.active_sessions import StopReason
 from tugline.node.admission import Admission, Engines
 from tugline.node.health import Canary, Health
 from tugline.node.housekeeping import Housekeeping
 from tugline.node.pools import Pools
-from tugline.node.session_runner import RetryingDispatcher, SessionRunner
+from tugline.node.retries import RetryingDispatcher
+from tugline.node.session_runner import SessionRunner
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats, Tracer
 from tugline.rollout.parts import Parts
 from tugline.sandbox.base import run_beside
 from tugline.schema import copy_fields
-from tugline.types import Status
 
 _CONTROL_POLL_S = 0.25
 """Seconds between lease requests while a control is being applied."""
@@ -53,8 +46,10 @@ class Controls:
     """
 
     def __init__(self, gateway: Gateway, pause_timeouts: Callable[..., None]) -> None:
-        self._gateway, self._pause_timeouts = gateway, pause_timeouts
-        self._requested, self._current = protocol.Control(), protocol.Control()
+        self._gateway = gateway
+        self._pause_timeouts = pause_timeouts
+        self._requested = protocol.Control()
+        self._current = protocol.Control()
         self._applying: asyncio.Task[None] | None = None
 
     @property
@@ -141,8 +136,11 @@ class Node:
         """
         self.stats = Stats()
         self.settings = settings
-        self.gateway, self.parts, self._server = gateway, parts, server
-        self._folder, self._instance = folder, ""
+        self.gateway = gateway
+        self.parts = parts
+        self._server = server
+        self._folder = folder
+        self._instance = ""
         self._changed = asyncio.Event()
         self._dispatcher = RetryingDispatcher(server, self.stats)
         admission = Admission(
@@ -320,78 +318,3 @@ class Node:
             self.drain()
         if self.draining and response.work:
             self.runner.stop_all(StopReason.DRAIN, started=False)
-
-
-# --------------------------------------------------------------------------- metrics
-_LEASE_EVENTS = ("leased", "committed", "requeued", "fenced", "released")
-
-
-class NodeMetrics:
-    """Metrics of a node and of its gateway and engines; docs/observability.md lists them.
-
-    The numbers are read when a page is requested.
-    """
-
-    def __init__(self, node: Node, engines: Engines) -> None:
-        self._node, self._engines = node, engines
-
-    async def render(self) -> bytes:
-        """Return all metrics as text."""
-        return page(self.collect())
-
-    def collect(self) -> list[Metric]:
-        """Return all metrics."""
-        return families(self._read_node() | self._read_gateway_and_engines())
-
-    def make_app(self) -> Starlette:
-        """Return an app with ``/metrics`` and ``/healthz``, for a node in its own process."""
-
-        async def metrics(_request: Request) -> Response:
-            return Response(await self.render(), headers={"content-type": CONTENT_TYPE})
-
-        async def healthy(_request: Request) -> Response:
-            return Response(b'{"status":"ok"}', media_type="application/json")
-
-        return Starlette(routes=[Route("/metrics", metrics), Route("/healthz", healthy)])
-
-    def _read_node(self) -> dict[str, Values]:
-        stats, node = self._node.stats, self._node.pools
-        pools = {status.value: pool for status, pool in node.by_stage.items()}
-        sessions = {name: pool.busy for name, pool in pools.items()}
-        sessions[Status.READY.value] = node.count({Status.INIT})
-        tokens = {("trained", ""): stats.trained}
-        tokens |= {("masked", reason.value): n for reason, n in stats.masked.items()}
-        tokens |= {("dropped", reason.value): n for reason, n in stats.dropped.items()}
-        return {
-            "tugline_node_stage_sessions": sessions,
-            "tugline_node_stage_slots": {name: pool.size for name, pool in pools.items()},
-            "tugline_node_stage_waiting": {name: pool.waiting for name, pool in pools.items()},
-            "tugline_node_stage_seconds": stats.stage_s,
-            "tugline_node_sessions": len(node.members),
-            "tugline_node_room": node.count_room(),
-            "tugline_node_admission_held": node.admission.waiting,
-            "tugline_node_admission_held_seconds_total": node.admission.waited_s,
-            "tugline_node_leases_total": {name: getattr(stats, name) for name in _LEASE_EVENTS},
-            "tugline_node_results_total": stats.ends,
-            "tugline_node_failures_total": stats.failures,
-            "tugline_node_ledger_tokens_total": tokens,
-            "tugline_node_rejoined_total": stats.rejoined,
-            "tugline_node_outages_total": stats.outages,
-            "tugline_node_untraced_total": stats.untraced,
-            "tugline_node_disk_bytes": stats.disk_bytes,
-            "tugline_node_disk_low": stats.disk_low,
-        }
-
-    def _read_gateway_and_engines(self) -> dict[str, Values]:
-        traffic, loads = self._node.gateway.traffic, self._engines.loads
-        tokens = {"prompt": traffic.prompt_tokens, "sampled": traffic.sampled_tokens}
-        return {
-            "tugline_gateway_calls_total": traffic.calls,
-            "tugline_gateway_refused_total": traffic.refused,
-            "tugline_gateway_tokens_total": tokens,
-            "tugline_gateway_first_token_seconds": traffic.first_token_s,
-            "tugline_gateway_answer_seconds": traffic.answer_s,
-            "tugline_engine_up": {url: load.up for url, load in loads.items()},
-            "tugline_engine_running": {url: load.running for url, load in loads.items()},
-            "tugline_engine_busy_seconds_total": {url: load.busy_s for url, load in loads.items()},
-        }

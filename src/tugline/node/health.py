@@ -17,9 +17,9 @@ from pathlib import Path
 from tugline import log, plugins
 from tugline.errors import UsageError
 from tugline.gateway.app import Gateway
+from tugline.rollout.failures import make_failure
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
-from tugline.rollout.stages import make_failure
 from tugline.sandbox.base import Runtime
 from tugline.sandbox.files import remove
 from tugline.types import (
@@ -42,8 +42,10 @@ SUSPICIOUS = frozenset(
     }
 )
 """Causes that may be the node's: of a session they are a reason for a canary, of a canary proof."""
-FIRST_PAUSE_S, LAST_PAUSE_S = 5.0, 300.0
-"""First and longest pause, in seconds, before a failed canary is repeated; it doubles."""
+FIRST_PAUSE_S = 5.0
+"""First pause, in seconds, before a failed canary is repeated; it doubles."""
+LAST_PAUSE_S = 300.0
+"""Longest pause."""
 AGAIN_S = 30.0
 """Shortest pause between a canary that did not fail and the next one."""
 DEFAULT_RUNTIME = "auto"
@@ -76,7 +78,8 @@ class Health:
         """`on_change` is called when `problem` has changed."""
         self.problem = ""
         """Why the node cannot run sessions; empty if it can, as far as is known."""
-        self._run_canary, self._on_change = run_canary, on_change
+        self._run_canary = run_canary
+        self._on_change = on_change
         self._since = 0.0
         """Unix time of the problem."""
         self._working = {DEFAULT_RUNTIME}
@@ -140,7 +143,9 @@ class Canary:
     """Runs the canaries of a node, each below `sessions`."""
 
     def __init__(self, gateway: Gateway, parts: Parts, sessions: Path) -> None:
-        self._gateway, self._parts, self._sessions = gateway, parts, sessions
+        self._gateway = gateway
+        self._parts = parts
+        self._sessions = sessions
 
     async def run(self, runtime: str) -> Failure | None:
         """Run one session in `runtime`; return its failure, None if it succeeded."""

@@ -27,8 +27,10 @@ from tugline.sandbox.files import remove
 from tugline.sandbox.resource_monitor import folder_bytes
 from tugline.types import PluginSpec
 
-_INTERVAL_S, _LOW_INTERVAL_S = 60.0, 5.0
-"""Seconds between sweeps, normally and while free space is low."""
+_INTERVAL_S = 60.0
+"""Seconds between sweeps."""
+_LOW_INTERVAL_S = 5.0
+"""Seconds between sweeps while free space is low."""
 COMMITTED = ".done"
 """Marker file in the folder of a session that is committed or held by another node."""
 _BATCH = 256

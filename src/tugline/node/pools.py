@@ -29,8 +29,10 @@ from tugline.types import Status
 
 _STARVED = 0.5
 """Fraction of an evaluation's time without a processor above which the node has too many slots."""
-_LOWER, _RAISE = 0.75, 0.05
-"""Factor that lowers the slots, and fraction of the configured slots that raises them."""
+_LOWER = 0.75
+"""Factor that lowers the slots."""
+_RAISE = 0.05
+"""Fraction of the configured slots by which they are raised."""
 _log = log.get("node.pools")
 
 Turn = tuple[int, int]
@@ -43,7 +45,8 @@ class Pool:
     """A pool of `size` slots, given to waiting sessions in the order of their turns."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.busy = size, 0
+        self.size = size
+        self.busy = 0
         self._queue: list[tuple[Turn, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
 
@@ -208,7 +211,9 @@ class PooledSlots(StageSlots):
 
     def __init__(self, pools: Pools, task: str, turn: Turn, total_s: float | None) -> None:
         super().__init__(total_s)
-        self._pools, self.task, self.turn = pools, task, turn
+        self._pools = pools
+        self.task = task
+        self.turn = turn
         self.passed: Status | None = None
         """INIT after INIT has ended, RUN after RUN has started; None before."""
 

@@ -7,77 +7,34 @@ journal before it is offered to the server (I3).
 
 import asyncio
 import contextlib
-import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import zstandard
 from msgspec.structs import replace
 
 from tugline import log
-from tugline.errors import FencedError, ServerError, StoreError
+from tugline.errors import FencedError, ServerError
 from tugline.gateway.app import Gateway
 from tugline.node.active_sessions import STARTED, ActiveSession, LogSender, StopReason
 from tugline.node.housekeeping import COMMITTED, Journal
 from tugline.node.pools import Pools
+from tugline.node.retries import LAST_RETRY_S, RetryingDispatcher
 from tugline.node.telemetry import Rollout, Stats, Tracer
-from tugline.protocol import CommitOutcome, Dispatcher, HeldSession, Release, Stop, StopKind, Work
+from tugline.protocol import CommitOutcome, HeldSession, Release, Stop, StopKind, Work
 from tugline.recording.trajectories import pack, unpack
+from tugline.rollout.failures import describe, make_failure
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
-from tugline.rollout.stages import describe, make_failure
 from tugline.sandbox.files import remove
 from tugline.types import Call, Cause, Ledger, Reason, Status, Task, Trajectory
 
-FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
-_BUSY = frozenset({408, 425, 429})
 _RELEASE_S = 10.0
 """Timeout in seconds for releasing a session, whose lease expires if that fails."""
 _log = log.get("node")
-T = TypeVar("T")
-
-
-class RetryingDispatcher:
-    """Client of a dispatcher that retries calls until the server answers, for any time."""
-
-    def __init__(self, server: Dispatcher, stats: Stats) -> None:
-        self.server, self._stats = server, stats
-        self._away = False
-
-    async def call(self, request: Callable[[], Awaitable[T]]) -> T:
-        """Retry `request` until it is answered. Raises `ServerError` for a refusal."""
-        pause = FIRST_RETRY_S
-        while True:
-            try:
-                response = await request()
-            except (ServerError, StoreError) as error:
-                if _is_refusal(error):
-                    self._note_answer()
-                    raise
-                if not self._away:
-                    self._away = True
-                    self._stats.outages += 1
-                    _log.warning("the server does not answer; sessions go on", error=str(error))
-            else:
-                self._note_answer()
-                return response
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, LAST_RETRY_S)
-
-    def _note_answer(self) -> None:
-        if self._away:
-            self._away = False
-            _log.warning("the server answers again")
-
-
-def _is_refusal(error: ServerError | StoreError) -> bool:
-    """Return whether the request would be refused again: status 400 to 499, but not `_BUSY`."""
-    status = error.status if isinstance(error, ServerError) else None
-    return status is not None and 400 <= status < 500 and status not in _BUSY
 
 
 @dataclass(eq=False)
@@ -124,7 +81,8 @@ class SessionRunner:
         if older is not None and older.epoch >= work.session.epoch:
             return
         self.stats.leased += 1
-        session, task = work.session, work.task
+        session = work.session
+        task = work.task
         stack = contextlib.ExitStack()
         slots = stack.enter_context(self.pools.enter(task.id, session.sample, task.limits.total_s))
         slots.pause_timeout(paused=self._paused)

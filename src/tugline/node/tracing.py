@@ -76,11 +76,14 @@ class Otlp:
         self, rollout: Rollout, status: Status, times: tuple[float, float], root: trace.Span
     ) -> None:
         """Export a stage; RUN is named ``invoke_agent`` and has the calls as children."""
-        reward, failure = rollout.trajectory.reward, rollout.trajectory.failure
-        name, attributes = status.value, {"tugline.stage": status.value}
+        reward = rollout.trajectory.reward
+        failure = rollout.trajectory.failure
+        name = status.value
+        attributes = {"tugline.stage": status.value}
         calls: Sequence[Call] = ()
         if status is Status.RUN:
-            agent, calls = rollout.task.harness.name, rollout.calls
+            agent = rollout.task.harness.name
+            calls = rollout.calls
             name = f"invoke_agent {agent}"
             attributes |= {
                 "gen_ai.operation.name": "invoke_agent",
@@ -142,8 +145,12 @@ class Otlp:
 
 
 def _describe_rollout(rollout: Rollout) -> Attributes:
-    task, session, trajectory = rollout.task, rollout.session, rollout.trajectory
-    ledger, reward, failure = trajectory.ledger, trajectory.reward, trajectory.failure
+    task = rollout.task
+    session = rollout.session
+    trajectory = rollout.trajectory
+    ledger = trajectory.ledger
+    reward = trajectory.reward
+    failure = trajectory.failure
     return {
         "gen_ai.conversation.id": session.id,
         "tugline.task": task.id,
@@ -162,7 +169,8 @@ def _describe_rollout(rollout: Rollout) -> Attributes:
 
 
 def _describe_call(call: Call, model: str) -> Attributes:
-    times, sampling = call.timings, call.sampling
+    times = call.timings
+    sampling = call.sampling
     first = times.first_token
     address = urlsplit(call.replicas[-1]) if call.replicas else None
     return {

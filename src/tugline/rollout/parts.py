@@ -30,8 +30,10 @@ from tugline.types import PluginSpec, Task
 
 _log = log.get("node")
 _LOG_TAIL = 400
-_MAX_KEPT, _MAX_KEPT_BYTES = 128, 4 << 20
-"""Number of instances that are kept, and size of their options; those in use may be more."""
+_MAX_KEPT = 128
+"""Number of instances that are kept; those in use may be more."""
+_MAX_KEPT_BYTES = 4 << 20
+"""Size of their options."""
 P = TypeVar("P")
 
 
@@ -117,7 +119,8 @@ class TaskSandboxes:
     """Opens the sandboxes of one session of `task` below `directory`."""
 
     def __init__(self, task: Task, directory: Path, parts: Parts) -> None:
-        self._task, self._directory = task, directory
+        self._task = task
+        self._directory = directory
         self._runtime = parts.runtime(task.runtime)
         self._evaluator = parts.evaluator(task.evaluator)
         self._evaluations = 0

@@ -2,7 +2,7 @@
 
 `roll_out` runs the stages INIT, READY, RUN, BUILD and EVAL and returns a trajectory in any case
 (I5); it raises only cancellation and errors of the caller. A failure is classified by its stage and
-the type of its error (`stages`).
+the type of its error (`failures`).
 
 Each stage has its own timeout, which starts when the session gets a slot; waiting for a slot counts
 only for `total_s`. After an agent's timeout, BUILD and EVAL still run; after a cancellation, BUILD
@@ -11,7 +11,6 @@ still runs, because a partial trajectory is data (I2).
 
 import asyncio
 import contextlib
-import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -28,14 +27,15 @@ from tugline.harnesses.base import Launch, LaunchContext, prepare
 from tugline.plugins import ENDINGS, refuse_endings
 from tugline.recording import file as recordings
 from tugline.recording.records import RecordedResult
-from tugline.rollout.parts import Parts, PrewarmedSandboxes, TaskSandboxes, read_tail
-from tugline.rollout.stages import (
-    StageSlots,
+from tugline.rollout.failures import (
+    check_disk,
     classify,
     classify_recording_error,
     make_failure,
     make_total_timeout,
 )
+from tugline.rollout.parts import Parts, PrewarmedSandboxes, TaskSandboxes, read_tail
+from tugline.rollout.stages import StageSlots
 from tugline.sandbox.base import Exit, ProgramTimeout, Sandbox
 from tugline.sandbox.files import collect_artifacts
 from tugline.sandbox.patch import Patch
@@ -60,8 +60,6 @@ MODEL = "tugline-policy"
 
 _INSTALL_S = 1800.0
 """Timeout of a harness's first installation."""
-_MIN_FREE = 32 << 20
-"""Minimum free bytes; with less, a disk counts as full."""
 _log = log.get("node")
 
 OnStage = Callable[[Status], None]
@@ -151,8 +149,10 @@ class _Rollout:
         self.builder = self.parts.builder(self.task.builder)
         self.sandboxes = TaskSandboxes(self.task, self.directory, self.parts)
         self.sandbox_stack = AsyncExitStack()
-        self.exit, self.patch = Exit(0, timed_out=False, seconds=0.0), Patch()
-        """Exit and changes of the agent's program, here those of a program that did nothing."""
+        self.exit = Exit(0, timed_out=False, seconds=0.0)
+        """Exit of the agent's program, here that of a program that did nothing."""
+        self.patch = Patch()
+        """Changes made by the agent's program."""
         self.built = Built((), Ledger())
         self.prewarmed = PrewarmedSandboxes(self.sandboxes.open_evaluation)
 
@@ -187,7 +187,7 @@ class _Rollout:
                 self.prewarmed.prepare(self.evaluator.sandboxes)
             timeout = self.slots.start_agent_timeout(self.task.limits.agent_s)
             self.exit = await sandbox.run(launch.argv, env=launch.env, timeout_s=timeout)
-            _check_disk(self.directory)
+            check_disk(self.directory)
             home = self.directory / "agent" / "home"  # of the built-in runtimes
             await asyncio.to_thread(collect_artifacts, home, self.harness.log_globs, sandbox.logs)
             self.patch = await sandbox.diff()
@@ -221,7 +221,9 @@ class _Rollout:
         if any(call.outcome is CallOutcome.ENGINE_LOST for call in self.calls):
             msg = "the engine was lost during an answer, which the agent received cut short"
             raise _EarlyEnd(make_failure(Cause.ENGINE_LOST, msg))
-        end, tail, name = self.exit, self.log_tail, self.task.harness.name
+        end = self.exit
+        tail = self.log_tail
+        name = self.task.harness.name
         if end.cause is not None:
             return
         crash = self.harness.find_crash(end, tail)
@@ -267,7 +269,8 @@ class _Rollout:
         """Wait for a slot (for RUN, this is READY), time the stage, classify its failure."""
         current: Status = Status.READY if status is Status.RUN else status
         self.on_stage(current)
-        began, started = time.monotonic(), False
+        began = time.monotonic()
+        started = False
         scope = self.slots.cancel_scope
         try:
             with refuse_endings(f"a plug-in of {status.value}"):
@@ -388,11 +391,3 @@ class _Rollout:
             seconds=self.seconds,
             harness=self.task.harness.name,
         )
-
-
-def _check_disk(folder: Path) -> None:
-    """Raise `DiskFull` if programs may have failed for lack of disk space."""
-    free = shutil.disk_usage(folder).free
-    if free < _MIN_FREE:
-        msg = f"the disk of {folder} was full when the agent ended ({free >> 20} MB free)"
-        raise errors.DiskFull(msg)

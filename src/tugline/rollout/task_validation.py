@@ -16,8 +16,8 @@ import msgspec
 from tugline.datasets.base import Solution
 from tugline.evaluators.base import SessionOutcome
 from tugline.evaluators.verdict import evaluate
+from tugline.rollout.failures import classify
 from tugline.rollout.parts import Parts, PrewarmedSandboxes, TaskSandboxes, read_tail
-from tugline.rollout.stages import classify
 from tugline.sandbox.base import Exit, ProgramTimeout, Sandbox
 from tugline.sandbox.files import hash_file, remove
 from tugline.types import Failure, Status, Task
@@ -43,8 +43,11 @@ async def validate_task(
 
     Raises `ConfigError` and `UnknownPlugin` for plug-ins that cannot be created.
     """
-    began, limits, solution = time.monotonic(), task.limits, solution or Solution()
-    evaluator, sandboxes = parts.evaluator(task.evaluator), TaskSandboxes(task, directory, parts)
+    began = time.monotonic()
+    limits = task.limits
+    solution = solution or Solution()
+    evaluator = parts.evaluator(task.evaluator)
+    sandboxes = TaskSandboxes(task, directory, parts)
     await parts.report_weaknesses(task.runtime)
     stage = Status.INIT
     try:

@@ -37,7 +37,9 @@ _SWEEP_BATCH = 1000
 """Number of blobs per lookup."""
 _DAY_S = 86_400.0
 _NEXT_DUE = read_sql("next_due")
-_LATE_S, _RETRY_S, _RETENTION_EVERY_S = 5.0, 0.5, 3600.0
+_LATE_S = 5.0
+_RETRY_S = 0.5
+_RETENTION_EVERY_S = 3600.0
 _log = log.get("server")
 
 
@@ -59,10 +61,13 @@ class ControlPlane:
         check: Callable[[Task], None] = lambda _task: None,
         secret: bytes = b"",
     ) -> None:
-        self.database, self.blobs, self.folder = database, blobs, folder
+        self.database = database
+        self.blobs = blobs
+        self.folder = folder
         self.logs = Logs(folder / "logs")
         self.dispatcher = ServerDispatcher(database, blobs, self.logs, settings)
-        self._settings, self._check = settings, check
+        self._settings = settings
+        self._check = check
         self._buckets: dict[tuple[Hashable, str], tuple[float, float]] = {}
         """Token buckets by caller and tenant entry: submissions left, and time of that count."""
         self._webhooks = WebhookSender(database, secret, hosts=settings.callback_hosts)
@@ -137,7 +142,8 @@ class ControlPlane:
 
     def count_request(self, caller: Hashable, tenant: str) -> None:
         """Count a submission in the caller's token bucket, in memory. Raises `QuotaExceeded`."""
-        most, now = self._settings.find_tenant(tenant).requests_per_minute, self.database.clock()
+        most = self._settings.find_tenant(tenant).requests_per_minute
+        now = self.database.clock()
         if most is not None:
             key = (caller, tenant if tenant in self._settings.tenants else "default")
             left, at = self._buckets.get(key, (most, now))
@@ -196,7 +202,8 @@ class ControlPlane:
 
         Raises `StoreError`.
         """
-        write, settings = self.database.write_relaxed, self._settings
+        write = self.database.write_relaxed
+        settings = self._settings
         if settings.keep_tasks_days is not None:
             before = now - settings.keep_tasks_days * _DAY_S
             alive = now - (settings.keep_consumers_days or math.inf) * _DAY_S
@@ -249,7 +256,8 @@ async def run_expiry(database: Database, lease_s: float) -> None:
                 if left <= 0:
                     await database.write(expire, lease_s=lease_s)
                     continue
-                until, loop = uptime() + left, asyncio.get_running_loop()
+                until = uptime() + left
+                loop = asyncio.get_running_loop()
                 await timers.wait(None if due is None else loop.time() + left)
                 was_down = uptime() > until + _LATE_S
             except Exception as error:  # noqa: BLE001 - without this task nothing ever expires

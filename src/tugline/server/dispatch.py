@@ -41,7 +41,10 @@ class ServerDispatcher:
     """Implementation of `protocol.Dispatcher` on the store; leases sessions while `run` runs."""
 
     def __init__(self, db: Database, blobs: Blobs, logs: Logs, settings: ServerSettings) -> None:
-        self._database, self._blobs, self._logs, self._settings = db, blobs, logs, settings
+        self._database = db
+        self._blobs = blobs
+        self._logs = logs
+        self._settings = settings
         self._waiting: dict[str, _Waiter] = {}
         self._known: dict[str, protocol.LeaseResponse] = {}
         """Last response to each node, without work."""

@@ -131,9 +131,11 @@ class Logs:
             parts.append((path, path.stat().st_size))
         length = sum(size for _, size in parts)
         start = max(length + offset, 0) if offset < 0 else min(offset, length)
-        data, at = b"", 0
+        data = b""
+        at = 0
         for source, size in parts:
-            skip, left = start + len(data) - at, self.part - len(data)
+            skip = start + len(data) - at
+            left = self.part - len(data)
             if skip < size and left > 0:
                 data += _read_part(source, skip, left)
             at += size

@@ -69,7 +69,8 @@ class ServerMetrics:
         self.waiting: Callable[[], int] = lambda: 0
         """Function that returns the number of open long polls and streams."""
         database.on_commit = self._count_commit
-        self._commit_s, self._batch = Distribution(MOMENTS), Distribution(SIZES)
+        self._commit_s = Distribution(MOMENTS)
+        self._batch = Distribution(SIZES)
         self._routes: dict[tuple[str, ...], Distribution] = defaultdict(
             lambda: Distribution((*MOMENTS, 30.0, 60.0))
         )

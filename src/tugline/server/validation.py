@@ -94,7 +94,8 @@ def _check_files(files: dict[str, str]) -> Iterator[Invalid]:
 def _check_callback(url: str) -> Iterator[Invalid]:
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port  # raises for an invalid port
+        host = parts.hostname
+        _ = parts.port  # raises for an invalid port
         sound = parts.scheme in {"http", "https"} and bool(host) and "@" not in parts.netloc
     except ValueError:
         sound = False

@@ -149,7 +149,9 @@ class WebhookSender:
     # ------------------------------------------------------------------ one host
     async def _send_all(self, host: str) -> None:
         """Send the due deliveries of a host, in batches of `at_once`, until none is left."""
-        failures, for_s, limit = 0, self.retries.timeout_s + 5.0, self.retries.at_once
+        failures = 0
+        for_s = self.retries.timeout_s + 5.0
+        limit = self.retries.at_once
         try:
             while claimed := await self.database.write_relaxed(
                 events.claim_deliveries, host, for_s=for_s, limit=limit
@@ -167,7 +169,8 @@ class WebhookSender:
 
     async def _send(self, delivery: Delivery) -> _Try:
         """Try once, within `timeout_s`; of the response only status and headers are read."""
-        name, now = f"{self._name}_{delivery.id}", int(time.time())
+        name = f"{self._name}_{delivery.id}"
+        now = int(time.time())
         if not is_allowed(delivery.url, self.hosts):
             return _Try(delivery, "its host is not among callback_hosts", final=True)
         try:
@@ -188,7 +191,8 @@ class WebhookSender:
             return _Try(delivery, str(error) or type(error).__name__)
 
     def _read_answer(self, delivery: Delivery, answer: aiohttp.ClientResponse) -> _Try:
-        status, retry_after = answer.status, answer.headers.get("Retry-After", "")
+        status = answer.status
+        retry_after = answer.headers.get("Retry-After", "")
         if 200 <= status < 300:
             return _Try(delivery)
         if status == 410:

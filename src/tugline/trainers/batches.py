@@ -32,8 +32,12 @@ _FIRST = 10
 _MAX_ID = 128
 _TASKS = "tasks.json"
 """File of a run's folder with the digests of its tasks."""
-_LEAST, _UNKNOWN, _KEPT = 0.05, 0.5, 0.5
-"""Minimum weight of a task; pass rate without results; factor of the moving average of results."""
+_LEAST = 0.05
+"""Minimum weight of a task."""
+_UNKNOWN = 0.5
+"""Pass rate of a task without results."""
+_KEPT = 0.5
+"""Factor of the moving average of results."""
 
 
 class TaskBatches:
@@ -81,7 +85,8 @@ class TaskBatches:
         `rates` are the pass rates known so far. A drawn task has the same kind as the task that
         it replaces in the order.
         """
-        plan, count = self._schedule, len(self.trained)
+        plan = self._schedule
+        count = len(self.trained)
         numbers = range((step - 1) * plan.tasks_per_step, step * plan.tasks_per_step)
         order = [_order(self._kinds, f"{plan.seed}/{n // count}")[n % count] for n in numbers]
         if plan.choose == "order" or numbers.stop <= count:
@@ -94,7 +99,8 @@ class TaskBatches:
         self, seed: str, rates: Mapping[int, float], last: Sequence[int]
     ) -> dict[str, Iterator[int]]:
         """Draw the tasks of each kind by weight, without replacement; those in `last` come last."""
-        source, waits = random.Random(seed), []
+        source = random.Random(seed)
+        waits = []
         for number in range(len(self.trained)):
             rate = rates.get(number, _UNKNOWN)
             wait = source.expovariate(max(_LEAST, rate * (1 - rate)))  # least is first
@@ -130,7 +136,8 @@ class TaskBatches:
 
     def evaluation(self, version: int) -> list[Task]:
         """Return the held-out tasks for a version; sampling seeds are equal for every version."""
-        prefix, own = f"eval{version:06d}", {"samples": self.samples, "priority": _FIRST}
+        prefix = f"eval{version:06d}"
+        own = {"samples": self.samples, "priority": _FIRST}
         tasks = [
             self.make(prefix, task, f"heldout/{instance_of(task)}", **own) for task in self.held_out
         ]
@@ -163,7 +170,8 @@ def _compare(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     """Describe how two lists of tasks differ; empty if they are equal."""
     if list(before.items()) == list(now.items()):
         return ""
-    gone, new = before.keys() - now.keys(), now.keys() - before.keys()
+    gone = before.keys() - now.keys()
+    new = now.keys() - before.keys()
     other = {name for name in before.keys() & now.keys() if before[name] != now[name]}
     counts = {"removed": gone, "added": new, "changed": other}
     texts = [
@@ -177,7 +185,9 @@ def _order(kinds: Sequence[str], seed: str) -> Sequence[int]:
     """Return a random order of tasks in which the tasks of each kind are evenly spread."""
     order = list(range(len(kinds)))
     random.Random(seed).shuffle(order)
-    sizes, seen, places = Counter(kinds), Counter[str](), {}
+    sizes = Counter(kinds)
+    seen = Counter[str]()
+    places = {}
     for index in order:
         places[index] = (seen[kinds[index]] + 0.5) / sizes[kinds[index]]
         seen[kinds[index]] += 1
@@ -201,7 +211,8 @@ def _read(source: TaskSource, config: TrainConfig, folder: Path, where: str) -> 
 
 def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:
     """Return a readable description of a run."""
-    plan, size = config.schedule, len(batches.trained)
+    plan = config.schedule
+    size = len(batches.trained)
     groups = plan.steps * plan.tasks_per_step
     engine = ", ".join(config.engine.urls) or "in this process"
     kind = f"asynchronous, staleness <= {plan.staleness}" if plan.staleness else "synchronous"

@@ -174,10 +174,12 @@ def read_config(
 
     `server` and `engines` override the addresses in the file.
     """
-    config, folder = load(path, TrainConfig), path.absolute().parent
+    config = load(path, TrainConfig)
+    folder = path.absolute().parent
     model = default_model if config.model is None else folder / config.model.expanduser()
     given = decode({"urls": engines}, EngineSettings, source="--engine")
-    tokenizer, urls = config.engine.tokenizer, given.urls or config.engine.urls
+    tokenizer = config.engine.tokenizer
+    urls = given.urls or config.engine.urls
     if urls:
         tokenizer = model if tokenizer is None else folder / tokenizer.expanduser()
     elif tokenizer is not None:

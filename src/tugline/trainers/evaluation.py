@@ -140,7 +140,8 @@ def compare(
     smallest difference that `n` attempts can show, ``1 / n``. So its width is never 0, even if no
     task's rate changed.
     """
-    counts, before = _count(now), _count(earlier)
+    counts = _count(now)
+    before = _count(earlier)
     shared = [task for task in counts if task in before]
     if not shared:
         raise UsageError("the two runs have no rewarded task in common: run the same task set")
@@ -162,7 +163,8 @@ def estimate(rates: Rates) -> Estimate:
     (1998, Am. Stat. 52, 119), which adds two solved and two unsolved tasks, with the variance of
     the rates in place of the binomial one. Its width is not 0 for few tasks, unlike a bootstrap's.
     """
-    size, total = len(rates), float(rates.sum())
+    size = len(rates)
+    total = float(rates.sum())
     if np.isin(rates, (0.0, 1.0)).all():
         return Estimate(total / size, *wilson(round(total), size), size)
     added = _Z * _Z
@@ -180,7 +182,8 @@ def wilson(passed: int, n: int) -> tuple[float, float]:
     """
     if n == 0:
         return 0.0, 1.0
-    rate, spread = passed / n, _Z * _Z / n
+    rate = passed / n
+    spread = _Z * _Z / n
     centre = rate + spread / 2
     half = _Z * math.sqrt(rate * (1 - rate) / n + spread / (4 * n))
     low, high = (centre - half) / (1 + spread), (centre + half) / (1 + spread)

@@ -151,9 +151,14 @@ def _numbers(name: str, value: Any) -> Iterable[tuple[str, float]]:
 _COLLAPSE = 0.1
 """Share of the first steps' mean entropy below which the entropy has collapsed."""
 _FIRST = 5
-_MALFORMED, _MISMATCH, _TOOL_CALLS, _FAILED = 0.2, 0.1, 0.01, 0.1
-_TOKENS_MEAN, _TOKENS_P99 = 0.05, 0.4
-"""Mean and 99th percentile of the trained tokens' mismatch in nats from which it is an alarm."""
+_MALFORMED = 0.2
+_MISMATCH = 0.1
+_TOOL_CALLS = 0.01
+_FAILED = 0.1
+_TOKENS_MEAN = 0.05
+"""Mean mismatch of the trained tokens, in nats, from which it is an alarm."""
+_TOKENS_P99 = 0.4
+"""The same for its 99th percentile."""
 
 
 def find_alarms(
@@ -163,7 +168,8 @@ def find_alarms(
 
     `entropies` are those of all steps so far, including this one.
     """
-    alarms, ledger = _find_mismatch(report, publish), report.ledger
+    alarms = _find_mismatch(report, publish)
+    ledger = report.ledger
     if rollout.failed > _FAILED * rollout.sessions:
         alarms["failed"] = (
             f"{rollout.failed} of {rollout.sessions} sessions have no reward:"

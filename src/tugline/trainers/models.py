@@ -212,7 +212,8 @@ async def open_replicas(
     An adapter to publish alone is loaded from `folder` first, because calls use its name.
     """
     if config.engine.urls:
-        slots, key = config.node.slots, read_api_key(config.engine)
+        slots = config.node.slots
+        key = read_api_key(config.engine)
         async with contextlib.AsyncExitStack() as stack:
             connection = await stack.enter_async_context(open_engine(config.engine, slots=slots))
             remotes = [await make_updater(url, key) for url in connection.urls]
@@ -284,7 +285,8 @@ class RemoteServer(Client):
     async def run(self, tasks: Sequence[Task], on_done: OnDone) -> list[Trajectory]:
         """Return the results of all samples of `tasks`; finished samples are not run again."""
         await self.submit(tasks)
-        names, done = [task.id for task in tasks], 0
+        names = [task.id for task in tasks]
+        done = 0
         async with aclosing(self.released(names)) as released:
             async for view in released:
                 done += view.samples

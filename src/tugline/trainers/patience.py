@@ -15,7 +15,8 @@ from tugline.types import Boundary, Task, Trajectory
 
 _TEXT = 200
 """Maximum length of a failure's text."""
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 300.0
+_FIRST_PAUSE_S = 1.0
+_LAST_PAUSE_S = 300.0
 
 
 async def run_patiently(

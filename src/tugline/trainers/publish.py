@@ -233,7 +233,8 @@ class Publisher:
         await _finish_all([self._load(url, folder, version) for url in self.updaters])
         proofs = await _finish_all([self._prove(url, version, probe) for url in self.updaters])
         _raise_if_incomplete(await self.weights.announce(version), "informed", 60)
-        self._published, self._alike = (folder, version), True
+        self._published = (folder, version)
+        self._alike = True
         return proofs
 
     async def _roll_back(self, probe: Probe | None, error: TuglineError) -> None:

@@ -101,7 +101,8 @@ class SftRunConfig(Config, frozen=True, kw_only=True):
 
 def read_config(path: Path) -> SftRunConfig:
     """Read the file at `path` with its paths made absolute. Raises `ConfigError`."""
-    config, folder = load(path, SftRunConfig), path.absolute().parent
+    config = load(path, SftRunConfig)
+    folder = path.absolute().parent
     data = tuple(folder / part.expanduser() for part in config.data)
     return replace(config, model=folder / config.model.expanduser(), data=data)
 
@@ -305,10 +306,12 @@ class _SftRun:
 
     def train(self, sinks: Sinks) -> None:
         """Make the remaining updates."""
-        began, earlier_s = time.monotonic(), self.state.elapsed_s
+        began = time.monotonic()
+        earlier_s = self.state.elapsed_s
         self._measure(sinks)
         while self.state.step < self.total:
-            at, step = time.monotonic(), self.state.step + 1
+            at = time.monotonic()
+            step = self.state.step + 1
             done = self._trainer.update(self._choose(step))
             self.state = replace(
                 self.state,

@@ -18,7 +18,7 @@ from served import TASK, TOKENS, Answer, Served, result
 from tugline.errors import StoreError
 from tugline.protocol.clients import PROBLEM
 from tugline.recording.file import MAGIC
-from tugline.server.http.handlers import ROUTES
+from tugline.server.http.app import ROUTES
 from tugline.server.http.route import PROBLEMS
 from tugline.server.store import nodes, stats
 from tugline.server.store.base import Tx

@@ -14,7 +14,7 @@ import structlog
 from served import TASK, TOKENS, Answer, Served, result, serve
 from tugline.errors import UsageError
 from tugline.protocol import NodeRegistered
-from tugline.server.http.handlers import ROUTES
+from tugline.server.http.app import ROUTES
 from tugline.server.http.route import ApiRole, Person, Route, Tokens
 from tugline.server.settings import TenantSettings
 

@@ -26,7 +26,7 @@ from tugline import log
 from tugline.errors import ClientGone, Invalid, TuglineError
 from tugline.schema import decode
 from tugline.server.control import ControlPlane
-from tugline.server.http.handlers import ROUTES
+from tugline.server.http import feeds, handlers
 from tugline.server.http.route import (
     JSON,
     ApiCall,
@@ -43,6 +43,7 @@ from tugline.server.http.route import (
 from tugline.server.metrics import ServerMetrics
 from tugline.web.serve import HttpRequest, serve
 
+ROUTES = (*handlers.ROUTES, *feeds.ROUTES)
 THREAD_BYTES = 256 << 10
 """Size from which JSON is decoded in a thread."""
 
@@ -74,7 +75,8 @@ class Api:
     ) -> None:
         self.waits = Waits()
         self._audit = control.folder / AUDIT
-        self._control, self.tokens = control, tokens
+        self._control = control
+        self.tokens = tokens
         self._metrics = metrics or ServerMetrics(control.database)
         self._metrics.waiting = lambda: self.waits.open
         self._paths: dict[re.Pattern[str], dict[str, Route]] = {}
@@ -86,11 +88,14 @@ class Api:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
-        request, began, name = HttpRequest(scope, receive), time.perf_counter(), "unknown"
+        request = HttpRequest(scope, receive)
+        began = time.perf_counter()
+        name = "unknown"
         try:
             path = scope["raw_path"].decode("latin-1")
             if request.method == "GET" and (page := _PAGE.fullmatch(path)):
-                name, response = "console", _open_console(page[2])
+                name = "console"
+                response = _open_console(page[2])
             else:
                 route, ident = self._find(request, path)
                 name = route.name

@@ -1,4 +1,4 @@
-"""Handlers of all routes.
+"""Handlers of tasks, sessions, nodes, weights and runs; `feeds` has the others.
 
 A node joins with the join token, then uses its own token. It may write to the sessions that it
 holds; other requests are rejected like those for a lost lease (fencing), whatever their epoch.
@@ -6,14 +6,12 @@ holds; other requests are rejected like those for a lost lease (fencing), whatev
 
 import asyncio
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from msgspec import Meta
-from msgspec.structs import replace
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 
 from tugline import protocol
 from tugline.errors import FencedError, Invalid
@@ -21,10 +19,9 @@ from tugline.protocol.nodes import Epoch
 from tugline.recording.folder import file_name, pack_files
 from tugline.recording.view.html_page import pack_recording
 from tugline.server.http import route
-from tugline.server.store import events, nodes, results, sessions, stats, tasks
+from tugline.server.store import nodes, results, sessions, stats, tasks
 from tugline.server.validation import decode_trajectory
 from tugline.types import Task, encode
-from tugline.web.sse import encode_event
 
 MAX_BATCH = 1000
 """Maximum number of tasks per request."""
@@ -123,7 +120,8 @@ async def write_note(call: route.BodyCall[protocol.SessionNote]) -> None:
 @ROUTES.add("GET", "/v1/sessions/{id}/log", route.READERS)
 async def read_log(call: route.QueryCall[protocol.LogQuery]) -> Response:
     """Read the agent's output as text; with `follow` until the session ends."""
-    query, waits = call.query, call.waits
+    query = call.query
+    waits = call.waits
     offset = query.offset if query.tail is None else -query.tail
     first = await call.control.read_log(call.id, offset=offset)
     start = str(first.offset - len(first.data))
@@ -295,106 +293,3 @@ async def list_steps(call: route.QueryCall[protocol.StepQuery]) -> list[protocol
 async def report_step(call: route.BodyCall[protocol.RunStep]) -> None:
     """Report figures of a step; figures of the same names are replaced."""
     await call.db.write(stats.report_step, call.caller.check_name("run", call.id), call.body)
-
-
-# --------------------------------------------------------------------------- results
-class AckQuery(msgspec.Struct, frozen=True):
-    """Parameters of an acknowledgement."""
-
-    consumer: protocol.Name
-    """Name of the consumer, chosen by the consumer."""
-
-
-@ROUTES.add("GET", "/v1/results", route.READERS)
-async def list_results(call: route.QueryCall[protocol.ResultQuery]) -> protocol.Results:
-    """List results after a cursor."""
-    page = call.control.results(call.query)
-    return await (call.attend(page) if call.query.wait_s else page)
-
-
-@ROUTES.add("POST", "/v1/results/ack", route.CLIENTS, audited=False)
-async def acknowledge(call: route.ApiCall[AckQuery, protocol.Ack]) -> protocol.Consumer:
-    """Acknowledge results up to a cursor."""
-    own = call.caller.check_name("consumer", call.query.consumer)
-    return await call.db.write(results.ack, own, call.body.cursor)
-
-
-@ROUTES.add("GET", "/v1/consumers", route.READERS)
-async def list_consumers(call: route.PlainCall) -> list[protocol.Consumer]:
-    """List consumers and their positions."""
-    return await call.db.read(results.list_consumers)
-
-
-@ROUTES.add("DELETE", "/v1/consumers/{id}", route.CLIENTS, shared=True)
-async def delete_consumer(call: route.PlainCall) -> None:
-    """Delete a consumer, so that retention no longer waits for it."""
-    await call.db.write(results.delete_consumer, call.id)
-
-
-# --------------------------------------------------------------------------- events
-@ROUTES.add("GET", "/v1/events", route.READERS)
-async def list_events(
-    call: route.QueryCall[protocol.EventQuery],
-) -> list[protocol.Event] | Response:
-    """List events after a position: a page, or server-sent events."""
-    query = call.query
-    if call.accept(route.JSON, route.SSE) == route.JSON:
-        page = call.control.events(query)
-        return await (call.attend(page) if query.wait_s else page)
-    after = await call.db.read(events.latest) if query.after is None else query.after
-    query = replace(query, after=after, wait_s=0.0)
-    return call.stream(_stream(call, await call.control.events(query), after), route.SSE)
-
-
-async def _stream(
-    call: route.QueryCall[protocol.EventQuery], page: list[protocol.Event], after: int
-) -> AsyncGenerator[bytes]:
-    yield b": events\n\n"
-    while True:
-        for event in page:
-            data = msgspec.json.encode(event)
-            yield encode_event(data, event.kind, event.position)
-            after = event.position
-        query = replace(call.query, after=after, wait_s=call.waits.keep_alive_s)
-        page = await call.control.events(query)
-        if not page:
-            yield b": keep-alive\n\n"
-
-
-# --------------------------------------------------------------------------- webhooks
-@ROUTES.add("GET", "/v1/deliveries", route.READERS)
-async def list_deliveries(call: route.QueryCall[protocol.DeliveryQuery]) -> list[protocol.Delivery]:
-    """List webhook deliveries and their states."""
-    return await call.db.read(events.list_deliveries, call.query)
-
-
-@ROUTES.add("POST", "/v1/deliveries/{number}/retry", route.CLIENTS, find_owner=tasks.of_delivery)
-async def retry_delivery(call: route.PlainCall) -> protocol.Delivery:
-    """Send a webhook delivery again."""
-    return await call.db.write(events.retry_delivery, int(call.id))
-
-
-# --------------------------------------------------------------------------- the server
-@ROUTES.add("GET", "/v1/status", route.READERS)
-async def get_status(call: route.PlainCall) -> protocol.Counts:
-    """Count sessions, tasks and nodes."""
-    return await call.db.read(stats.counts)
-
-
-@ROUTES.add("GET", "/healthz", route.PUBLIC)
-async def check_health(call: route.PlainCall) -> Response:
-    """Check the server and its store."""
-    await call.db.read(nodes.control)
-    return Response(b'{"status":"ok"}', media_type=route.JSON)
-
-
-@ROUTES.add("GET", "/openapi.json", route.READERS)
-async def get_openapi(call: route.PlainCall) -> Response:  # noqa: ARG001 - as every handler
-    """Get this API as an OpenAPI document."""
-    return FileResponse(Path(__file__).with_name("openapi.json"), media_type=route.JSON)
-
-
-@ROUTES.add("GET", "/metrics", route.READERS)
-async def get_metrics(call: route.PlainCall) -> Response:
-    """Get the metrics for Prometheus."""
-    return Response(await call.metrics.page(), media_type=route.TEXT)

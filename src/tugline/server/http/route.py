@@ -68,12 +68,14 @@ class Refusal(errors.TuglineError):
 
     def __init__(self, detail: str, problem: str, *, known: tuple[str, ...] = ()) -> None:
         super().__init__(detail)
-        self.problem, self.known = problem, known
+        self.problem = problem
+        self.known = known
 
 
 def respond(error: Exception) -> Response:
     """Create the problem response for an error. Log an unexpected one."""
-    name, detail = _name_of(error), str(error)
+    name = _name_of(error)
+    detail = str(error)
     if name == "fault":
         fault = uuid.uuid4().hex[:12]
         _log.error("fault", id=fault, traceback=log.describe_error(error))
@@ -282,7 +284,8 @@ class ApiCall(Generic[Q, B]):
 
 def admit(call: ApiCall[Nothing, list[Task]]) -> list[Task]:
     """Return submitted tasks with the caller's tenant. Raises `Refusal`, `QuotaExceeded`."""
-    own, tasks = call.caller.tenant, call.body
+    own = call.caller.tenant
+    tasks = call.body
     batch = [replace(t, tenant=own) if own and t.tenant == "default" else t for t in tasks]
     for tenant in sorted({task.tenant for task in batch}):
         call.caller.check_tenant(tenant)

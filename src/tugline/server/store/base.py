@@ -140,7 +140,8 @@ class Tx:
     def insert(self, table: str, *rows: Mapping[str, object]) -> None:
         """Insert rows with the same columns."""
         for columns in rows[:1]:
-            names, values = ", ".join(columns), ", ".join(f":{name}" for name in columns)
+            names = ", ".join(columns)
+            values = ", ".join(f":{name}" for name in columns)
             self.many(f"INSERT INTO {table} ({names}) VALUES ({values})", rows)  # noqa: S608 - constants
 
     def update(self, table: str, row: str, **columns: object) -> None:

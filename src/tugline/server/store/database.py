@@ -124,7 +124,8 @@ class _Slot:
 
     def close(self) -> None:
         """Close the connection; the next use opens a new one."""
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection is not None:
             connection.close()
 
@@ -148,7 +149,8 @@ class Database:
         self.clock = clock or (lambda: self._began + uptime())
         self.on_commit: Callable[[int, float], None] = lambda _ops, _seconds: None
         """Callback in the writer's thread after each commit: number of operations, seconds."""
-        self._driver, self._retry_s = driver, retry_s
+        self._driver = driver
+        self._retry_s = retry_s
         self.name = driver.name
         """``sqlite`` or ``postgresql``."""
         self._jobs: queue.Queue[_Job | None] = queue.Queue(_MAX_QUEUED)
@@ -244,7 +246,8 @@ class Database:
 
     def _retry(self, attempt: Callable[[], T], seconds: float, slot: _Slot | None = None) -> T:
         """Retry for `seconds` while the connection (in `slot`, if given) is lost."""
-        until, pause = time.monotonic() + seconds, _PAUSE_S
+        until = time.monotonic() + seconds
+        pause = _PAUSE_S
         while True:
             try:
                 return attempt()

@@ -34,7 +34,8 @@ def register(
     tx: Tx, registration: protocol.NodeRegistration, lease_s: float
 ) -> protocol.NodeRegistered:
     """Add a node. An earlier process of it expires, with its leases. Raises `Conflict`."""
-    node, token = f"{registration.name}.{secrets.token_hex(4)}", secrets.token_urlsafe(24)
+    node = f"{registration.name}.{secrets.token_hex(4)}"
+    token = secrets.token_urlsafe(24)
     for before in nodes.list_named(tx, registration.name, registration.instance):
         expire_node(tx, before, "another process of this node has registered")
     nodes.add(tx, node, registration, token, lease_s=lease_s)
@@ -65,7 +66,8 @@ def reconcile(
     entries = {entry.id: entry for entry in sessions.select(tx, "node = :node", node=node)}
     stop = []
     for reported in held:
-        session, epoch = reported.session, reported.epoch
+        session = reported.session
+        epoch = reported.epoch
         entry = entries.pop(session, None)
         if entry is None or entry.epoch != epoch:
             stop.append(protocol.Stop(session, epoch, protocol.StopKind.FENCED))
@@ -95,7 +97,8 @@ def grant(tx: Tx, capacities: Mapping[str, int], settings: ServerSettings = DEFA
     }
     granted: Granted = {node: [] for node in left}
     homes: dict[str, str] = {}
-    leased, notes = [], []
+    leased = []
+    notes = []
     version = nodes.control(tx).version
     for row in sessions.take_queued(tx, min(sum(left.values()), _GRANT_BATCH), settings):
         session, task, sample, attempt, epoch, avoid, home, since = row

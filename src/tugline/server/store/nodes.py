@@ -14,8 +14,10 @@ from tugline.server.store import events
 from tugline.server.store.base import Row, Tx, to_struct
 from tugline.server.store.sessions import MAX_PAUSE_S
 
-BLOCK_S, MAX_BLOCK_S = 5.0, 300.0
-"""First and maximum pause, in seconds, of a node in quarantine."""
+BLOCK_S = 5.0
+"""First pause, in seconds, of a node in quarantine."""
+MAX_BLOCK_S = 300.0
+"""Its longest pause."""
 _MAX_DOUBLINGS = 10
 _EXPIRE_BATCH = 20
 """Number of nodes expired per transaction, so that live nodes can renew in between."""

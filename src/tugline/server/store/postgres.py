@@ -34,13 +34,15 @@ _log = log.get("store")
 class Postgres(Driver):
     """Driver of the database at `url`."""
 
-    name, blob = "postgresql", "BYTEA"
+    name = "postgresql"
+    blob = "BYTEA"
     now = "EXTRACT(EPOCH FROM clock_timestamp())::float8"
     errors = (psycopg.Error,)
     operation_errors = (psycopg.ProgrammingError, psycopg.IntegrityError, psycopg.DataError)
 
     def __init__(self, url: str) -> None:
-        self._url, self.location = url, _redact(url)
+        self._url = url
+        self.location = _redact(url)
         self._own: set[int] = set()
         """Process ids of this server's write connections, whose notifications are ignored."""
 

@@ -169,7 +169,8 @@ def requeue(
     for tenant in dict.fromkeys(entry.tenant for entry in entries):
         activate_tenant(tx, tenant)
     outage = "outages" in counters
-    rows, notes = [], []
+    rows = []
+    notes = []
     for entry in entries:
         pause_s = min(2.0 ** min(entry.outages - 1, 10), MAX_PAUSE_S)
         first = outage and entry.failing_since is None
@@ -264,7 +265,10 @@ def take_queued(tx: Tx, n: int, settings: ServerSettings) -> list[Row]:
 
     A tenant at its limit is skipped, without an advantage afterwards.
     """
-    tenants, queues, heap, full = {}, {}, [], []
+    tenants = {}
+    queues = {}
+    heap = []
+    full = []
     # Counted once, and only if a tenant has a limit.
     leased = functools.cache(lambda: {name: int(n) for name, n in tx.all(_LEASED)})
     for name, at in list_waiting(tx):

@@ -20,13 +20,15 @@ from tugline.server.store.base import FULL, STEPS, Connection, Driver
 class Sqlite(Driver):
     """Driver of the database file at `path`; a missing file is created for this user only."""
 
-    name, blob = "sqlite", "BLOB"
+    name = "sqlite"
+    blob = "BLOB"
     now = "(julianday('now') - 2440587.5) * 86400.0"
     errors = (sqlite3.Error, OSError)
     operation_errors = (sqlite3.ProgrammingError, sqlite3.IntegrityError, sqlite3.DataError)
 
     def __init__(self, path: Path) -> None:
-        self._path, self.location = path, str(path)
+        self._path = path
+        self.location = str(path)
 
     def prepare(self) -> None:
         """Lock the file for this process and migrate its tables."""

@@ -172,7 +172,8 @@ def _session_rows(
 
 
 def _row(packed: Packed, place: int, now: float) -> dict[str, object]:
-    task, group = packed.task, packed.task.group
+    task = packed.task
+    group = task.group
     same = {name: getattr(task, name) for name in ("id", "tenant", "priority", "samples")}
     bounds = ("min_usable", "attempts", "retry_s", "max_staleness")
     return {

@@ -67,7 +67,8 @@ def build_tree(rows: Sequence[Ids]) -> TokenTree:
     places: list[Index] = []
     runs: list[tuple[int, Index]] = []
     pieces: list[Ids] = []
-    count, last = 0, np.empty(0, np.int32)
+    count = 0
+    last = np.empty(0, np.int32)
     for ids in rows:
         shared = shared_prefix(ids, last)
         own = np.arange(count, count + len(ids) - shared)
@@ -78,7 +79,8 @@ def build_tree(rows: Sequence[Ids]) -> TokenTree:
             runs.append((len(own), place))
         places.append(place)
         pieces.append(ids[shared:])
-        count, last = count + len(own), ids
+        count += len(own)
+        last = ids
     depths = [np.arange(len(path) - length, len(path)) for length, path in runs]
     return TokenTree(np.concatenate(pieces), np.concatenate(depths), places, runs)
 
@@ -194,7 +196,8 @@ def _split(rows: Sequence[Row], micro_tokens: int, *, tree: bool) -> Iterator[li
             size = (len(chunk) + 1) * row.length
         if chunk and size > micro_tokens:
             yield chunk
-            chunk, size = [], row.length
+            chunk = []
+            size = row.length
         chunk.append(row)
     if chunk:
         yield chunk
@@ -215,7 +218,8 @@ def collate(rows: Sequence[Row], *, tree: bool, device: torch.device) -> MicroBa
     positions = paths = None
     if tree:
         layout = build_tree(sequences)
-        ids, places = layout.ids[None], layout.places
+        ids = layout.ids[None]
+        places = layout.places
         positions = tensor(layout.positions[None], torch.long)
         paths = TreePaths.of(layout, device)
         padding = 0

@@ -102,7 +102,8 @@ class PolicyModel:
 
     def _states(self, micro: MicroBatch) -> torch.Tensor:
         """Return the last hidden states of the pass's ids, shape ``(B, L, hidden)``."""
-        ids, tree = micro.ids, dict[str, Any]()
+        ids = micro.ids
+        tree = dict[str, Any]()
         if micro.paths is not None:
             # a mask with four dimensions keeps transformers from making one; paths replace it
             unused = torch.zeros(1, 1, 1, 1, device=ids.device)
@@ -219,7 +220,9 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
         return result
     if torch.is_autocast_enabled(query.device.type):  # covers neither attention below
         dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
     keys, values = (states.index_select(2, tree_paths.gather) for states in (key, value))
     ragged = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     attend = _attend_ragged if ragged else _attend_by_run
@@ -235,7 +238,8 @@ def _attend_by_run(states: _States, paths: TreePaths, scaling: float | None) -> 
     by_run = (torch.split(*each, 2) for each in zip(states, lengths, strict=True))
     parts = []
     for q, k, v in zip(*by_run, strict=True):
-        whole, grouped = q.shape[2] == k.shape[2], q.shape[1] != k.shape[1]
+        whole = q.shape[2] == k.shape[2]
+        grouped = q.shape[1] != k.shape[1]
         mask = None if whole else causal_lower_right(q.shape[2], k.shape[2])
         part = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=whole, scale=scaling, enable_gqa=grouped

@@ -86,7 +86,8 @@ def baselines(
     means = np.array([session.mean for session in group], np.float64)
     if not has_signal(group):
         return [Baseline(float(mean), 0.0) for mean in means]
-    centre, count = float(means.mean()), len(means)
+    centre = float(means.mean())
+    count = len(means)
     if estimator == "rloo":
         return [Baseline((count * centre - float(mean)) / (count - 1), 1.0) for mean in means]
     if estimator == "dr_grpo":
@@ -134,7 +135,8 @@ def prepare(
     dropped as SESSION_FAILED and count in no mean. `version` is the policy version about to be
     updated, from which staleness is measured.
     """
-    masked, dropped = Counter[Reason](), Counter[Reason]()
+    masked = Counter[Reason]()
+    dropped = Counter[Reason]()
     samples: list[Sample] = []
     ordered = sorted(trajectories, key=lambda each: (each.task, each.sample, each.session))
     for _, members in groupby(ordered, key=lambda trajectory: trajectory.task):
@@ -205,7 +207,8 @@ def _rewards(
 
     A trace without a finite reward of its own has that of the outcome.
     """
-    reward, traces = trajectory.reward, trajectory.traces
+    reward = trajectory.reward
+    traces = trajectory.traces
     if reward is None or not math.isfinite(reward.value):
         return None
     by_trace = [reward.value] * len(traces)

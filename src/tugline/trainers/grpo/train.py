@@ -223,7 +223,8 @@ def token_terms(
     sampled the token (DeepSeek-V3.2, arXiv 2512.02556): the token's ratio, times its importance
     weight if the old log probabilities are recomputed ones.
     """
-    advantage, log_ratio = micro.advantage, new - micro.old
+    advantage = micro.advantage
+    log_ratio = new - micro.old
     ratio = torch.exp(_level(log_ratio, micro, config.ratio_level))
     low, high = 1 - config.clip_low, 1 + config.clip_high
     loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)

@@ -79,7 +79,8 @@ class Updater(ABC):
     @property
     def learning_rate_share(self) -> float:
         """Learning rate of the next update, as a share of `lr`."""
-        config, warmup = self.config, self.config.warmup_updates
+        config = self.config
+        warmup = config.warmup_updates
         if self.updates < warmup:
             return (self.updates + 1) / warmup
         if config.decay_updates is None:
