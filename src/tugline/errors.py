@@ -252,31 +252,36 @@ class ServerError(TuglineError):
 class Invalid(ServerError):
     """A field is invalid."""
 
-    status, problem = 422, "invalid"
+    status = 422
+    problem = "invalid"
 
 
 class Missing(ServerError):
     """No object has this id."""
 
-    status, problem = 404, "missing"
+    status = 404
+    problem = "missing"
 
 
 class Conflict(ServerError):
     """Another object has this id."""
 
-    status, problem = 409, "conflict"
+    status = 409
+    problem = "conflict"
 
 
 class FencedError(ServerError):
     """The lease of this session was lost."""
 
-    status, problem = 409, "fenced"
+    status = 409
+    problem = "fenced"
 
 
 class QuotaExceeded(ServerError):
     """A tenant is at a limit; retry after `retry_s` seconds, 0 if its sessions must end first."""
 
-    status, problem = 429, "quota"
+    status = 429
+    problem = "quota"
     retry_s = 0
 
 

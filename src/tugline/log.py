@@ -24,8 +24,10 @@ import structlog
 
 T = TypeVar("T")
 
-MAX_BYTES, KEPT = 64 << 20, 3
-"""Size at which a log file begins anew, and number of full ones that are kept."""
+MAX_BYTES = 64 << 20
+"""Size at which a log file begins anew."""
+KEPT = 3
+"""Number of full log files that are kept."""
 NEWLINE = "↵"
 configured: dict[str, Any] = {}
 """Arguments of the last `configure`, for processes that this one starts."""
@@ -122,7 +124,8 @@ class _LibraryHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        text, shown = record.getMessage(), {}
+        text = record.getMessage()
+        shown = {}
         if error is not None:
             text = text.partition("\n")[0]  # asyncio adds a line with the error
             shown["traceback"] = describe_error(error)

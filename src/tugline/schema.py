@@ -131,7 +131,8 @@ def _find_unknown_keys(value: Any, kind: Any, path: Location) -> Iterator[Config
 def _list_parts(value: Any, kind: Any) -> Iterator[tuple[Step, Any, Any]]:
     """Yield key or index, value and type of each part; the value of a missing field is `UNSET`."""
     for each in _members(kind):
-        origin, inner = get_origin(each), get_args(each)
+        origin = get_origin(each)
+        inner = get_args(each)
         if origin in {list, tuple, Sequence} and isinstance(value, list | tuple):
             kinds = inner if origin is tuple and ... not in inner else itertools.repeat(inner[0])
             yield from zip(itertools.count(), value, kinds, strict=False)
@@ -146,7 +147,8 @@ def _list_parts(value: Any, kind: Any) -> Iterator[tuple[Step, Any, Any]]:
 
 def _members(kind: Any) -> list[Any]:
     """Return the types of a union without annotations; for another type, the type itself."""
-    origin, inner = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    inner = get_args(kind)
     if origin is Annotated:
         return _members(inner[0])
     if origin in {Union, UnionType}:

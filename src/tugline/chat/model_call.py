@@ -185,7 +185,8 @@ def add_turn(messages: list[Message], turn: Message) -> None:
 
 def join_messages(first: Message, second: Message) -> Message:
     """Join successive assistant messages into one."""
-    text, calls = first.content + second.content, first.tool_calls + second.tool_calls
+    text = first.content + second.content
+    calls = first.tool_calls + second.tool_calls
     reasoning = (first.reasoning or "") + (second.reasoning or "") or None
     return Message(Role.ASSISTANT, text, calls, reasoning=reasoning, images=first.images)
 
@@ -201,7 +202,8 @@ class ContentBuilder:
     def __init__(self) -> None:
         self.images: list[Image] = []
         self.empty = True
-        self._text, self._last = io.StringIO(), ""
+        self._text = io.StringIO()
+        self._last = ""
 
     @property
     def text(self) -> str:

@@ -141,7 +141,8 @@ class Tokenizer:
             backend.normalizer = self._backend.normalizer
         if self._backend.pre_tokenizer is not None:
             backend.pre_tokenizer = self._backend.pre_tokenizer
-        known, added = {}, []
+        known = {}
+        added = []
         for token_id, token in self._backend.get_added_tokens_decoder().items():
             content = mark + token.content if token.content in tokens else token.content
             known[content] = token_id
@@ -244,7 +245,9 @@ class Detokenizer(msgspec.Struct, gc=False):
         text = self._undecided + text
         self._preface = ""
         ready = self._emit(text) if text and self.matched_stop is None else ""
-        self._bytes, self._undecided, self._at_start = b"", "", True
+        self._bytes = b""
+        self._undecided = ""
+        self._at_start = True
         return ready
 
     def skip(self, preface: str) -> None:
@@ -253,7 +256,8 @@ class Detokenizer(msgspec.Struct, gc=False):
 
     def take_guarded(self) -> str:
         """Remove and return the held-back guard, which belongs to a special token."""
-        text, self._undecided = self._undecided, ""
+        text = self._undecided
+        self._undecided = ""
         return text
 
     def _emit(self, text: str) -> str:
@@ -274,11 +278,14 @@ class Detokenizer(msgspec.Struct, gc=False):
         return ready
 
     def _strip_preface(self, text: str) -> str:
-        text, self._undecided = self._undecided + text, ""
+        text = self._undecided + text
+        self._undecided = ""
         if text.startswith(self._preface):
-            text, self._preface = text.removeprefix(self._preface), ""
+            text = text.removeprefix(self._preface)
+            self._preface = ""
         elif self._preface.startswith(text):
-            text, self._undecided = "", text
+            self._undecided = text
+            text = ""
         else:
             self._preface = ""
         return text

@@ -42,8 +42,10 @@ class _Buffer:
     def __init__(self, parts: list[bytes], length: int) -> None:
         """`parts` contain a comma before each id."""
         self.parts, self.length = parts, length
-        self.added, self.last = 0, _NO_IDS
-        """Number of ids added last, and an array of the buffer's last ids, those included."""
+        self.added = 0
+        """Number of ids added last."""
+        self.last = _NO_IDS
+        """Array of the buffer's last ids, which include those added last."""
         self.lock = threading.Lock()
 
     def append(self, ids: Ids) -> None:
@@ -63,7 +65,9 @@ class TokenSequence:
         buffer = _Buffer([], 0) if behind is None else behind
         if len(ids):
             buffer.append(ids)
-        self._buffer, self._length, self._parts = buffer, buffer.length, len(buffer.parts)
+        self._buffer = buffer
+        self._length = buffer.length
+        self._parts = len(buffer.parts)
 
     def __len__(self) -> int:
         return self._length
@@ -80,10 +84,12 @@ class TokenSequence:
 
     def to_array(self, count: int | None = None) -> Ids:
         """Return the ids, at most the last `count`: shape ``(n,)``, int32."""
-        last, parts = self._buffer.last, self._list_parts()
+        last = self._buffer.last
+        parts = self._list_parts()
         count = self._length if count is None else min(count, self._length)
         if self._buffer.length != self._length or len(last) < count:
-            available, at = 0, len(parts)
+            available = 0
+            at = len(parts)
             while available < count:
                 at -= 1
                 available += parts[at].count(b",")
@@ -97,7 +103,8 @@ class TokenSequence:
 
     def truncate(self, length: int) -> TokenSequence:
         """Return the first `length` ids."""
-        parts, left = list[bytes](), length
+        parts = list[bytes]()
+        left = length
         for part in self._list_parts():
             if left <= 0:
                 break

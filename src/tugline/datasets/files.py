@@ -130,7 +130,8 @@ def instance_of(task: Task) -> str:
 
 def choose_share(shares: Mapping[str, float], name: str, *, otherwise: str) -> str:
     """Return the share that the hash of `name` falls into; `otherwise` beyond the last."""
-    position, ends = _hash(name), accumulate(shares.values())
+    position = _hash(name)
+    ends = accumulate(shares.values())
     return next(
         (share for share, end in zip(shares, ends, strict=True) if position < end), otherwise
     )
@@ -181,7 +182,8 @@ class SelectedTasks:
 
     def tasks(self) -> list[Task]:
         """List the selected tasks. Raises `ConfigError`, also if there are none."""
-        name, select = self._file.taskset.name, self._file.select
+        name = self._file.taskset.name
+        select = self._file.select
         tagged = (
             msgspec.structs.replace(task, tags={TASKSET: name, **task.tags})
             for task in self._set.tasks(self._template)

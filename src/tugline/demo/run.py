@@ -196,7 +196,8 @@ async def run_demo(
     state = (await train(config, batches, folder, sinks, make_report(console))).state
     ends = (state.scores[0], state.scores[-1])
     before, after = (score.evaluation.pass_at.get(1, NOTHING) for score in ends)
-    rows, cpu = read_lines(folder / METRICS), os.times()
+    rows = read_lines(folder / METRICS)
+    cpu = os.times()
     summary = DemoSummary(
         harness=harness.name,
         harness_version=harness.version or "",
@@ -248,7 +249,8 @@ def _share(rate: Estimate) -> str:
 
 
 def _facts(summary: DemoSummary) -> list[tuple[str, str]]:
-    state, ledger = summary.state, summary.state.ledger
+    state = summary.state
+    ledger = summary.state.ledger
     held_out = [score.evaluation for score in state.scores]
     sessions = state.sessions + sum(e.attempts + e.unrewarded for e in held_out)
     failed = state.failed + sum(e.unrewarded for e in held_out)

@@ -199,7 +199,8 @@ def _correct_function(rng: random.Random, split: Split, target: _Function, old: 
 
 def _combination(rng: random.Random, split: Split, family: Family) -> tuple[str, int]:
     while True:
-        module, wording = rng.choice(VOCABULARY.modules), rng.randrange(len(VOCABULARY.wordings))
+        module = rng.choice(VOCABULARY.modules)
+        wording = rng.randrange(len(VOCABULARY.wordings))
         if split_of(family.name, module, str(wording)) == split:
             return module, wording
 

@@ -118,7 +118,8 @@ class Atif(Conversations):
 
     def make_columns(self, session: SessionExport, calls: Sequence[Call]) -> dict[str, object]:
         """Return the steps, the agent that made them, and totals."""
-        harness, steps = session.header.task.harness, list[dict[str, Any]]()
+        harness = session.header.task.harness
+        steps = list[dict[str, Any]]()
         for call in calls:
             if not call.messages and steps and steps[-1]["source"] == "agent":
                 steps.pop()  # the call resumed this answer and contains all of it
@@ -278,7 +279,8 @@ class Slime(Exporter):
 
 
 def _status(session: SessionExport, trace: Trace) -> str:
-    result, last = session.recording.result, max(span.call for span in trace.spans)
+    result = session.recording.result
+    last = max(span.call for span in trace.spans)
     if result is None or result.status is not Status.COMPLETED:
         out_of_time = result is not None and result.status is Status.TIMED_OUT
         return "truncated" if out_of_time else "failed"

@@ -97,7 +97,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 def summarize(path: Path) -> SessionSummary | None:
     """Summarize a recording; None if it has no header. Raises `CaptureError`."""
     recording = read(path)
-    header, result = recording.header, recording.result
+    header = recording.header
+    result = recording.result
     if header is None:
         return None
     reward = result.reward if result is not None else None
@@ -289,7 +290,8 @@ class _RunningExport:
         self, session: SessionSummary, name: str, position: tuple[int, int, float | None]
     ) -> bool:
         """Write the rows of a session; return whether it has any."""
-        file, rows = self.summary.files[name], 0
+        file = self.summary.files[name]
+        rows = 0
         try:
             for row in self.export.exporter.rows(self._load(session, position)):
                 if isinstance(row, SkipReason):

@@ -122,7 +122,8 @@ class Parquet(TableExporter):
 
     def row(self, session: SessionExport, index: int, trace: Trace) -> Mapping[str, object]:
         """Return the fields of the trace and of its session."""
-        result, ledger = session.recording.result, session.built.ledger
+        result = session.recording.result
+        ledger = session.built.ledger
         reward = result.reward if result is not None else None
         rewards = reward.per_trace if reward is not None else ()
         if result is None or result.builder != session.builder_name:
@@ -172,7 +173,8 @@ class Trl(TableExporter):
 
     def row(self, session: SessionExport, index: int, trace: Trace) -> Mapping[str, object]:
         """Return the columns; `model_version` is that of the oldest token."""
-        first, mask = trace.spans[0].start, trace.mask.astype(np.int8)
+        first = trace.spans[0].start
+        mask = trace.mask.astype(np.int8)
         return {
             "session": session.header.session.id,
             "task": session.header.task.id,
@@ -219,7 +221,8 @@ class Verl(TableExporter):
         self, session: SessionExport, index: int, trace: Trace
     ) -> Mapping[str, object] | SkipReason:
         """Return the columns; a trace that does not fit the padding is skipped, not cut."""
-        first, versions = trace.spans[0].start, [span.version for span in trace.spans]
+        first = trace.spans[0].start
+        versions = [span.version for span in trace.spans]
         size = len(trace.ids) - first
         left = first if self.prompt_length is None else self.prompt_length
         right = size if self.response_length is None else self.response_length

@@ -81,7 +81,8 @@ class Sequence:
         self.logprobs[self.count] = logprob
         self.count += 1
         if token in self.stops:
-            self.finish, self.stop_id = Finish.STOP, token
+            self.finish = Finish.STOP
+            self.stop_id = token
         elif self.count == self.limit:
             self.finish = Finish.LENGTH
 
@@ -186,15 +187,18 @@ class Batch:
         for sequence in list(self.waiting)[: 2 * self._max_running]:
             source, cached = self._find(sequence)
             tail = len(sequence.context) - cached
-            width, total = max(widest, tail), useful + tail
+            width = max(widest, tail)
+            total = useful + tail
             padded = width * (len(chosen) + 1)
             if chosen and (padded > budget or padded > 2 * total + WORTH_WAITING):
                 continue
-            ids, least = sequence.context[:-1], cached + WORTH_WAITING
+            ids = sequence.context[:-1]
+            least = cached + WORTH_WAITING
             if any(shared_prefix(ids, other.context) > least for other, _, _ in chosen):
                 continue
             chosen.append((sequence, source, cached))
-            widest, useful = width, total
+            widest = width
+            useful = total
             if len(chosen) == free:
                 break
         return chosen
@@ -281,7 +285,8 @@ class Batch:
         self._stats.busy_s += time.perf_counter() - began
 
     def _logits(self, first: int, ids: Matrix, positions: Matrix) -> torch.Tensor:
-        device, dtype = self._model.device, self._model.dtype
+        device = self._model.device
+        dtype = self._model.dtype
         length = int(positions.max()) + 1
         where = torch.from_numpy(positions).to(device)
         seen = where.clamp(min=0)

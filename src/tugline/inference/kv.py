@@ -48,7 +48,9 @@ class KVPool(Cache):
 
     def aim(self, first: int, positions: torch.Tensor, length: int) -> None:
         """Select rows from `first`: write at `positions` (rows, tokens), read up to `length`."""
-        self._first, self._count, self._length = first, positions.shape[0], length
+        self._first = first
+        self._count = positions.shape[0]
+        self._length = length
         self._rows = torch.arange(self._count, device=positions.device)[:, None]
         self._positions = positions
 

@@ -66,8 +66,11 @@ def sample(
 
 def _truncate(logprobs: torch.Tensor, rows: npt.NDArray[np.void]) -> torch.Tensor:
     """Set values outside the top-k, then outside the smallest set with mass top-p, to -inf."""
-    device, vocab = logprobs.device, logprobs.shape[-1]
-    top_p, top_k, greedy = rows["top_p"], rows["top_k"], rows["temperature"] == 0
+    device = logprobs.device
+    vocab = logprobs.shape[-1]
+    top_p = rows["top_p"]
+    top_k = rows["top_k"]
+    greedy = rows["temperature"] == 0
     keep = torch.from_numpy(np.where((top_k == 0) | greedy, vocab, top_k)).to(device)
     mass = torch.from_numpy(np.where(greedy, np.float32(2), top_p)).to(device)
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)

@@ -26,8 +26,10 @@ from tugline.types import Logprobs
 from tugline.web.serve import Http, Message, Receive, Send
 from tugline.web.sse import DONE, encode_event
 
-_MAX_BODY, _BODY_S = 256 << 20, 60.0
-"""Bounds of a request body, in bytes and seconds."""
+_MAX_BODY = 256 << 20
+"""Maximum size of a request body in bytes."""
+_BODY_S = 60.0
+"""Maximum seconds to wait for a request body."""
 
 
 # --------------------------------------------------------------------------- request bodies
@@ -120,7 +122,8 @@ def create_app(
             if http.started:
                 await http.end(encode_event(error_body(error, 500)))
                 return
-            status, headers = error.status or 500, {}
+            status = error.status or 500
+            headers = {}
             if isinstance(error, EngineError) and error.retry_after is not None:
                 headers["retry-after"] = f"{error.retry_after:g}"
             await http.reply(status, error_body(error, status), headers)
@@ -231,7 +234,8 @@ _METRICS = {
 
 def metrics_text(stats: base.EngineStats, model: str) -> str:
     """Render the counters as Prometheus text, under names that begin with ``tugline:``."""
-    label, values = f'model_name="{model}"', msgspec.structs.asdict(stats)
+    label = f'model_name="{model}"'
+    values = msgspec.structs.asdict(stats)
     lines: list[str] = []
     for field, metric in _METRICS.items():
         name = metric.partition(" ")[0]

@@ -199,12 +199,14 @@ class Unpacker:
         calls = []
         for call, chain, end in self._calls:
             start = end - len(call.sampled_ids)
-            prompt_ids, sampled_ids = chain.ids[:start], chain.ids[start:end]
+            prompt_ids = chain.ids[:start]
+            sampled_ids = chain.ids[start:end]
             calls.append(replace(call, prompt_ids=prompt_ids, sampled_ids=sampled_ids))
         return tuple(calls)
 
     def _add_call(self, record: CallRecord) -> None:
-        call, chain = record.call, self._find_chain(record)
+        call = record.call
+        chain = self._find_chain(record)
         self._tools = self._tools if record.same_tools else call.tools
         chain.add(call.prompt_ids)
         chain.add(call.sampled_ids)

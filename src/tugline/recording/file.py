@@ -76,7 +76,8 @@ def read(path: Path, *, salvage: bool = False) -> Recording:
     With `salvage` the records before the damage are returned instead.
     """
     data = _read_bytes(path)
-    recording, unpacker = Recording(), Unpacker()
+    recording = Recording()
+    unpacker = Unpacker()
     events: list[RecordedEvent] = []
     good_end = 0
     try:
@@ -94,7 +95,8 @@ def read(path: Path, *, salvage: bool = False) -> Recording:
         if not salvage or not good_end:
             raise
         recording.damage = str(error)
-    recording.calls, recording.events = unpacker.calls(), tuple(events)
+    recording.calls = unpacker.calls()
+    recording.events = tuple(events)
     recording.images = unpacker.images
     return recording
 

@@ -161,7 +161,8 @@ class SampledTokens(msgspec.Struct, gc=False):
 
         Raises `EngineError` if the spans do not cover the reply.
         """
-        shift, before = self.reply_start, self.versions
+        shift = self.reply_start
+        before = self.versions
         self._trim_versions(shift)
         for span in spans:
             end = min(span.end + shift, self.length)

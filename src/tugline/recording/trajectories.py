@@ -203,7 +203,8 @@ def rebuild(recording: Recording, spec: PluginSpec | None = None) -> Trajectory:
     trace are omitted with another builder, which makes other traces. Raises `CaptureError` on an
     incomplete call or recording, `UsageError` on an unknown builder.
     """
-    header, result = recording.header, recording.result or NO_RESULT
+    header = recording.header
+    result = recording.result or NO_RESULT
     if header is None:
         raise CaptureError("the recording has no header, so its session is not known")
     own = header.task.builder

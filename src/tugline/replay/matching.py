@@ -150,7 +150,8 @@ def list_responses(calls: Sequence[Call], normalizer: Normalizer) -> list[Record
     for conversation, call in answered:
         messages = sort_tool_results(conversation)
         digests = normalizer.digest_messages(messages)
-        order, tools = list_result_ids(conversation), normalizer.mask_tools(call.tools)
+        order = list_result_ids(conversation)
+        tools = normalizer.mask_tools(call.tools)
         responses.append(RecordedResponse(call, messages, order, digests, tools))
     return responses
 
@@ -163,7 +164,8 @@ def sort_tool_results(messages: Sequence[Message]) -> tuple[Message, ...]:
     for message in messages:
         ordered.append(message)
         if message.role is not Role.TOOL:
-            positions, start = call_positions(message), len(ordered)
+            positions = call_positions(message)
+            start = len(ordered)
         elif len(ordered) - start > 1:
             ordered[start:] = sorted(
                 ordered[start:], key=lambda result: positions.get(result.tool_call_id or "", 0)

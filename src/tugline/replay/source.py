@@ -133,7 +133,8 @@ class RecordedSource(TokenSource):
     live: Live | None = None
 
     def __post_init__(self) -> None:
-        header, live = self.header, self.live
+        header = self.header
+        live = self.live
         self._normalizer = self._make_normalizer(header)
         self._live: TokenSource | None = live.engine if live else None
         self.gate = live.engine.gate if live else Gate()
@@ -211,7 +212,8 @@ class RecordedSource(TokenSource):
         """Return the response to a request; None if there is none or the engine must answer."""
         if state.ended:
             return None
-        result_order, number = list_result_ids(ask.request.messages), state.requests
+        result_order = list_result_ids(ask.request.messages)
+        number = state.requests
         messages = sort_tool_results(ask.request.messages)
         request = msgspec.structs.replace(ask.request, messages=messages)
         state.requests += 1
@@ -293,7 +295,8 @@ class RecordedSource(TokenSource):
         for span in call.versions:
             for start in range(span.start, span.end, _DELTA_TOKENS):
                 piece = slice(start, min(start + _DELTA_TOKENS, span.end))
-                ids, logprobs = call.sampled_ids[piece], call.logprobs[piece]
+                ids = call.sampled_ids[piece]
+                logprobs = call.logprobs[piece]
                 yield Delta(ids=ids.tolist(), logprobs=logprobs.tolist(), version=span.version)
         yield Delta(finish=call.finish, stop=call.stop)
 

@@ -175,7 +175,8 @@ def make_trace(
 
 def find_distribution(call: Call) -> Distribution:
     """Return the distribution of the answer of `call`; None in its sampling is the default."""
-    sampling, default = call.sampling, Distribution()
+    sampling = call.sampling
+    default = Distribution()
     return Distribution(
         temperature=default.temperature if sampling.temperature is None else sampling.temperature,
         top_p=sampling.top_p or default.top_p,

@@ -26,7 +26,8 @@ MIN_TEMPERATURE = 0.01
 TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=0, le=INT32)]
 MaxTokens = Annotated[int, Meta(ge=1, le=INT32)]
-MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024
 _Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 

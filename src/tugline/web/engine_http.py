@@ -37,9 +37,12 @@ class Reply(asyncio.Protocol):
         self.status = 0
         self.headers: dict[str, str] = {}
         """Headers by name in lower case."""
-        self.replied = self.complete = self._keep = False
-        """Whether any data came since the request was sent; whether the reply is complete; whether
-        the server keeps the connection open."""
+        self.replied = False
+        """Whether any data came since the request was sent."""
+        self.complete = False
+        """Whether the reply is complete."""
+        self._keep = False
+        """Whether the server keeps the connection open."""
         self.used_at = 0.0
         self._transport: asyncio.Transport
         self._parts: list[bytes] = []
@@ -50,7 +53,10 @@ class Reply(asyncio.Protocol):
 
     async def send(self, request: Sequence[bytes | memoryview]) -> None:
         """Send a request, in parts, and wait for the reply's headers."""
-        self.status, self.headers, self.replied, self.complete = 0, {}, False, False
+        self.status = 0
+        self.headers = {}
+        self.replied = False
+        self.complete = False
         self._transport.writelines(request)
         while self.status < 200:
             await self._wait()
@@ -90,7 +96,8 @@ class Reply(asyncio.Protocol):
         await self._waiter
 
     def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
+        waiter = self._waiter
+        self._waiter = None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
@@ -133,7 +140,8 @@ class Reply(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """Wake the sender, which waits for a status other than an interim one such as 100."""
-        self.status, self._keep = self._parser.get_status_code(), self._parser.should_keep_alive()
+        self.status = self._parser.get_status_code()
+        self._keep = self._parser.should_keep_alive()
         self._wake()
 
     def on_message_complete(self) -> None:
@@ -221,7 +229,8 @@ class EngineHttp:
                 return reply
 
     def _take(self, origin: _Origin) -> Reply | None:
-        idle, oldest = self._idle.get(origin, []), time.monotonic() - _UNUSED_S
+        idle = self._idle.get(origin, [])
+        oldest = time.monotonic() - _UNUSED_S
         while idle and (idle[0].used_at < oldest or not idle[0].reusable):
             idle.pop(0).close()
         while idle:

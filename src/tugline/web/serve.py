@@ -30,8 +30,10 @@ HEADERS_S = 10.0
 """Deadline for the headers of a request."""
 MAX_HEADERS = 64 << 10
 """Bytes of request line and headers."""
-_DRAIN_S, _DRAIN_BYTES = 5.0, 256 << 20
-"""Seconds and bytes for which a refused body is still read, so that its sender gets the refusal."""
+_DRAIN_S = 5.0
+"""Seconds for which a refused body is still read, so that its sender gets the refusal."""
+_DRAIN_BYTES = 256 << 20
+"""Bytes of a refused body that are still read."""
 _REQUEST_BYTES = 4 << 10
 """Memory of a request without its body."""
 _ZSTD_WINDOW = 8 << 20

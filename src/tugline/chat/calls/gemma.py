@@ -49,7 +49,9 @@ class _Reader:
     """Recursive reader; each method returns JSON text and the position after it, or None."""
 
     def __init__(self, text: str, grammar: _GemmaGrammar) -> None:
-        self._text, self._tags, self._quote = text, grammar.tags, grammar.quote
+        self._text = text
+        self._tags = grammar.tags
+        self._quote = grammar.quote
         self._values: dict[int, _Found] = {}
         """Values by position: several keys may be tried before one."""
 

@@ -12,7 +12,9 @@ DIALECTS = (Anthropic(), Google(), OpenAIResponses(), OpenAICompletions(), OpenA
 
 def fallback_dialect(request: HttpRequest) -> Dialect:
     """Choose the dialect of the error for an unknown route, by headers and version."""
-    anthropic = "anthropic-version" in request.headers
-    google = request.version.startswith("v1beta") or "x-goog-api-key" in request.headers
-    wanted = "anthropic" if anthropic else "google" if google else "openai_chat"
+    wanted = "openai_chat"
+    if "anthropic-version" in request.headers:
+        wanted = "anthropic"
+    elif request.version.startswith("v1beta") or "x-goog-api-key" in request.headers:
+        wanted = "google"
     return next(dialect for dialect in DIALECTS if dialect.name == wanted)

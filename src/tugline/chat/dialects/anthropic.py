@@ -214,7 +214,8 @@ def _check(body: _MessagesBody) -> None:
         advice = ": no servers are called; leave it out"
         raise decoding.unsupported(body.mcp_servers, "mcp_servers", advice)
     for index, edit in enumerate(body.context_management.edits if body.context_management else []):
-        kind, keep = edit.get("type"), edit.get("keep")
+        kind = edit.get("type")
+        keep = edit.get("keep")
         if not (str(kind).startswith("clear_thinking_") and keep == "all"):
             path = f"context_management.edits[{index}]"
             advice = "; only clear_thinking with keep='all' leaves the prompt as it was sampled"

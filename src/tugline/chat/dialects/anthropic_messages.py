@@ -158,7 +158,8 @@ class MessageStream(base.Stream):
         if self._kind is kind:
             return b""
         closed = self._close()
-        self._index, self._kind = self._index + 1, kind
+        self._index += 1
+        self._kind = kind
         start = {"index": self._index, "content_block": block}
         return closed + _event("content_block_start", start)
 
@@ -188,7 +189,8 @@ def fold_message(messages: list[Message], item: Any, index: int) -> None:
         messages.extend([Message(Role.SYSTEM, text)] if text else [])
         return
     where = f"messages[{index - 1}]"
-    role, path = decoding.require(item, "role", str, where), f"{where}.content"
+    role = decoding.require(item, "role", str, where)
+    path = f"{where}.content"
     content = item.get("content")
     if role == "system":
         messages.append(Message(Role.SYSTEM, _parse_system(content, path)))
@@ -264,7 +266,8 @@ def _add_block(builder: ContentBuilder, block: Any, where: str) -> None:
 
 
 def _parse_image(block: Any, where: str) -> str:
-    source, where = decoding.require(block, "source", dict, where), f"{where}.source"
+    source = decoding.require(block, "source", dict, where)
+    where = f"{where}.source"
     kind = decoding.require(source, "type", str, where)
     if kind == "base64":
         media_type = decoding.require(source, "media_type", str, where)

@@ -84,10 +84,12 @@ def decode(
 
 
 def _name_field(text: str, data: bytes | msgspec.Raw, where: str, prefix: str) -> RequestError:
-    match, named = _PATH.search(text), _NAMED.search(text)
+    match = _PATH.search(text)
+    named = _NAMED.search(text)
     if match is None:
         return RequestError(f"{where}: {text}", param=named[1] if named else None)
-    path, problem = prefix + match[1], text[: match.start()]
+    path = prefix + match[1]
+    problem = text[: match.start()]
     if named:
         return RequestError(f"{path}: {problem}", param=f"{path}.{named[1]}")
     value: Any = None
@@ -188,7 +190,9 @@ extension.
 Its result depends only on the messages so far, the item and its index, so equal prefixes give equal
 messages.
 """
-_CACHED, _MAX_ITEMS, _NEARBY = 4, 10_000, 32 << 10
+_CACHED = 4
+_MAX_ITEMS = 10_000
+_NEARBY = 32 << 10
 ANY = msgspec.json.Decoder()
 _BETWEEN = b", \t\r\n"
 """Bytes that separate the items of a list."""
@@ -226,7 +230,8 @@ class Items(Sequence[bytes]):
 
     def count_shared(self, data: bytes, start: int) -> int:
         """Count the leading items that `data` repeats from `start`, followed by another item."""
-        ends, mine = self.ends, memoryview(self.body)[self.start :]
+        ends = self.ends
+        mine = memoryview(self.body)[self.start :]
         if ends and data.startswith(mine[: ends[-1]], start):
             count = len(ends)
         else:
@@ -239,13 +244,15 @@ class Items(Sequence[bytes]):
         if count == len(self.ends):
             return self
         total = len(self.before) + count
-        counts, lasts = self.counts[:total], self.lasts[:total]
+        counts = self.counts[:total]
+        lasts = self.lasts[:total]
         messages = self.messages[: counts[-1] if counts else 0]
         return Items(b"", 0, self.ends[:count], self.before, messages, counts, lasts)
 
     def extend(self, body: bytes, start: int, items: Sequence[msgspec.Raw]) -> None:
         """Add the items that follow in `body`, whose list begins at `start`."""
-        self.body, self.start = body, start
+        self.body = body
+        self.start = start
         end = start + (self.ends[-1] if self.ends else 0)
         for item in items:
             while body[end] in _BETWEEN:
@@ -261,10 +268,14 @@ class Items(Sequence[bytes]):
         Messages of items folded earlier are the same objects. Raises `RequestError`.
         """
         if self.before != (known := tuple(before)):
-            self.before, self.counts, self.lasts = known, [], []
+            self.before = known
+            self.counts = []
+            self.lasts = []
         if (count := len(self) + len(after)) > _MAX_ITEMS:
             raise invalid(count, "messages", f"are too many; the bound is {_MAX_ITEMS}")
-        messages, counts, lasts = self.messages, self.counts, self.lasts
+        messages = self.messages
+        counts = self.counts
+        lasts = self.lasts
         del messages[counts[-1] if counts else 0 :]  # added by an item that was then refused
         if lasts and lasts[-1] is not None:
             messages[-1] = lasts[-1]
@@ -320,7 +331,9 @@ class ParseCache:
         known = self.known_bytes(data)
         _, count, best = self._nearest
         self.release_body()
-        body, text, start = None, data, best.start
+        body = None
+        text = data
+        start = best.start
         if count:
             text = data[:start] + data[known + 1 :]
             with contextlib.suppress(ValueError, RecursionError):  # decoded whole, below

@@ -186,7 +186,8 @@ class Google(base.Dialect):
         counted: list[bytes] = []
         if method == "countTokens" and body.generate_content_request != decoding.ABSENT:
             body = decoding.decode(body.generate_content_request, _body, "generateContentRequest")
-            items, counted = decoding.Items(), [bytes(content) for content in body.contents]
+            items = decoding.Items()
+            counted = [bytes(content) for content in body.contents]
         if not (items or counted):
             raise RequestError("contents=[] must hold at least one content", param="contents")
         cached = body.cached_content or body.cached_snake
@@ -254,8 +255,10 @@ class Google(base.Dialect):
 
     def build_error(self, error: TuglineError) -> dict[str, Any]:
         """Build the ``error`` object with its ``google.rpc`` status."""
-        status, field = self.find_status(error), self.name_field(error)
-        text, details = str(error), []
+        status = self.find_status(error)
+        field = self.name_field(error)
+        text = str(error)
+        details = []
         if isinstance(error, ContextOverflow) and error.prompt is not None:
             text = (
                 f"The input token count ({error.prompt}) exceeds the maximum number of tokens "

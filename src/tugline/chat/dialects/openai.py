@@ -86,9 +86,11 @@ class OpenAIDialect(base.Dialect):
         """Build the ``error`` object."""
         kind = code = "server_error"
         if isinstance(error, RequestError):
-            kind, code = "invalid_request_error", error.code
+            kind = "invalid_request_error"
+            code = error.code
         elif self.find_status(error) == 429:
-            kind, code = "rate_limit_error", "rate_limit_exceeded"
+            kind = "rate_limit_error"
+            code = "rate_limit_exceeded"
         elif self.find_status(error) == 400:
             kind = code = RequestError.code
         param = self.name_field(error)

@@ -215,7 +215,8 @@ def _parse_call(call: Any, where: str) -> ToolCall:
     kind = decoding.require(call, "type", str, where) if typed else "function"
     if kind not in {"function", "custom"}:
         raise decoding.invalid(kind, f"{where}.type", "must be function or custom")
-    inner, path = decoding.require(call, kind, dict, where), f"{where}.{kind}"
+    inner = decoding.require(call, kind, dict, where)
+    path = f"{where}.{kind}"
     name = decoding.require(inner, "name", str, path)
     if kind == "custom":
         arguments = openai.wrap_input(decoding.require(inner, "input", str, path))
@@ -285,7 +286,8 @@ class OpenAICompletions(openai.OpenAIDialect):
         """See `Dialect.parse`."""
         body = decoding.decode(request.body, _text_decoder, "the request body")
         decoding.check_refusals(body, _TEXT_REFUSALS)
-        prompt, options = _parse_prompt(body.prompt), body.stream_options
+        prompt = _parse_prompt(body.prompt)
+        options = body.stream_options
         if body.echo and (body.logprobs is not None or not isinstance(prompt, str)):
             advice = " with logprobs, or with a prompt of ids; it must be false"
             raise decoding.unsupported(value=True, path="echo", advice=advice)

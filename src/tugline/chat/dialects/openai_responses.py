@@ -147,7 +147,8 @@ class OpenAIResponses(openai.OpenAIDialect):
 
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
         """Encode a ``response`` or a ``response.compaction`` object."""
-        response, echo = responses[0], decode_echo(request)
+        response = responses[0]
+        echo = decode_echo(request)
         if echo.compact is not None:
             return build_compaction(response, echo.compact)
         stream = ResponseStream(self, request, response.id, response.created)

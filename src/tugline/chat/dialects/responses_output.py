@@ -259,7 +259,8 @@ class ResponseStream(Stream):
     def _close_item(self, status: str) -> bytes:
         if self._open is None:
             return b""
-        closed, self._open = self._open, None
+        closed = self._open
+        self._open = None
         part, name, _, extra = _PART_EVENTS[closed.kind]
         text = "".join(closed.texts)
         item = self._build_item(closed.kind(text), status)

@@ -87,7 +87,8 @@ class ChatReader(base.Reader[ChatReply]):
         for choice in reply.choices[:1]:
             message = choice.delta or choice.message or _NO_MESSAGE
             last = self.deltas[-1]
-            reasoning, calls = message.reasoning or message.reasoning_content, message.tool_calls
+            reasoning = message.reasoning or message.reasoning_content
+            calls = message.tool_calls
             if (reasoning and (last.text or last.calls)) or (message.content and last.calls):
                 last = base.Delta()
                 self.deltas.append(last)
@@ -179,7 +180,8 @@ class ChatFormat(base.EngineFormat):
 
     def build_request(self, ask: base.EngineRequest) -> base.Post:
         """See `EngineFormat.build_request`."""
-        request, sampling = ask.request, ask.sampling
+        request = ask.request
+        sampling = ask.sampling
         body: dict[str, Any] = {
             "model": ask.model,
             "messages": [
@@ -294,7 +296,8 @@ class ToolCallAssembler:
 
     def __init__(self, id_prefix: str) -> None:
         """`id_prefix` makes the ids of tool calls unique within the session."""
-        self._prefix, self._count = id_prefix, 0
+        self._prefix = id_prefix
+        self._count = 0
         self._open: base.CallDelta | None = None
 
     def feed(self, delta: base.Delta) -> list[model_call.Piece]:
@@ -312,7 +315,8 @@ class ToolCallAssembler:
         """Return the last call, if one is open."""
         if self._open is None:
             return []
-        done, self._open = self._open, None
+        done = self._open
+        self._open = None
         self._count += 1
         number = f"{self._prefix}{self._count - 1}"
         return [ToolCall(number, done.name, done.arguments or "{}")]

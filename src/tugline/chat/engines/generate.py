@@ -62,7 +62,8 @@ class TokenReader(base.Reader[base.R]):
             self.deltas.append(last)
         last.ids += ids
         last.logprobs += logprobs
-        last.finish, last.spans = finish, spans
+        last.finish = finish
+        last.spans = spans
         if version is not None:
             last.version = version
         self.count += len(ids)
@@ -111,8 +112,10 @@ class ChoiceReader(TokenReader[_Reply]):
         """Add the first choice."""
         if not reply.choices:
             return
-        choice, latest = reply.choices[0], self.deltas[-1]
-        ids, items = choice.token_ids or [], choice.logprobs and choice.logprobs.content
+        choice = reply.choices[0]
+        latest = self.deltas[-1]
+        ids = choice.token_ids or []
+        items = choice.logprobs and choice.logprobs.content
         plain = choice.finish_reason is None and choice.weight_versions is None
         if plain and items and len(ids) == len(items) == 1 and not (latest.finish or latest.spans):
             # fast path for most events of a stream, with the same result as `add_tokens`
@@ -203,7 +206,8 @@ class VllmCompletions(TokenFormat):
 # --------------------------------------------------------------------------- settings
 def build_sampling(ask: base.EngineRequest) -> dict[str, Any]:
     """Build vLLM's sampling parameters."""
-    sampling, constraint = ask.sampling, ask.request.constraint
+    sampling = ask.sampling
+    constraint = ask.request.constraint
     params: dict[str, Any] = base.NEUTRAL | {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,

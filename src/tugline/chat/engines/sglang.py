@@ -76,7 +76,8 @@ class _SglangReader(TokenReader[_SglangReply]):
             msg = f"sglang reported {len(pairs)} of {new} tokens; it must support `return_logprob`"
             raise EngineError(msg)
         pairs = pairs[len(pairs) - new :] if new > 0 else []
-        ids, logprobs = [pair.id for pair in pairs], [pair.logprob for pair in pairs]
+        ids = [pair.id for pair in pairs]
+        logprobs = [pair.logprob for pair in pairs]
         version = base.parse_version(meta.weight_version) if meta.weight_version else None
         spans = base.parse_spans(meta.weight_versions)
         self.add_tokens(ids, logprobs, finish, version, spans)
@@ -101,7 +102,8 @@ class SglangGenerate(_Sglang, TokenFormat):
 
 
 def _build_sampling(ask: base.EngineRequest) -> dict[str, Any]:
-    sampling, constraint = ask.sampling, ask.request.constraint
+    sampling = ask.sampling
+    constraint = ask.request.constraint
     params: dict[str, Any] = base.NEUTRAL | {
         "max_new_tokens": sampling.max_tokens,
         "stream_interval": ask.stream_interval,
@@ -133,7 +135,8 @@ class _ChatReader(chat.ChatReader):
             new = choice.list_logprobs()
             self._logprobs += new
             delta.unreported_tokens += len(new)
-            self._finish, delta.finish = delta.finish or self._finish, None
+            self._finish = delta.finish or self._finish
+            delta.finish = None
         if reply.metadata is not None and reply.metadata.weight_versions:
             delta.spans = base.parse_spans(reply.metadata.weight_versions)
         if reply.sglext is not None and reply.sglext.output_ids:
@@ -141,7 +144,8 @@ class _ChatReader(chat.ChatReader):
             delta.prompt = chat.read_array(reply.sglext.input_ids)
             ids = reply.sglext.output_ids[0]
             if len(ids) == len(self._logprobs):
-                delta.ids, delta.logprobs = ids, self._logprobs
+                delta.ids = ids
+                delta.logprobs = self._logprobs
                 delta.unreported_tokens -= len(ids)
             else:
                 delta.unreported_tokens += len(ids) - len(self._logprobs)

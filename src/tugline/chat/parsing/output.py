@@ -40,7 +40,8 @@ class AnswerOutput:
 
     def take_pieces(self) -> list[Piece]:
         """Return the pieces since the last call; adjacent text is one delta."""
-        pieces, self._pieces = self._pieces, []
+        pieces = self._pieces
+        self._pieces = []
         return pieces
 
     def add(self, kind: Delta, ids: list[int]) -> None:

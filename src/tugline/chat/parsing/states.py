@@ -135,7 +135,8 @@ class Text(Emitting):
     at_start = False
 
     def mark(self, token: int) -> State:
-        marks, parser = self.marks, self.parser
+        marks = self.marks
+        parser = self.parser
         if token == marks.think and (self.template.reopens_reasoning or self.at_start):
             self.output.finish_text()
             self.output.reasoning.skip(self.template.preface)
@@ -213,7 +214,8 @@ class Reasoning(Emitting):
         return super().add(ids)
 
     def mark(self, token: int) -> State:
-        marks, template = self.marks, self.template
+        marks = self.marks
+        template = self.template
         if token == marks.think_end:
             self.output.finish_text()
             return Text(self.parser)
@@ -256,7 +258,8 @@ class WrittenReasoning(Collecting):
             calls = (self.marks.call, self.marks.section)
             found = (at for at, token in enumerate(self._ids) if token in calls)
             after = next(found, len(self._ids)) if self.parser.takes_calls else len(self._ids)
-            end, rest = len(self.decode(self._ids[:after])), ""
+            end = len(self.decode(self._ids[:after]))
+            rest = ""
         self.output.reasoning_tokens += after
         self.output.write(ReasoningDelta, text[start:end])
         self.output.write(TextDelta, rest)
@@ -361,7 +364,8 @@ class Call(Collecting):
 
     def _emit_until(self, end: int) -> None:
         """Emit the ids before `end`: each block up to its first closing mark, text after it."""
-        ids, reader = self._ids, self.parser.reader
+        ids = self._ids
+        reader = self.parser.reader
         edges = [at for at in self._opened if at < end]
         for start, after in pairwise([*edges, end]):
             closed = find_between(self._closed, start, after)

@@ -29,10 +29,14 @@ class TextTags:
     """Rest of an answer from its first tag on."""
 
     def __init__(self, syntax: AnswerSyntax, output: AnswerOutput, reader: CallReader) -> None:
-        self._tokenizer, self._output, self._reader = syntax.tokenizer, output, reader
-        table, tags = syntax.template.grammar, syntax.grammar.tags
+        self._tokenizer = syntax.tokenizer
+        self._output = output
+        self._reader = reader
+        table = syntax.template.grammar
+        tags = syntax.grammar.tags
         opening, _, closing = table.function if isinstance(table, TaggedCalls) else ("", "", "")
-        self._opening, self._closing = tags.mark(opening), tags.mark(closing)
+        self._opening = tags.mark(opening)
+        self._closing = tags.mark(closing)
         self._guard = syntax.markers.guarded
         self._after_guard = closing.partition(syntax.template.guard_mark)[2]
         self._section = re.compile(tags.mark(syntax.template.section_tags))
@@ -66,7 +70,8 @@ class TextTags:
                 guard = self._ids.index(self._guard, self._seen)
             except ValueError:
                 return None
-            end, text = guard + 1, ""
+            end = guard + 1
+            text = ""
             while self._after_guard.startswith(text) and text != self._after_guard:
                 if end == len(self._ids):
                     return None

@@ -27,7 +27,8 @@ class ContentTokenizer:
         """Without `escapes`, an added token is its id everywhere."""
         self._tokenizer = tokenizer
         self.name_or_path = tokenizer.name_or_path
-        self.unk_token_id, self.eos_token_id = tokenizer.unk_token_id, tokenizer.eos_token_id
+        self.unk_token_id = tokenizer.unk_token_id
+        self.eos_token_id = tokenizer.eos_token_id
         self.decode = tokenizer.decode
         self.convert_tokens_to_ids = tokenizer.convert_tokens_to_ids
         tokens = tokenizer.control_tokens
@@ -35,7 +36,8 @@ class ContentTokenizer:
         if not self._escapes:
             return
         self._digits = f"{secrets.randbelow(10**16):016}"
-        self._key, mark = f"\ufdd0{self._digits}", f"\ufdd1{self._digits}"
+        self._key = f"\ufdd0{self._digits}"
+        mark = f"\ufdd1{self._digits}"
         # Functions, because `re` hashes the whole pattern to look up a replacement text.
         self._add_mark: Callable[[re.Match[str]], str] = lambda match: mark + match[0]
         self._add_key: Callable[[re.Match[str]], str] = lambda match: match[0] + self._key

@@ -139,7 +139,8 @@ class Library:
         """
         known, before, declared = self._declared  # large requests are rendered in threads
         if check or tools is not known:
-            before, declared = [], [serialize_tool(tool) for tool in tools]
+            before = []
+            declared = [serialize_tool(tool) for tool in tools]
             if check:
                 before, declared = declare_tools(tools, self._template, self._can_declare)
             declared = [self.contents.escape_all(tool, _WORDS["tool"]) for tool in declared]

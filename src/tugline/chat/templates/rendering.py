@@ -154,7 +154,8 @@ class Rendering(AnswerSyntax):
         A bridge reads the marks, the id before the last, and only the text of tool results, unless
         it numbers or names them. Unfinished answers have no shape.
         """
-        template, roles = self.template, [message.role for message in tail]
+        template = self.template
+        roles = [message.role for message in tail]
         numbered = template.named_results or template.numbered_calls or template.result_separator
         usable = {Role.TOOL} if self.thinking_retention != "all" else {Role.TOOL, Role.USER}
         if numbered or not self.markers.reasons or not usable.issuperset(roles):
@@ -251,7 +252,8 @@ class Rendering(AnswerSyntax):
         ids: list[int] = sampled.tolist()
         if not self.markers.reasons or self.template.named_results:
             return ids
-        result, at = ids[:_CONTEXT], _CONTEXT
+        result = ids[:_CONTEXT]
+        at = _CONTEXT
         for mark in np.flatnonzero(self.find_marks(sampled)).tolist():
             if mark + _CONTEXT > at:
                 result += ids[max(at, mark - _CONTEXT) : mark + _CONTEXT]

@@ -152,7 +152,8 @@ def why_not_comparable(call: Call, scorer: Scorer) -> str:
     """Return why the engine cannot recompute the logprobs of `call`; empty if it can."""
     if call.replayed:
         return "replayed from another session's recording; verify it there"
-    sampling, version = call.sampling, scorer.version
+    sampling = call.sampling
+    version = scorer.version
     others = sorted({span.version for span in call.versions} - {version})
     if version is not None and others:
         names = ", ".join(map(str, others))

@@ -259,7 +259,8 @@ def _find_ledger_faults(recording: Recording, ledger: Ledger) -> list[str]:
 
 
 def _is_as_sampled(trace: Trace, span: Span, call: Call) -> bool:
-    size, in_trace = len(call.prompt_ids), slice(span.start, span.end)
+    size = len(call.prompt_ids)
+    in_trace = slice(span.start, span.end)
     in_answer = slice(span.start - size, span.end - size)
     return (
         span.start >= size
