@@ -25,7 +25,7 @@ def learn(group: GroupResults) -> None:
     """Print a group; a trainer would make a batch of its trajectories."""
     rewards = [result.view.reward for result in group.results if result.view.reward is not None]
     trained = sum(
-        int(trace.mask.sum())
+        trace.trained
         for result in group.results
         if result.trajectory is not None
         for trace in result.trajectory.traces

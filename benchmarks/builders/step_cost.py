@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from tugline.plugins import find
 from tugline.trainers.grpo.batch import Row
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.trainers.grpo.train import Grpo, token_weights
+from tugline.trainers.grpo.loss import token_weights
+from tugline.trainers.grpo.train import Grpo
 from tugline.types import (
     Branch,
     Call,

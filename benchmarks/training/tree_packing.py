@@ -88,7 +88,7 @@ def measure(samples: list[Sample], *, tree: bool) -> tuple[int, float, torch.Ten
     )
     config = GrpoConfig(tree_packing=tree)
     policy = PolicyModel(model, config)
-    total = sum(int(sample.loss_mask.sum()) for sample in samples)
+    total = sum(sample.trained for sample in samples)
     rows = [Row(sample, 1 / total) for sample in samples]
     tokens = 0
     began = time.process_time()

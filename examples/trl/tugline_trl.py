@@ -21,21 +21,15 @@ from trl import GRPOTrainer
 
 from tugline.errors import UsageError
 from tugline.inference.load import load
-from tugline.launch.local import LocalServer
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import TrainConfig, name_run
+from tugline.trainers.engines import make_publisher, open_replicas
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.samples import read_group
-from tugline.trainers.models import (
-    Models,
-    RemoteServer,
-    make_publisher,
-    merge_adapter,
-    open_replicas,
-    open_server,
-    write_model,
-)
+from tugline.trainers.lora import merge_adapter
+from tugline.trainers.models import Models, write_model
 from tugline.trainers.publish import Publisher
+from tugline.trainers.rollouts import RolloutServer, open_rollout_server
 from tugline.types import Sample, Task, Trajectory
 
 
@@ -75,12 +69,12 @@ class TuglineSessions:
         self._stack.close()
 
     @contextlib.asynccontextmanager
-    async def _open(self) -> AsyncIterator[tuple[LocalServer | RemoteServer, Publisher]]:
+    async def _open(self) -> AsyncIterator[tuple[RolloutServer, Publisher]]:
         async with (
             open_replicas(self.config, self.models, self._folder) as replicas,
-            open_server(self.config, self._folder, replicas.connection) as server,
+            open_rollout_server(self.config, self._folder, replicas.connection) as server,
         ):
-            yield server, make_publisher(self.config, server, replicas)
+            yield server, make_publisher(self.config, server.control, replicas)
 
     def dataset(self) -> Dataset:
         """Return the tasks; a prompt is a task id, for which the harness makes the messages."""
@@ -138,12 +132,10 @@ class TuglineRollouts(TuglineSessions):
         """Return a row for every sample of a task, failed ones included."""
         group = {one.sample: one for one in results if one.task == task.id}
         samples = list(read_group(list(group.values()), GrpoConfig()))
-        samples.sort(key=lambda sample: int(sample.loss_mask.sum()))
+        samples.sort(key=lambda sample: sample.trained)
         longest = {sample.session: sample for sample in samples}
         self.tokens_left_out += sum(
-            int(sample.loss_mask.sum())
-            for sample in samples
-            if sample is not longest[sample.session]
+            sample.trained for sample in samples if sample is not longest[sample.session]
         )
         end_id = min(self.models.eos_ids)
         return [make_row(group.get(i), longest, end_id) for i in range(task.samples)]

@@ -16,10 +16,11 @@ from trainers.sessions import sample
 from tugline.config import from_mapping
 from tugline.errors import ConfigError
 from tugline.schema import read_jsonl
+from tugline.trainers.grpo.advantage import SessionReward, baselines, turn_shares
 from tugline.trainers.grpo.batch import Row, pack
 from tugline.trainers.grpo.config import Deviation, Estimator, GrpoConfig
-from tugline.trainers.grpo.samples import SessionReward, baselines, turn_shares
-from tugline.trainers.grpo.train import StepReport, TokenTerms, token_terms, token_weights
+from tugline.trainers.grpo.loss import TokenTerms, token_terms, token_weights
+from tugline.trainers.grpo.train import StepReport
 from tugline.types import Sample
 
 LOSSES = [row for _, row in read_jsonl(Path(__file__).with_name("losses.jsonl"))]

@@ -23,7 +23,7 @@ from tugline.exports.base import Exporter, RowWriter, SessionExport, SkipReason,
 from tugline.recording.file import read
 from tugline.recording.trajectories import find_superseded
 from tugline.traces.base import make_builder
-from tugline.trainers.grpo.samples import group_advantages
+from tugline.trainers.grpo.advantage import group_advantages
 from tugline.types import PluginSpec, Status
 
 Progress = Callable[[str, int, int], None]

@@ -26,13 +26,14 @@ from tugline.launch.node import open_node
 from tugline.launch.server import folder_lock, managed_gc, open_control_plane
 from tugline.launch.settings import Settings, load_settings
 from tugline.protocol import Control, ResultQuery, ResultView
+from tugline.recording import file as recordings
 from tugline.recording.trajectories import ResultFolder, unpack
 from tugline.server.control import ControlPlane
 from tugline.server.store import nodes, results, sessions
 from tugline.server.store.base import Tx
 from tugline.server.store.sessions import SessionRow
 from tugline.server.store.tasks import pack, raise_samples
-from tugline.types import Task, Trajectory
+from tugline.types import Call, Task, Trajectory
 from tugline.web.serve import raise_file_limit
 
 _STOP_S = 30.0
@@ -134,6 +135,13 @@ class LocalServer:
             for row in await self.list_sessions(tasks)
         }
         return {session: path for session, path in paths.items() if path.exists()}
+
+    async def read_calls(self, tasks: Sequence[str]) -> list[Call]:
+        """Return the calls of each session's last attempt, in order of tasks and samples."""
+        paths = await self.find_recordings(tasks)
+        return await asyncio.to_thread(
+            lambda: [call for path in paths.values() for call in recordings.read(path).calls]
+        )
 
 
 @contextlib.asynccontextmanager

@@ -28,13 +28,11 @@ import msgspec
 from msgspec.structs import replace
 
 from tugline import log
-from tugline.errors import EngineError, TuglineError
-from tugline.launch.local import LocalServer
 from tugline.launch.server import folder_lock, freeze_gc
-from tugline.recording import file as recordings
 from tugline.traces.base import sum_ledgers
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import CHECKPOINTS, MODEL, TrainConfig, name_run, store_config
+from tugline.trainers.engines import Replicas, ServedWeights, make_publisher, open_replicas
 from tugline.trainers.evaluation import (
     Comparison,
     VersionScore,
@@ -53,29 +51,17 @@ from tugline.trainers.metrics import (
     flatten,
     measure_rollout,
 )
-from tugline.trainers.models import (
-    Models,
-    RemoteServer,
-    Replicas,
-    make_publisher,
-    open_models,
-    open_replicas,
-    open_server,
-    write_model,
-    write_model_folder,
-)
+from tugline.trainers.models import Models, open_models, write_model_folder
 from tugline.trainers.patience import run_patiently, summarize_failures
-from tugline.trainers.publish import Probe, Publication
+from tugline.trainers.publish import Probe
+from tugline.trainers.rollouts import RolloutServer, open_rollout_server
 from tugline.trainers.sinks import FAILED, Sinks
 from tugline.types import Call, Task, Trajectory
 
 WEIGHTS = "weights"
 """Subfolder of the weights that engines at ``engine.urls`` load."""
-_WATCH_S = 5.0
-"""Seconds between checks of the replicas' versions, and between attempts to publish."""
 _PROBE_IDS = 1024
 Report = Callable[[str], None]
-_log = log.get("trainers.loop")
 
 
 class _Learned(NamedTuple):
@@ -106,7 +92,7 @@ async def train(
         try:
             async with (
                 open_replicas(config, models, (folder / WEIGHTS / "first").absolute()) as replicas,
-                open_server(config, folder, replicas.connection) as server,
+                open_rollout_server(config, folder, replicas.connection) as server,
             ):
                 freeze_gc()
                 loop = TrainingLoop(
@@ -126,29 +112,34 @@ class TrainingLoop:
     folder: Path
     models: Models
     replicas: Replicas
-    server: LocalServer | RemoteServer
+    server: RolloutServer
     state: TrainState
     sinks: Sinks
     report: Report
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
     def __post_init__(self) -> None:
-        self._schedule, self._trainer = self.config.schedule, self.models.trainer
-        self._publisher = make_publisher(self.config, self.server, self.replicas)
-        self._began, self._earlier_s = time.monotonic(), self.state.elapsed_s
+        self._schedule = self.config.schedule
+        self._trainer = self.models.trainer
+        self._served = ServedWeights(
+            self.config,
+            self.models,
+            make_publisher(self.config, self.server.control, self.replicas),
+            self.folder / WEIGHTS,
+            self.report,
+        )
+        self._began = time.monotonic()
+        self._earlier_s = self.state.elapsed_s
         self._submitted = self.state.step
         self.state = self._choose(self.state)
         # malloc keeps freed memory per thread, so all steps run in the same thread
         self._learner = ThreadPoolExecutor(1, "learner")
         self._evaluation: asyncio.Task[None] | None = None
-        self._published: tuple[Path, int] | None = None
-        """Folder and version of the weights that the replicas serve."""
-        self._publishing = asyncio.Lock()
         self._step_s = 0.0
 
     async def run(self) -> TrainSummary:
         """Publish the first weights, and run the remaining steps and evaluations."""
-        restoring = log.start_task(self._restore_replicas(), "restore-replicas")
+        restoring = log.start_task(self._served.restore_replicas(), "restore-replicas")
         try:
             await self._publish_first()
             self._start_evaluation()
@@ -174,12 +165,14 @@ class TrainingLoop:
         if known > self.state.version:
             self.state = replace(self.state, version=known + 1)
         self.report(f"loading version {self.state.version} into the engine")
-        await self._publish(None)
+        await self._served.publish(self.state.version, None)
 
     # ----------------------------------------------------------------------- a step
     async def _step(self) -> None:
         """Train on the next batch, as described in the module."""
-        began, number, version = time.monotonic(), self.state.step + 1, self.state.version
+        began = time.monotonic()
+        number = self.state.step + 1
+        version = self.state.version
         await self._submit(min(number + self._schedule.staleness, self._schedule.steps))
         results, calls = await self._collect(number)
         wait_s = time.monotonic() - began
@@ -194,7 +187,7 @@ class TrainingLoop:
         self._count(learned, results)
         if number % self._schedule.checkpoint_every == 0:
             await asyncio.to_thread(self._save)
-        publication = await self._publish(learned.probe)
+        publication = await self._served.publish(self.state.version, learned.probe)
         self._step_s = time.monotonic() - began
         spent = {"wait_s": wait_s, "train_s": learned.seconds, "step_s": self._step_s}
         times = {f"time/{name}": seconds for name, seconds in spent.items()}
@@ -223,25 +216,25 @@ class TrainingLoop:
         """Wait for the sessions of a batch. Raises `EngineError` if none earned a reward."""
         tasks = self._batch(number)
         results = await self._run(tasks, f"step {number}")
-        if isinstance(self.server, RemoteServer):  # recordings stay on the nodes
-            return results, []
-        paths = await self.server.find_recordings([task.id for task in tasks])
-        return results, await asyncio.to_thread(
-            lambda: [call for path in paths.values() for call in recordings.read(path).calls]
-        )
+        return results, await self.server.read_calls([task.id for task in tasks])
 
     async def _run(self, tasks: Sequence[Task], name: str) -> list[Trajectory]:
         """Run the unfinished sessions of `tasks`; see `run_patiently`."""
-        patience_s, report, sleep = self._schedule.patience, self.report, self.sleep
         return await run_patiently(
-            self.server, tasks, name, patience_s=patience_s, report=report, sleep=sleep
+            self.server,
+            tasks,
+            name,
+            patience_s=self._schedule.patience,
+            report=self.report,
+            sleep=self.sleep,
         )
 
     def _learn(self, results: Sequence[Trajectory], calls: Sequence[Call]) -> _Learned:
-        began, version = time.monotonic(), self.state.version
+        began = time.monotonic()
+        version = self.state.version
         rollout = measure_rollout(results, calls, version=version)
         traces = [trace for result in results for trace in result.traces if trace.mask.any()]
-        longest = max(traces, key=lambda trace: int(trace.mask.sum()), default=None)
+        longest = max(traces, key=lambda trace: trace.trained, default=None)
         ids = None if longest is None else longest.ids[:_PROBE_IDS]
         before = None if ids is None else self._trainer.score(ids)
         report = self._trainer.step(results, version)
@@ -264,7 +257,9 @@ class TrainingLoop:
 
     def _count(self, learned: _Learned, results: Sequence[Trajectory]) -> None:
         """Add a trained step to the totals, and choose the tasks of another batch."""
-        done, report, rollout = self.state, learned.report, learned.rollout
+        done = self.state
+        report = learned.report
+        rollout = learned.rollout
         known = () if rollout.entropy is None else (rollout.entropy,)
         number = done.step + 1
         names = [task.id for task in self._batch(number)]
@@ -286,7 +281,8 @@ class TrainingLoop:
 
     def _save(self) -> None:
         """Save a checkpoint of the step, or update the state in its existing checkpoint."""
-        folder, state = self.folder / CHECKPOINTS, replace(self.state, elapsed_s=self._elapsed_s())
+        folder = self.folder / CHECKPOINTS
+        state = replace(self.state, elapsed_s=self._elapsed_s())
         path = checkpoint.path_of(folder, state.step)
         extra = msgspec.to_builtins(state, str_keys=True)
         if path.exists():  # for later results, such as an evaluation
@@ -296,55 +292,15 @@ class TrainingLoop:
 
     def _write_result(self) -> None:
         """Write the trained model as a folder that every engine can serve."""
-        source, weights = self.config.model or Path(), self._trainer.weights()
+        source = self.config.model or Path()
+        weights = self._trainer.weights()
         write_model_folder(weights, self.models.served, source, self.folder / MODEL)
-
-    async def _publish(self, probe: Probe | None) -> Publication:
-        """Publish the trainer's weights to every replica."""
-        folder = (self.folder / WEIGHTS / f"v{self.state.version}").absolute()
-        if self.config.engine.urls:
-            await asyncio.to_thread(write_model, self.config, self.models, folder)
-        async with self._publishing:
-            publication = await self._publish_folder(folder, self.state.version, probe)
-            old, self._published = self._published, (folder, self.state.version)
-        if old is not None:
-            await asyncio.to_thread(shutil.rmtree, old[0], ignore_errors=True)
-        return publication
-
-    async def _publish_folder(self, folder: Path, version: int, probe: Probe | None) -> Publication:
-        """Publish, and retry for `publish_s` seconds if a replica or a node is lost meanwhile."""
-        deadline = time.monotonic() + self._schedule.publish_s
-        while True:
-            try:
-                return await self._publisher.publish(folder, version, probe)
-            except EngineError as error:
-                retryable = self.config.engine.urls and error.status is None
-                if not retryable or time.monotonic() > deadline:
-                    raise
-                self.report(f"publishing version {version} again: {error}")
-                await asyncio.sleep(_WATCH_S)
-
-    async def _restore_replicas(self) -> None:
-        """Load the published weights into replicas that were restarted without them."""
-        reported = ""
-        while True:
-            await asyncio.sleep(_WATCH_S)
-            async with self._publishing:
-                try:
-                    if self._published and await self._publisher.find_outdated(self._published[1]):
-                        self.report("a replica was restarted; loading its weights again")
-                        await self._publisher.publish(*self._published)
-                except Exception as error:  # noqa: BLE001 - without this task none is restored
-                    known = isinstance(error, TuglineError)
-                    text = str(error) if known else log.describe_error(error)
-                    if text != reported:
-                        _log.warning("replicas not checked; checked again later", error=text)
-                    reported = text
 
     # ----------------------------------------------------------------------- evaluation
     def _start_evaluation(self, *, last: bool = False) -> None:
         """Start evaluating the published weights if an evaluation is due and not done."""
-        plan, step = self.config.heldout, self.state.step
+        plan = self.config.heldout
+        step = self.state.step
         known = any(score.step == step for score in self.state.scores)
         due = plan is not None and (last or step % plan.every == 0)
         if due and not known and self._evaluation is None:
@@ -356,7 +312,9 @@ class TrainingLoop:
             self._evaluation = None
 
     async def _evaluate(self) -> None:
-        began, step, version = time.monotonic(), self.state.step, self.state.version
+        began = time.monotonic()
+        step = self.state.step
+        version = self.state.version
         tasks = self.batches.evaluation(version)
         await self._start(tasks)
         results = await self._run(tasks, f"held out, step {step}")

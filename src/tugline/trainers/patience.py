@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from tugline.errors import EngineError
-from tugline.launch.local import LocalServer
-from tugline.trainers.models import RemoteServer
+from tugline.trainers.rollouts import RolloutServer
 from tugline.types import Boundary, Task, Trajectory
 
 _TEXT = 200
@@ -20,7 +19,7 @@ _LAST_PAUSE_S = 300.0
 
 
 async def run_patiently(
-    server: LocalServer | RemoteServer,
+    server: RolloutServer,
     tasks: Sequence[Task],
     name: str,
     *,

@@ -20,17 +20,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
 from tugline.chat.dialects.decoding import decode_object
-from tugline.client.api import Client
 from tugline.errors import EngineError, TuglineError, UsageError
 from tugline.protocol import Barrier, PauseMode
 from tugline.recording.verify.engine import Scorer, connect_scorer
-from tugline.server.control import ControlPlane
 from tugline.types import Ids, Logprobs
 from tugline.web.engine_http import EngineHttp
 
@@ -178,11 +176,24 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True):
     the change is smaller than the difference between engine and trainer."""
 
 
+class WeightControl(Protocol):
+    """Holds and resumes the model calls of all gateways of a server, and announces weights."""
+
+    async def pause(self, mode: PauseMode, *, within_s: float) -> Barrier:
+        """Pause model calls; returns when they are paused, or after `within_s`."""
+
+    async def announce(self, version: int) -> Barrier:
+        """Announce new weights; returns when the nodes have confirmed."""
+
+    async def resume(self) -> object:
+        """Resume model calls."""
+
+
 @dataclass(eq=False)
 class Publisher:
-    """Publishes versions to every replica; `weights` is the server's barrier for all gateways."""
+    """Publishes versions to every replica of a server."""
 
-    weights: ControlPlane | Client
+    weights: WeightControl
     updaters: Mapping[str, Update]
     """Update function of each replica, by URL."""
     mode: PauseMode

@@ -26,9 +26,7 @@ import torch
 from msgspec import Meta
 from msgspec.structs import replace
 
-from tugline.chat.dialects.base import HttpRequest
-from tugline.chat.dialects.decoding import ParseCache
-from tugline.chat.dialects.openai_chat import OpenAIChat
+from tugline.chat.dialects.openai_chat import parse_conversation
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.config import Config, load
@@ -45,7 +43,8 @@ from tugline.trainers.grpo.batch import MicroBatch, Row, plain_sample
 from tugline.trainers.grpo.config import UpdateConfig
 from tugline.trainers.grpo.distributed import add_up, gather, join_ranks
 from tugline.trainers.grpo.update import Update, Updater
-from tugline.trainers.models import merge_adapter, prepare, write_model_folder
+from tugline.trainers.lora import merge_adapter
+from tugline.trainers.models import prepare, write_model_folder
 from tugline.trainers.sinks import Sinks
 from tugline.types import Ids, Mask, PluginSpec, Sample
 
@@ -179,10 +178,7 @@ def _render(rendering: Rendering, row: Mapping[str, Any], where: str) -> tuple[I
                 function = call.get("function", {})
                 if not isinstance(function.get("arguments"), str):
                     function["arguments"] = json.dumps(function.get("arguments", {}))
-        body = {"model": "", "messages": messages, "tools": row.get("tools") or None}
-        request = HttpRequest("POST", "v1", "/chat/completions", "", {}, msgspec.json.encode(body))
-        parsed = OpenAIChat().parse(request, ParseCache())
-        return rendering.render_answers(parsed.messages, parsed.tools)
+        return rendering.render_answers(*parse_conversation(messages, row.get("tools")))
     except (RequestError, msgspec.ValidationError, AttributeError) as error:
         msg = f"{where} is not a conversation in the format of the OpenAI API: {error}"
         raise UsageError(msg) from error
@@ -194,7 +190,7 @@ class Sft(Updater):
 
     def update(self, samples: Sequence[Sample]) -> Update:
         """Make one update; its loss is the mean over the trained tokens, in nats."""
-        tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
+        tokens = sum(sample.trained for sample in samples)
         return self.apply([Row(sample, 1 / tokens) for sample in samples])
 
     @torch.no_grad()

@@ -126,6 +126,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     images: tuple[str, ...] = ()
     """SHA-256 in hex of the images in the context, in order; the recording has their data."""
 
+    @property
+    def trained(self) -> int:
+        """Number of tokens to train on."""
+        return int(self.mask.sum())
+
 
 # --------------------------------------------------------------------------- for trainers
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,6 +157,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     reward_parts: dict[str, float] = {}
     masked: dict[Reason, int] = {}
     """Number of the trace's sampled tokens that are not trained, by reason."""
+
+    @property
+    def trained(self) -> int:
+        """Number of tokens to train on."""
+        return int(self.loss_mask.sum())
 
 
 # --------------------------------------------------------------------------- sessions

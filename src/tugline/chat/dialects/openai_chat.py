@@ -170,6 +170,19 @@ def _build_call(call: ToolCall, custom: frozenset[str]) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------- requests
+def parse_conversation(
+    messages: Sequence[Any], tools: Sequence[Any] | None
+) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
+    """Parse a conversation outside of a request, such as one of a data set."""
+    if not messages:
+        raise decoding.invalid(messages, "messages", "must have at least one message")
+    parsed: list[Message] = []
+    for index, item in enumerate(messages):
+        _fold_message(parsed, item, index)
+    groups = decoding.parse_list(tools or None, "tools", _parse_tool)
+    return tuple(parsed), tuple(tool for group in groups for tool in group)
+
+
 def _fold_message(messages: list[Message], item: Any, index: int) -> None:
     where = f"messages[{index}]"
     name = decoding.require(item, "role", str, where)

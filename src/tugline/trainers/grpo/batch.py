@@ -127,6 +127,11 @@ class MicroBatch:
     weight: torch.Tensor
 
     @property
+    def counts(self) -> list[int]:
+        """Number of trained tokens of each row."""
+        return [row.sample.trained for row in self.rows]
+
+    @property
     def computed(self) -> int:
         """Positions computed by the model, padding included."""
         return self.ids.numel()

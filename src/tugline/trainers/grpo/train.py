@@ -12,9 +12,7 @@ split.
 
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -22,9 +20,10 @@ import torch
 from tugline.errors import ConfigError
 from tugline.traces.base import leave_out
 from tugline.trainers.grpo.batch import MicroBatch, Row, collate
-from tugline.trainers.grpo.config import GrpoConfig, Level
+from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.distributed import gather
 from tugline.trainers.grpo.forward import PolicyModel, make_probe
+from tugline.trainers.grpo.loss import token_terms, token_weights
 from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.update import (
     MismatchReport,
@@ -160,7 +159,7 @@ class Grpo(Updater):
         finite = [update for update in updates if not update.culprits]
         applied = [update for update in finite if update.grad_norm > 0]
         learned = frozenset[str]().union(*(update.sessions for update in finite))
-        lost = sum(int(s.loss_mask.sum()) for s in samples if s.session not in learned)
+        lost = sum(s.trained for s in samples if s.session not in learned)
         ledger = leave_out(ledger, masked={}, dropped={Reason.NON_FINITE: lost})
         tokens = max(1, sum(update.sums["tokens"] for update in finite))
         count = max(1, len(finite))
@@ -191,96 +190,3 @@ def _collect(samples: Sequence[Sample], recomputed: Sequence[Recomputed]) -> lis
     own = [(number[id(s)], logprobs) for s, logprobs in recomputed if id(s) in number]
     ordered = sorted(gather(own), key=lambda part: part[0])
     return [Recomputed(samples[n], logprobs) for n, logprobs in ordered]
-
-
-# --------------------------------------------------------------------------- the loss
-class TokenTerms(NamedTuple):
-    """Values per trained token, shape ``(N,)``."""
-
-    loss: torch.Tensor
-    ratio: torch.Tensor
-    """Probability under the weights being trained, divided by that under the old weights."""
-    clipped: torch.Tensor
-    """True where clipping removes the policy's gradient."""
-    bounded: torch.Tensor
-    """True where the importance weight was out of its bounds."""
-    kl: torch.Tensor
-    """Estimated divergence from the reference; zeros without a reference."""
-
-
-def token_terms(
-    new: torch.Tensor, micro: MicroBatch, reference: torch.Tensor | None, config: GrpoConfig
-) -> TokenTerms:
-    """Return the loss terms of log probabilities; only `new` carries gradient.
-
-    ``ratio = exp(new - old)``; ``loss = -min(ratio A, clip(ratio, 1 - low, 1 + high) A)`` (PPO,
-    arXiv 1707.06347; two bounds as in DAPO, arXiv 2503.14476). With `ratio_level` ``trace`` the
-    ratio is the geometric mean over a trace's trained tokens (GSPO, arXiv 2507.18071). The loss is
-    multiplied by `importance_weights`. The KL term is ``exp(d) - d - 1`` with
-    ``d = reference - new`` (Schulman's k3, used by GRPO, arXiv 2402.03300). Its gradient is
-    unbiased only for tokens sampled from the policy being trained; `kl_correction` multiplies it
-    by the probability under the weights being trained, divided by that under the weights that
-    sampled the token (DeepSeek-V3.2, arXiv 2512.02556): the token's ratio, times its importance
-    weight if the old log probabilities are recomputed ones.
-    """
-    advantage = micro.advantage
-    log_ratio = new - micro.old
-    ratio = torch.exp(_level(log_ratio, micro, config.ratio_level))
-    low, high = 1 - config.clip_low, 1 + config.clip_high
-    loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    weights, bounded = importance_weights(micro, config)
-    loss = loss * weights
-    kl = torch.zeros_like(new)
-    if reference is not None:
-        distance = reference - new
-        kl = torch.expm1(distance) - distance
-        loss = loss + config.kl * (
-            kl * torch.exp(log_ratio) * weights if config.kl_correction else kl
-        )
-    clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
-    return TokenTerms(loss, ratio.detach(), clipped, bounded, kl.detach())
-
-
-def importance_weights(micro: MicroBatch, config: GrpoConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weight of each token's loss, and whether it was out of bounds; shape ``(N,)``.
-
-    ``exp(old - behaviour)`` corrects for the difference between the engine's and the trainer's
-    distributions, per token or as the geometric mean over a trace. Without bounds its variance is
-    unbounded. ``truncate`` clamps it to the bounds (Ionides 2008); ``mask`` removes the loss
-    instead, because such tokens are often wrong rather than rare (IcePop, arXiv 2510.18855).
-    """
-    if config.importance is None:
-        ones = torch.ones_like(micro.old)
-        return ones, ones < 1
-    weights = torch.exp(_level(micro.old - micro.behaviour, micro, config.importance_level))
-    low, high = config.importance_low, config.importance_high
-    bounded = (weights < low) | (weights > high)
-    if config.importance == "mask":
-        return weights.masked_fill(bounded, 0.0), bounded
-    return weights.clamp(low, high), bounded
-
-
-def _level(log_ratio: torch.Tensor, micro: MicroBatch, level: Level) -> torch.Tensor:
-    """Return the log ratios, or for each token the mean over the tokens of its trace."""
-    if level == "token":
-        return log_ratio
-    counts = [int(row.sample.loss_mask.sum()) for row in micro.rows]
-    means = [part.mean().expand(len(part)) for part in torch.split(log_ratio, counts)]
-    return torch.cat(means)
-
-
-def token_weights(samples: Sequence[Sample], config: GrpoConfig) -> list[float]:
-    """Return the weight of each sample's tokens in an update with `samples`.
-
-    - ``token``: 1 / all trained tokens of the update (DAPO)
-    - ``sequence``: the mean over a session's tokens, then over sessions (original GRPO)
-    - ``constant``: 1 / (sessions x `constant_length`) (Dr. GRPO, arXiv 2503.20783)
-    """
-    tokens: Counter[str] = Counter()
-    for sample in samples:
-        tokens[sample.session] += int(sample.loss_mask.sum())
-    if config.normalisation == "token":
-        return [1 / tokens.total()] * len(samples)
-    if config.normalisation == "sequence":
-        return [1 / (len(tokens) * tokens[sample.session]) for sample in samples]
-    return [1 / (len(tokens) * config.constant_length)] * len(samples)

@@ -141,8 +141,7 @@ class Updater(ABC):
 
 def split_by_sample(new: torch.Tensor, micro: MicroBatch) -> list[Recomputed]:
     """Split the log probabilities of a forward pass by sample."""
-    counts = [int(row.sample.loss_mask.sum()) for row in micro.rows]
-    parts = torch.split(new.cpu(), counts)
+    parts = torch.split(new.cpu(), micro.counts)
     return [
         Recomputed(row.sample, part.numpy()) for row, part in zip(micro.rows, parts, strict=True)
     ]
