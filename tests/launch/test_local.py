@@ -24,8 +24,7 @@ from tugline.errors import ServerError
 from tugline.gateway.replicas import Upstream
 from tugline.launch.engine import EngineConnection
 from tugline.launch.local import LocalServer, open_local
-from tugline.launch.settings import GatewaySettings, Settings
-from tugline.launch.workers import Workers
+from tugline.launch.settings import Settings
 from tugline.node.settings import NodeSettings
 from tugline.protocol import ResultView
 from tugline.recording.trajectories import read_folder
@@ -108,10 +107,9 @@ def test_html_of_a_result_is_escaped() -> None:
 
 
 @contextlib.asynccontextmanager
-async def local(folder: Path, workers: int = 1) -> AsyncIterator[LocalServer]:
-    """Engine, server, gateway of `workers` processes, and node."""
-    gateway = GatewaySettings(workers=workers)
-    settings = Settings(node=NodeSettings(name="n", slots=4), gateway=gateway)
+async def local(folder: Path) -> AsyncIterator[LocalServer]:
+    """Engine, server and node."""
+    settings = Settings(node=NodeSettings(name="n", slots=4))
     async with serve(create_engine()) as url:
         connection = EngineConnection((url,), Upstream(url, Embedded()), RENDERING)
         async with open_local(settings, folder, connection) as cluster:
@@ -129,11 +127,9 @@ def delayed(command: str) -> Task:
     return msgspec.structs.replace(make("a", samples=1), harness=PluginSpec("shell", options))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_every_token_of_a_batch_is_trained(tmp_path: Path, workers: int) -> None:
+async def test_every_token_of_a_batch_is_trained(tmp_path: Path) -> None:
     """Three turns become one exact trace; progress is reported."""
-    async with local(tmp_path, workers) as cluster:
-        assert isinstance(cluster.gateway, Workers) is (workers > 1)
+    async with local(tmp_path) as cluster:
         progress: list[tuple[int, int]] = []
         batch = [make("a", turns=3)]
         results = await cluster.run(batch, lambda done, total: progress.append((done, total)))
@@ -173,7 +169,7 @@ async def test_a_dead_node_ends_the_run(tmp_path: Path) -> None:
     async with local(tmp_path) as cluster:
         running = asyncio.create_task(cluster.run([delayed("sleep 30")]))
         await asyncio.sleep(0.2)
-        cluster._node.cancel()
+        cluster._running.cancel()
         done, _ = await asyncio.wait({running}, timeout=20)
         assert done
         assert isinstance(running.exception(), ServerError)

@@ -201,7 +201,7 @@ def _show(needs: Needs, workload: Workload) -> None:
         "nodes": f"{needs.nodes} of {workload.cores} processors and {workload.memory_gb} GB,"
         f" --slots {needs.slots}; {limiting} decide: {format_counts(needs.nodes_for)}",
         "processors": f"{needs.agent_cores:.1f} for agents, tools and evaluations,"
-        f" {needs.gateway_cores:.1f} for gateways (`gateway.workers`)",
+        f" {needs.gateway_cores:.1f} for gateways (`node.processes`)",
         "memory": f"{needs.memory_gb:,.0f} GB",
         "servers": f"{needs.servers}; {needs.server_cores:.2f} processors, PostgreSQL's included",
         "disk": f"{needs.disk_gb_per_day:,.1f} GB of recordings a day, as much again on the server",

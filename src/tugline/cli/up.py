@@ -34,6 +34,7 @@ from tugline.types import Mode
 
 DATA = Path("tugline-data")
 
+Processes = int | Literal["auto"] | None
 Folder = Annotated[Path, Parameter("--dir", help="Folder of all data.")]
 
 
@@ -61,7 +62,13 @@ class NodeOptions:
     log_file: Annotated[Path | None, Parameter("--log")] = None
     """File for a log of JSON lines."""
 
-    def load(self, *, server: Flags | None = None, name: str | None = None) -> Settings:
+    def load(
+        self,
+        *,
+        server: Flags | None = None,
+        name: str | None = None,
+        processes: int | str | None = None,
+    ) -> Settings:
         """Load the settings from their file and these flags. Raises `UsageError`."""
         engine = {
             "urls": self.engine or None,
@@ -70,7 +77,7 @@ class NodeOptions:
             "api_key_env": self.api_key_env,
             "mode": Mode.TEXT.value if self.messages_only else None,
         }
-        node = {"slots": self.slots, "name": name}
+        node = {"slots": self.slots, "name": name, "processes": processes}
         settings = load_settings(self.config, server=server or {}, node=node, engine=engine)
         if self.model is None:
             return settings
@@ -90,6 +97,7 @@ def up(
     port: int | None = None,
     store: str | None = None,
     name: str | None = None,
+    nodes: Processes = None,
     no_node: bool = False,
     cluster: Literal["ray"] | None = None,
     local: NodeOptions = DEFAULT_NODE,
@@ -101,10 +109,14 @@ def up(
         port: Port of the API; 0 for a free port.
         store: postgresql://..., if not a file in --dir.
         name: Name of the node (default: the machine's).
+        nodes: Nodes on this machine, each a process of its own (default: one, in this process).
         no_node: Start only the server, for nodes on other machines.
         cluster: Run a node on each machine of this cluster, and none in this process.
     """
-    settings = local.load(server={"host": host, "port": port, "store": store}, name=name)
+    server_flags = {"host": host, "port": port, "store": store}
+    settings = local.load(server=server_flags, name=name, processes=nodes)
+    if nodes is not None and (no_node or cluster):
+        raise UsageError("--nodes is for nodes on this machine: not with --no-node or --cluster")
     if not is_local(settings.server.host) and settings.server.tls is None:
         echo(
             f"the API will listen on {settings.server.host} without TLS: tokens and results can be"
@@ -116,9 +128,9 @@ def up(
         main = partial(run_server, settings, folder, echo, cluster=cluster is not None)
         keep_running(main, local.log_file)
         return
-    from tugline.launch.node import run_server_and_node  # noqa: PLC0415 - takes a second
+    from tugline.launch.node import run_server_and_nodes  # noqa: PLC0415 - takes a second
 
-    main = partial(run_server_and_node, add_default_engine(settings), folder, echo)
+    main = partial(run_server_and_nodes, add_default_engine(settings), folder, echo)
     keep_running(main, local.log_file)
 
 
@@ -128,6 +140,7 @@ def node(
     token: Annotated[str, Parameter(env_var="TUGLINE_JOIN_TOKEN")],
     folder: Folder = DATA,
     name: str | None = None,
+    processes: Processes = None,
     cluster: Literal["ray"] | None = None,
     local: NodeOptions = DEFAULT_NODE,
 ) -> None:
@@ -137,9 +150,10 @@ def node(
         server: URL of the server, such as http://10.0.0.1:7700.
         token: Join token of the server.
         name: Name of the node (default: the machine's).
+        processes: Nodes on this machine, each a process of its own (default: one, in this process).
         cluster: Run a node on each machine of this cluster, and none in this process.
     """
-    settings = add_default_engine(local.load(name=name))
+    settings = add_default_engine(local.load(name=name, processes=processes))
     if cluster:
         log.configure(level="info" if local.log_file else "warning", path=local.log_file)
         ray = import_extra("tugline.launch.ray", "ray", "--cluster ray")

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Self
 
@@ -64,13 +64,11 @@ class Gateway:
         flush_s: float = 1.0,
         settings: CallSettings = DEFAULTS,
         clock: Clock = time.monotonic,
-        prepare: Callable[["Gateway"], Awaitable[None]] | None = None,
     ) -> None:
         """Recordings are written to `folder`, one file per session; port 0 takes any free port.
 
         `rendering` makes the prompts in exact mode and is None in other modes. An answered call
         survives a crash of any process at once, and a power loss after at most `flush_s`.
-        `prepare` is awaited before the gateway listens.
         """
         if (rendering is None) is (upstream.wire.mode is Mode.EXACT):
             wants = "a rendering" if rendering is None else "no rendering"
@@ -79,7 +77,7 @@ class Gateway:
         self.url = ""
         self._upstream, self._folder = upstream, folder
         self._host, self._port = host, port
-        self._flush_s, self._prepare = flush_s, prepare
+        self._flush_s = flush_s
         self._settings, self._clock = settings, clock
         self._engine = EngineContext(upstream, ModelCard("", 0), rendering, settings)
         self._sessions = Sessions()
@@ -92,8 +90,6 @@ class Gateway:
             await stack.enter_async_context(self._upstream)
             self._engine.card = await self._upstream.model()
             await asyncio.to_thread(self._engine.keep_tokenizer, self._folder)
-            if self._prepare is not None:
-                await self._prepare(self)
             self.url = await stack.enter_async_context(serve(self.app, self._host, self._port))
             flusher = log.start_task(self._flush(), "flush-recordings")
             stack.callback(flusher.cancel)

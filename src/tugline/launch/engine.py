@@ -10,6 +10,9 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
 
 from tugline import log
 from tugline.chat.templates.base import CONFIGS
@@ -23,6 +26,8 @@ from tugline.inference.base import GenerationEngine
 from tugline.inference.load import load
 from tugline.inference.server import create_app
 from tugline.launch.settings import EngineSettings
+from tugline.recording.folder import tokenizer_name
+from tugline.recording.tokenizer_file import save_tokenizer
 from tugline.types import Mode
 from tugline.web.serve import serve
 
@@ -76,6 +81,28 @@ async def serve_engine(
     """Serve an engine of this process at its own URL, in exact mode."""
     async with serve(create_app(generator, model_name=name)) as url:
         yield EngineConnection((url,), await connect([url], mode=Mode.EXACT), rendering)
+
+
+def share_engine(
+    connection: EngineConnection, settings: EngineSettings, folder: Path
+) -> EngineSettings:
+    """Return settings by which other processes connect to the same engine in the same way.
+
+    The tokenizer's file is written to `folder`.
+    """
+    tokenizer = renderer = None
+    if connection.rendering is not None:
+        renderer = connection.rendering.name
+        tokenizer = folder / tokenizer_name(save_tokenizer(connection.rendering.tokenizer, folder))
+    return replace(
+        settings,
+        urls=connection.urls,
+        model=None,
+        served_name=connection.upstream.name,
+        mode=connection.upstream.wire.mode,
+        tokenizer=tokenizer,
+        renderer=renderer,
+    )
 
 
 async def _connect(settings: EngineSettings) -> EngineConnection:

@@ -20,13 +20,20 @@ from msgspec.structs import replace
 from tugline import log
 from tugline.client.streams import Result
 from tugline.errors import Missing, ServerError
-from tugline.gateway.app import Gateway
-from tugline.launch.engine import EngineConnection, open_engine
-from tugline.launch.node import open_node
-from tugline.launch.server import folder_lock, managed_gc, open_control_plane
+from tugline.launch.engine import EngineConnection, open_engine, share_engine
+from tugline.launch.node import RECORDINGS, open_node
+from tugline.launch.processes import NODES, divide, keep_nodes
+from tugline.launch.server import (
+    folder_lock,
+    load_tokens,
+    managed_gc,
+    open_control_plane,
+    serve_control_plane,
+)
 from tugline.launch.settings import Settings, load_settings
 from tugline.protocol import Control, ResultQuery, ResultView
 from tugline.recording import file as recordings
+from tugline.recording.folder import file_name
 from tugline.recording.trajectories import ResultFolder, unpack
 from tugline.server.control import ControlPlane
 from tugline.server.store import nodes, results, sessions
@@ -38,10 +45,14 @@ from tugline.web.serve import raise_file_limit
 
 _STOP_S = 30.0
 """Seconds that sessions may take to end when the run is stopped."""
+_FOR_EVER_S = 1e9
+_UNLIMITED_GB = 1e9
+"""The recordings of a run are kept with it."""
 _BATCH = 1000
 _WAIT_S = 1.0
 """Seconds without a result after which the node is checked."""
 
+_log = log.get("launch")
 OnDone = Callable[[int, int], None]
 """Callback with the number of finished sessions of the batch, and of all its sessions."""
 OnResult = Callable[[ResultView, int], None]
@@ -49,14 +60,23 @@ OnResult = Callable[[ResultView, int], None]
 
 
 class LocalServer:
-    """Server, gateway and node of `open_local`, for any number of batches of tasks."""
+    """Server and nodes of `open_local`, for any number of batches of tasks."""
 
     def __init__(
-        self, control: ControlPlane, gateway: Gateway, running_node: asyncio.Task[None]
+        self,
+        control: ControlPlane,
+        running: asyncio.Task[None],
+        recordings: Sequence[Path],
+        is_idle: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`running` ends when there are no nodes any more; `recordings` are their folders.
+
+        `is_idle` says whether no model call runs in this process.
+        """
         self.control = control
-        self.gateway = gateway
-        self._node = running_node
+        self.is_idle = is_idle
+        self._running = running
+        self._recordings = recordings
 
     async def weights(self) -> Control:
         """Read the newest weight version, and whether model calls are paused."""
@@ -101,8 +121,8 @@ class LocalServer:
         while missing:
             query = ResultQuery(after=cursor, limit=_BATCH, wait_s=_WAIT_S, task=tuple(tasks or ()))
             page = await self.control.results(query)
-            if self._node.done() and not page.items:  # there will be no further results
-                error = None if self._node.cancelled() else self._node.exception()
+            if self._running.done() and not page.items:  # there will be no further results
+                error = None if self._running.cancelled() else self._running.exception()
                 msg = "the node has stopped; sessions without a result can be run again"
                 raise ServerError(msg) from error
             cursor = page.cursor
@@ -130,11 +150,14 @@ class LocalServer:
 
     async def find_recordings(self, tasks: Sequence[str]) -> dict[str, Path]:
         """Return the recording of each session's last attempt; sessions without calls have none."""
-        paths = {
-            row.id: self.gateway.recording_path(row.session())
-            for row in await self.list_sessions(tasks)
+        rows = await self.list_sessions(tasks)
+        names = {row.id: file_name(row.session()) for row in rows}
+        return {
+            session: folder / name
+            for session, name in names.items()
+            for folder in self._recordings
+            if (folder / name).exists()
         }
-        return {session: path for session, path in paths.items() if path.exists()}
 
     async def read_calls(self, tasks: Sequence[str]) -> list[Call]:
         """Return the calls of each session's last attempt, in order of tasks and samples."""
@@ -148,14 +171,42 @@ class LocalServer:
 async def open_local(
     settings: Settings, folder: Path, engine: EngineConnection
 ) -> AsyncIterator[LocalServer]:
-    """Open server, gateway and node in `folder`, with an engine."""
+    """Open a server in `folder`, with a node in this process or with ``node.processes``."""
+    if settings.node.processes is not None:
+        async with _open_with_processes(settings, folder, engine) as local:
+            yield local
+        return
     async with (
         open_control_plane(settings.server, folder) as control,
         open_node(settings, folder, control.dispatcher, engine, keep_recordings=True) as (node, _),
     ):
         running = asyncio.create_task(node.run(), name="node")
         try:
-            yield LocalServer(control, node.gateway, running)
+            yield LocalServer(control, running, [folder / RECORDINGS], lambda: node.gateway.idle)
+        finally:
+            running.cancel()
+            await asyncio.wait({running}, timeout=_STOP_S)
+
+
+@contextlib.asynccontextmanager
+async def _open_with_processes(
+    settings: Settings, folder: Path, engine: EngineConnection
+) -> AsyncIterator[LocalServer]:
+    """Open a server with an API for the nodes, on loopback."""
+    server = replace(settings.server, host="127.0.0.1", port=0)
+    node = replace(settings.node, keep_s=_FOR_EVER_S, quota_gb=_UNLIMITED_GB)
+    shared = await asyncio.to_thread(share_engine, engine, settings.engine, folder)
+    nodes = divide(replace(settings, node=node, engine=shared), settings.node.name)
+    async with (
+        open_control_plane(server, folder) as control,
+        serve_control_plane(control, server, folder) as (url, _),
+    ):
+        token = load_tokens(folder).join
+        keeping = keep_nodes(nodes, folder, url, token, asyncio.Event(), _log.warning)
+        running = asyncio.create_task(keeping, name="nodes")
+        try:
+            names = [each.node.name for each in nodes]
+            yield LocalServer(control, running, [folder / NODES / n / RECORDINGS for n in names])
         finally:
             running.cancel()
             await asyncio.wait({running}, timeout=_STOP_S)
@@ -221,7 +272,7 @@ async def run_in_folder(
         async with (
             open_engine(settings.engine, slots=settings.node.slots) as engine,
             open_local(settings, folder, engine) as local,
-            managed_gc(lambda: local.gateway.idle),
+            managed_gc(local.is_idle),
         ):
             if more_samples:
                 packed_tasks = await asyncio.to_thread(lambda: [pack(task) for task in tasks])

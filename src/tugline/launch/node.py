@@ -5,9 +5,10 @@ Metrics are always collected; traces are sent to ``OTEL_EXPORTER_OTLP_ENDPOINT``
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,10 +16,18 @@ from msgspec.structs import replace
 
 from tugline.client.nodes import NodeClient
 from tugline.gateway.app import Gateway
-from tugline.launch.engine import EngineConnection, open_engine
-from tugline.launch.server import Echo, folder_lock, handle_signals, managed_gc, open_server
+from tugline.launch.engine import EngineConnection, open_engine, share_engine
+from tugline.launch.processes import NODES, divide, keep_nodes
+from tugline.launch.programs import Echo
+from tugline.launch.server import (
+    folder_lock,
+    handle_signals,
+    load_tokens,
+    managed_gc,
+    open_server,
+    read_url,
+)
 from tugline.launch.settings import Settings
-from tugline.launch.workers import Workers, count_workers
 from tugline.node.admission import Engines
 from tugline.node.app import Node
 from tugline.node.metrics import NodeMetrics
@@ -28,7 +37,10 @@ from tugline.rollout.parts import Parts
 from tugline.types import PluginSpec
 from tugline.web.serve import raise_file_limit, serve
 
-NODES = "nodes"
+_M_ARENA_MAX = -8
+"""From ``malloc.h`` of glibc."""
+RECORDINGS = "recordings"
+"""Folder of the recordings in that of a node."""
 
 
 @contextlib.asynccontextmanager
@@ -51,14 +63,13 @@ async def open_node(
         versions={"tugline": version("tugline"), **settings.node.versions},
     )
     tracer = open_tracer(os.environ, node=own.name)
-    recordings = folder / "recordings"
-    host = settings.gateway.host
-    port = settings.gateway.port
-    count = count_workers(settings.gateway.workers, len(os.sched_getaffinity(0)))
-    gateway: Gateway = (
-        Workers(engine, recordings, host=host, port=port, count=count)
-        if count > 1
-        else Gateway(engine.upstream, engine.rendering, recordings, host=host, port=port)
+    recordings = folder / RECORDINGS
+    gateway = Gateway(
+        engine.upstream,
+        engine.rendering,
+        recordings,
+        host=settings.gateway.host,
+        port=settings.gateway.port,
     )
     async with gateway, Engines(own.engines) as engines, contextlib.AsyncExitStack() as stack:
         if tracer is not None:
@@ -73,8 +84,17 @@ def name_node(settings: Settings) -> str:
     return settings.node.name or socket.gethostname()
 
 
-async def run_server_and_node(settings: Settings, folder: Path, echo: Echo) -> None:
-    """Run a server and a node in this process, without a socket between them, until a signal."""
+async def run_server_and_nodes(settings: Settings, folder: Path, echo: Echo) -> None:
+    """Run a server with a node in this process, or with ``node.processes``, until a signal.
+
+    Between server and node in one process, there is no socket.
+    """
+    if settings.node.processes is not None:
+        nodes = divide(settings, name_node(settings))
+        async with open_server(settings.server, folder, echo):
+            token = load_tokens(folder).join
+            await _keep_until_signal(nodes, settings, folder, read_url(folder), token, echo)
+        return
     async with (
         open_server(settings.server, folder, echo) as (control, metrics),
         _open_announced(settings, folder, control.dispatcher, echo) as (node, node_metrics),
@@ -84,7 +104,11 @@ async def run_server_and_node(settings: Settings, folder: Path, echo: Echo) -> N
 
 
 async def run_node(settings: Settings, folder: Path, url: str, token: str, echo: Echo) -> None:
-    """Run a node of the server at `url`, until a signal."""
+    """Run a node of the server at `url`, or as many as ``node.processes``, until a signal."""
+    if settings.node.processes is not None:
+        nodes = divide(settings, name_node(settings))
+        await _keep_until_signal(nodes, settings, folder, url, token, echo)
+        return
     token_file = folder / NODES / name_node(settings) / "token"
     async with (
         NodeClient(url, token, token_file=token_file) as server,
@@ -99,12 +123,49 @@ async def run_node(settings: Settings, folder: Path, url: str, token: str, echo:
         await node.run()
 
 
+async def _keep_until_signal(
+    nodes: Sequence[Settings], settings: Settings, folder: Path, url: str, token: str, echo: Echo
+) -> None:
+    """Keep processes of nodes running until a signal; an engine of `settings` is served here."""
+    stopped = asyncio.Event()
+    main = asyncio.current_task()
+    ready = False
+
+    def stop() -> None:
+        stopped.set()
+        if not ready and main is not None:
+            main.cancel()
+
+    slots = settings.node.slots
+    with handle_signals(stop):
+        async with contextlib.AsyncExitStack() as stack:
+            engine = settings.engine
+            if not engine.urls:
+                opened = await stack.enter_async_context(open_engine(engine, slots=slots))
+                engine = share_engine(opened, engine, folder)
+            nodes = [replace(node, engine=engine) for node in nodes]
+            ready = True
+            await keep_nodes(nodes, folder, url, token, stopped, echo)
+
+
+def _limit_heaps() -> None:
+    """Let all threads share glibc's one heap, before they start.
+
+    Threads of sandboxes and recordings free what others allocated: with a heap for each, their
+    fragments add up over thousands of sessions. Threads seldom allocate at the same time here.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
+
+
 @contextlib.asynccontextmanager
 async def _open_announced(
     settings: Settings, folder: Path, server: Dispatcher, echo: Echo
 ) -> AsyncIterator[tuple[Node, NodeMetrics]]:
     """Open a node that drains at a signal; print its state and the weaknesses of its runtime."""
     raise_file_limit()
+    _limit_heaps()
     name = name_node(settings)
     slots = settings.node.slots
     own_folder = folder / NODES / name

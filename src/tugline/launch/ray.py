@@ -33,8 +33,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tugline.atomic import write_file
 from tugline.client.sync import SyncClient
 from tugline.errors import TuglineError, first_line
-from tugline.launch.server import DIES_WITH_PARENT, Echo, encode_path
-from tugline.launch.settings import Settings
+from tugline.launch.programs import DIES_WITH_PARENT, Echo
+from tugline.launch.settings import Settings, encode_path
 from tugline.types import TERMINAL
 
 ANSWER_S = 10.0
@@ -202,6 +202,11 @@ class Nodes:
         self._silent.discard(name)
 
     # ------------------------------------------------------------------ growing and shrinking
+    def _find_machine(self, node: str) -> str:
+        """Return the machine of a node, whose name may have a number (`processes.divide`)."""
+        machine = node.rpartition("-")[0]
+        return machine if node not in self._actors and machine in self._actors else node
+
     def _scale(self) -> int | None:
         """Request machines, drain idle nodes; return the number, None if the server is down."""
         options = self._ray
@@ -218,7 +223,8 @@ class Nodes:
         shape = {"CPU": options.cpus} if options.resource is None else {options.resource: 1}
         request_resources(bundles=[shape] * wanted)
         now = time.monotonic()
-        idle = {node.name for node in nodes if not node.running} & self._actors.keys()
+        busy = {self._find_machine(node.name) for node in nodes if node.running}
+        idle = {self._find_machine(node.name) for node in nodes} & self._actors.keys() - busy
         self._idle_since = {name: self._idle_since.get(name, now) for name in idle}
         unused = [name for name, since in self._idle_since.items() if now > since + options.idle_s]
         for name in unused[: max(0, len(self._actors) - wanted)]:

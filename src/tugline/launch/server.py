@@ -11,10 +11,8 @@ import ctypes
 import gc
 import ipaddress
 import itertools
-import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -25,7 +23,8 @@ from filelock import FileLock, Timeout
 from tugline import log
 from tugline.atomic import read_or_make, write_file
 from tugline.errors import TuglineError, UsageError
-from tugline.launch.settings import Settings
+from tugline.launch.programs import Echo, keep_program
+from tugline.launch.settings import Settings, encode_path
 from tugline.rollout.parts import Parts
 from tugline.sandbox.base import run_beside
 from tugline.server.blobs import Blobs, open_blobs
@@ -47,18 +46,12 @@ CALLBACK_KEY = "callback.key"
 """File with the secret that signs callbacks, in the receivers' format."""
 STORE = "server.db"
 BLOBS = "blobs"
-CLUSTER_AGAIN_S = 5.0
-"""Pause before the process that places nodes on a cluster is restarted, in seconds."""
 TOKENS_EVERY_S = 5.0
 """Seconds between two reads of ``tokens.json``."""
 CLUSTER = "cluster.json"
 """File with the settings of a cluster's nodes."""
-DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
-"""Prefix of the command of a program that is killed when this process ends."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _log = log.get("server")
-Echo = Callable[[str], None]
-"""Function that prints a line for people."""
 
 
 @contextlib.contextmanager
@@ -200,11 +193,13 @@ async def run_server(
         freeze_gc()
         stopped = asyncio.Event()
         with handle_signals(stopped.set):
-            await (_keep_nodes(settings, folder, stopped, echo) if cluster else stopped.wait())
+            await (_keep_cluster(settings, folder, stopped, echo) if cluster else stopped.wait())
         echo("stopping")
 
 
-async def _keep_nodes(settings: Settings, folder: Path, stopped: asyncio.Event, echo: Echo) -> None:
+async def _keep_cluster(
+    settings: Settings, folder: Path, stopped: asyncio.Event, echo: Echo
+) -> None:
     """Keep ``tugline node --cluster ray`` running; it drains all nodes at the end.
 
     It is a separate process, since Ray aborts a process whose cluster is lost. Raises `UsageError`.
@@ -212,32 +207,15 @@ async def _keep_nodes(settings: Settings, folder: Path, stopped: asyncio.Event, 
     data = msgspec.json.encode(settings, enc_hook=encode_path)
     write_file(folder / CLUSTER, data, 0o600)
     tokens = load_tokens(folder)
-    url = msgspec.json.decode((folder / SERVER).read_bytes())["url"]
-    env = {**os.environ, "TUGLINE_JOIN_TOKEN": tokens.join, "TUGLINE_TOKEN": tokens.read}
-    command = [*DIES_WITH_PARENT, sys.executable, "-m", "tugline.cli.app", "node"]
-    command += ["--cluster", "ray", "--server", url, "--config", str(folder / CLUSTER)]
-    while not stopped.is_set():
-        program = await asyncio.create_subprocess_exec(*command, env=env, start_new_session=True)
-        ended = asyncio.ensure_future(program.wait())
-        stop = asyncio.ensure_future(stopped.wait())
-        await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if stopped.is_set():
-            with contextlib.suppress(ProcessLookupError):
-                program.terminate()
-            echo("draining: running sessions may finish; stop again to end at once")
-            await ended
-        elif await ended == 2:
-            raise UsageError("the nodes cannot be placed, for the reason above")
-        else:
-            echo(f"the process that places nodes ended with code {await ended}; it starts again")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stopped.wait(), CLUSTER_AGAIN_S)
+    env = {"TUGLINE_JOIN_TOKEN": tokens.join, "TUGLINE_TOKEN": tokens.read}
+    config = str(folder / CLUSTER)
+    arguments = ("node", "--cluster", "ray", "--server", read_url(folder), "--config", config)
+    await keep_program("the process that places nodes", arguments, env, stopped, echo)
 
 
-def encode_path(path: Path) -> str:
-    """Convert a path of the settings to an absolute one for other processes and machines."""
-    return str(path.absolute())
+def read_url(folder: Path) -> str:
+    """Return the URL of the running server in `folder`, for other processes of this machine."""
+    return str(msgspec.json.decode((folder / SERVER).read_bytes())["url"])
 
 
 def check_runnable(task: Task) -> None:

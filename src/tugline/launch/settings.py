@@ -50,9 +50,7 @@ class GatewaySettings(Config, frozen=True):
     host: str = "127.0.0.1"
     """Address that the gateway listens on; loopback is enough for agents on this machine."""
     port: Port = 0
-    """Port of the gateway; 0 selects a free port. Further processes use the following ports."""
-    workers: Annotated[int, Meta(ge=1, le=64)] | Literal["auto"] = 1
-    """Processes for model calls: 1: the node's process, `auto`: one per 16 processors."""
+    """Port of the gateway; 0 selects a free port. Further nodes use the following ports."""
 
 
 class RaySettings(Config, frozen=True):
@@ -102,3 +100,8 @@ def load_settings(config: Path | None, *, server: Flags, node: Flags, engine: Fl
         flags = {key: value for key, value in overrides.items() if value is not None}
         merged.setdefault(table, {}).update(flags)
     return from_mapping(merged, Settings, source="options")
+
+
+def encode_path(path: Path) -> str:
+    """Convert a path of the settings to an absolute one for other processes and machines."""
+    return str(path.absolute())

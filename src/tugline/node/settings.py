@@ -1,6 +1,6 @@
 """Settings of a node. The defaults of sizes that are None follow from the others."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
@@ -13,6 +13,9 @@ class NodeSettings(Config, frozen=True):
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,100}$")] = ""
     """Name of the node, unique among all running nodes. Empty: the machine's name."""
+    processes: Annotated[int, Meta(ge=1, le=64)] | Literal["auto"] | None = None
+    """Nodes of this machine, each a process with a gateway; None: one, in the process of the
+    command; `auto`: one per 16 processors. They divide `slots` and `quota_gb`."""
     slots: PositiveInt = 8
     """Agents that may run at once."""
     max_initializing: PositiveInt | None = None

@@ -108,6 +108,7 @@ async def open_rollout_server(
         # The name is the same in every folder, so that a resumed run replaces its old node.
         node=replace(config.node, name="train"),
         gateway=config.gateway,
+        engine=config.engine,
     )
     async with open_local(settings, folder, engine) as local:
         yield local
