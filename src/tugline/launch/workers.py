@@ -28,8 +28,9 @@ from tugline import errors, log
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
-from tugline.gateway.engine import DEFAULT_TERMS, Opened, SessionState, SessionTerms, Traffic
 from tugline.gateway.replicas import Upstream
+from tugline.gateway.terms import DEFAULT_TERMS, Opened, SessionState, SessionTerms
+from tugline.gateway.traffic import Traffic
 from tugline.launch.engine import EngineConnection
 from tugline.launch.server import managed_gc
 from tugline.protocol import PauseMode
