@@ -21,10 +21,10 @@ from tugline.chat.engines.generate import Embedded
 from tugline.chat.model_call import Constraint
 from tugline.chat.templates.rendering import Rendering
 from tugline.gateway.app import Gateway
-from tugline.gateway.engine import SessionTerms
 from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import Upstream
 from tugline.gateway.session import LiveSession
+from tugline.gateway.terms import SessionTerms
 from tugline.inference.server import create_app
 from tugline.recording.file import Recording, read
 from tugline.testing import Reply, ScriptedEngine

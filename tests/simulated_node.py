@@ -14,7 +14,7 @@ from leased import a_task, until
 from served import make_control
 from tugline.errors import ServerError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
-from tugline.gateway.engine import Opened, SessionState
+from tugline.gateway.terms import Opened, SessionState
 from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.node.app import Node
 from tugline.node.settings import NodeSettings

@@ -30,6 +30,8 @@ PACKAGE = ROOT / "src" / "tugline"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXTRAS = ("torch", "transformers", "safetensors", "matplotlib", "ray")
+MAX_PAIRS = 274
+"""Assignments of several values at once, such as a lower and an upper bound, in all files."""
 ALLOWED: dict[str, str] = {}
 """Files that may be longer than the budget, and why."""
 
@@ -80,6 +82,42 @@ def test_everything_is_within_its_budget() -> None:
     if len(longish) > len(functions) / 10:
         over.append(f"{len(longish)} of {len(functions)} functions have over 30 lines: {longish}")
     assert not over, "over budget:\n" + "\n".join(over)
+
+
+# --------------------------------------------------------------------------- readable lines
+def _is_pair(node: ast.AST) -> bool:
+    """Whether a statement assigns several values at once, not the same names in another order."""
+    match node:
+        case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)):
+            return set(map(ast.unparse, targets)) != set(map(ast.unparse, values))
+    return False
+
+
+def _keeps_arguments(node: ast.stmt) -> bool:
+    """Whether a constructor's line keeps at most three arguments, as in `self.x, self.y = x, y`."""
+    match node:
+        case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)):
+            own = all(isinstance(each, ast.Attribute) for each in targets)
+            return len(targets) <= 3 and own and all(isinstance(v, ast.Name) for v in values)
+    return False
+
+
+def _pairs(path: Path) -> Iterator[str]:
+    arguments: set[ast.AST] = set()
+    for node in ast.walk(_parse(path)):
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            arguments.update(
+                each for each in node.body if _is_pair(each) and _keeps_arguments(each)
+            )
+    for node in ast.walk(_parse(path)):
+        if isinstance(node, ast.stmt) and _is_pair(node) and node not in arguments:
+            yield f"{_name(path)}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_unrelated_values_are_assigned_on_lines_of_their_own() -> None:
+    """Assignments of several values at once are rare: swaps, and pairs such as a start and end."""
+    found = [pair for path in SOURCES for pair in _pairs(path)]
+    assert len(found) <= MAX_PAIRS, "\n".join(found)
 
 
 # --------------------------------------------------------------------------- an installable core

@@ -6,7 +6,7 @@ loop and ``stalls`` answers with the longest one, in wall-clock ms and in CPU ms
 ``pids`` lists the gateway's processes. It prints ``{"port": N}`` when it is up and exits when the
 input closes.
 
-    python launcher.py exact|observed|workers ENGINE_URL TOKENIZER_FOLDER RECORDINGS_FOLDER
+    python launcher.py exact|observed ENGINE_URL TOKENIZER_FOLDER RECORDINGS_FOLDER
 """
 
 # ruff: noqa: INP001 - programs, not a package
@@ -32,13 +32,10 @@ from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
-from tugline.launch.engine import EngineConnection
 from tugline.launch.server import managed_gc
-from tugline.launch.workers import Workers
 from tugline.types import PluginSpec, Sampling, Session, Task
 from tugline.web.serve import raise_file_limit
 
-WORKERS = 2
 TASK = Task(
     id="bench",
     instruction="",
@@ -84,12 +81,7 @@ async def main(mode: str, engine: str, tokenizer: Path, folder: Path) -> None:
     rendering = None if mode == "observed" else Rendering(Tokenizer.load(tokenizer), "qwen3")
     upstream = Upstream(engine, wire)
     raise_file_limit()
-    if mode == "workers":
-        connection = EngineConnection((engine,), upstream, rendering)
-        built: Gateway = Workers(connection, folder, host="127.0.0.1", port=0, count=WORKERS)
-    else:
-        built = Gateway(upstream, rendering, folder)
-    async with built as gateway, managed_gc(lambda: gateway.idle):
+    async with Gateway(upstream, rendering, folder) as gateway, managed_gc(lambda: gateway.idle):
         respond({"port": urlsplit(gateway.url).port})
         async with contextlib.AsyncExitStack() as opened:
             while line := await asyncio.to_thread(sys.stdin.readline):
@@ -99,8 +91,7 @@ async def main(mode: str, engine: str, tokenizer: Path, folder: Path) -> None:
                     respond({})
                     continue
                 if command == "pids":
-                    workers = built.workers if isinstance(built, Workers) else ()
-                    respond([os.getpid(), *(worker.pid for worker in workers)])
+                    respond([os.getpid()])
                     continue
                 if command == "watch":
                     monitor = StallMonitor()

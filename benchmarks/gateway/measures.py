@@ -184,33 +184,38 @@ async def many_open(rig: Rig, mode: Mode, size: Size) -> dict[str, Any]:
     }
 
 
-async def workers(rig: Rig, modes: Sequence[Mode], size: Size) -> dict[str, Any]:
-    """CPU ms per call and calls per second of one process and of two, under full load."""
-    measured: dict[str, tuple[list[float], list[float]]] = {
-        mode.gateway: ([], []) for mode in modes
-    }
+async def nodes(rig: Rig, modes: Sequence[Mode], size: Size) -> dict[str, Any]:
+    """CPU ms per call and calls per second of one gateway and of two, under full load."""
+    cpu_ms: dict[int, list[float]] = {1: [], 2: []}
+    rates: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(size.rounds):
-        for mode in modes:
-            gateway = rig.gateways[mode.gateway]
-            gateway.open(BUSY)
-            clients = rig.clients(mode, "gateway", BUSY)
+        for count in (1, 2):
+            used = modes[:count]
+            clients = []
+            pids = []
+            for mode in used:
+                gateway = rig.gateways[mode.gateway]
+                gateway.open(BUSY // count)
+                clients += rig.clients(mode, "gateway", BUSY // count)
+                pids += gateway.child.ask("pids")
             for client in clients:
                 await client.connect()
-            pids = gateway.child.ask("pids")
-            before, began = sum(map(cpu_of, pids)), time.monotonic()
+            before = sum(map(cpu_of, pids))
+            began = time.monotonic()
             await closed_loop(clients, rig.script.turns)
-            calls, seconds = BUSY * rig.script.turns, time.monotonic() - began
-            measured[mode.gateway][0].append((sum(map(cpu_of, pids)) - before) / calls * 1000)
-            measured[mode.gateway][1].append(calls / seconds)
+            calls = BUSY * rig.script.turns
+            rates[count].append(calls / (time.monotonic() - began))
+            cpu_ms[count].append((sum(map(cpu_of, pids)) - before) / calls * 1000)
             _close(clients)
-            check(rig, mode, gateway.close())
-    cpu_ms = {name: statistics.median(each) for name, (each, _) in measured.items()}
-    rates = {name: statistics.median(each) for name, (_, each) in measured.items()}
+            for mode in used:
+                check(rig, mode, rig.gateways[mode.gateway].close())
+    cpu = {count: statistics.median(values) for count, values in cpu_ms.items()}
+    rate = {count: statistics.median(values) for count, values in rates.items()}
     return {
-        "workers_cpu_ratio": round(cpu_ms["workers"] / cpu_ms["exact"], 3),
-        "workers_ratio": round(rates["workers"] / rates["exact"], 2),
-        "workers_cpu_ms": {name: round(value, 3) for name, value in cpu_ms.items()},
-        "workers_calls_per_s": {name: round(value, 1) for name, value in rates.items()},
+        "nodes_cpu_ratio": round(cpu[2] / cpu[1], 3),
+        "nodes_ratio": round(rate[2] / rate[1], 2),
+        "nodes_cpu_ms": {str(count): round(value, 3) for count, value in cpu.items()},
+        "nodes_calls_per_s": {str(count): round(value, 1) for count, value in rate.items()},
     }
 
 

@@ -37,9 +37,9 @@ from processes import ChildFailed
 from rig import MODES, Mode, Rig, fail, launch, note, record_echoes
 from tugline.web.serve import raise_file_limit
 
-PARTS = ("results", "growth", "workers", "open", "memory")
+PARTS = ("results", "growth", "nodes", "open", "memory")
 """Measurements besides the modes."""
-NOT_QUICK = ("growth", "workers", "memory")
+NOT_QUICK = ("growth", "nodes", "memory")
 """Parts that need many calls; `--quick` measures them only if they are named."""
 
 
@@ -111,15 +111,15 @@ async def measure_long(like: script.Script, name: str, size: Size) -> dict[str, 
     }
 
 
-async def measure_workers(conversation: script.Script, size: Size) -> dict[str, Any]:
-    """Compare a gateway of one process with one of two, with their own engine and pass-through."""
-    modes = (MODES[0], replace(MODES[0], name="workers", gateway="workers"))
+async def measure_nodes(conversation: script.Script, size: Size) -> dict[str, Any]:
+    """Compare one gateway with two, with their own engine and pass-through."""
+    modes = (MODES[0], replace(MODES[0], name="second", gateway="second"))
     with tempfile.TemporaryDirectory(prefix="tugline-bench-") as folder, ExitStack() as stack:
         rig = launch(conversation, Path(folder), modes, stack)
         for mode in modes:
             await record_echoes(rig, rig.gateways[mode.gateway], mode)
-        note("workers: CPU time")
-        return await measures.workers(rig, modes, size)
+        note("nodes: CPU time")
+        return await measures.nodes(rig, modes, size)
 
 
 async def run(name: str, only: Sequence[str]) -> dict[str, Any]:
@@ -156,8 +156,8 @@ async def run(name: str, only: Sequence[str]) -> dict[str, Any]:
     for part in ("results", "growth"):
         if part in only:
             result |= await measure_long(conversation, part, size)
-    if "workers" in only:
-        result |= await measure_workers(conversation, size)
+    if "nodes" in only:
+        result |= await measure_nodes(conversation, size)
     result["method"] = {"size": name, **msgspec.to_builtins(size), "spacing_s": SPACING_S}
     result["machine"] = {
         "cpus": os.cpu_count(),
@@ -178,8 +178,8 @@ def _spread(values: Sequence[float]) -> float:
 
 REST = (
     "rss_growth_bytes_per_call", "rss_open_bytes_per_call", "stall_ms", "stall_cpu_ms", "growth",
-    "growth_cpu_ms", "growth_passthrough_cpu_ms", "workers_ratio", "workers_cpu_ratio",
-    "workers_cpu_ms", "workers_calls_per_s", "long_results", "conversation", "method", "machine",
+    "growth_cpu_ms", "growth_passthrough_cpu_ms", "nodes_ratio", "nodes_cpu_ratio",
+    "nodes_cpu_ms", "nodes_calls_per_s", "long_results", "conversation", "method", "machine",
 )  # fmt: skip
 """Keys that the table has below its rows, one per line."""
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
-from tugline.gateway.engine import SessionState
+from tugline.gateway.terms import SessionState
 from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.node.admission import EngineLoad
 from tugline.recording.records import RecordedResult

@@ -28,7 +28,7 @@ from pydantic import Field
 
 from tugline import log
 from tugline.gateway.app import Gateway, Opened
-from tugline.gateway.engine import SessionTerms
+from tugline.gateway.terms import SessionTerms
 from tugline.harnesses.base import LaunchContext
 from tugline.harnesses.claude_code import ClaudeCode as Preset
 from tugline.launch.engine import open_engine

@@ -9,8 +9,8 @@ from typing import Any
 
 from tugline.cli.harness_check import Case
 from tugline.gateway.app import Gateway
-from tugline.gateway.engine import SessionTerms
 from tugline.gateway.policy import DEFAULTS, CallSettings
+from tugline.gateway.terms import SessionTerms
 from tugline.harnesses.base import Harness, LaunchContext, prepare
 from tugline.plugins import find
 from tugline.recording import file as recordings

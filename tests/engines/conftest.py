@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engines import servers, tool_model
 from engines.tool_model import Folders
-from tugline.gateway.engine import EngineReport
-from tugline.gateway.probe import probe
+from tugline.gateway.probe import EngineReport, probe
 from tugline.trainers.publish import RemoteWeightUpdater, SglangWeightUpdater, VllmWeightUpdater
 
 FURTHEST = "largest logprob difference"

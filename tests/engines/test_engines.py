@@ -24,7 +24,7 @@ from tugline.chat.engines import ROUTES
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
-from tugline.gateway.engine import CheckOutcome
+from tugline.gateway.probe import CheckOutcome
 from tugline.gateway.replicas import Upstream
 from tugline.recording.verify.engine import connect_scorer
 from tugline.recording.verify.session import VerifyVerdict, verify_logprobs, verify_session

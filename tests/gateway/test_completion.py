@@ -197,7 +197,7 @@ async def test_an_immediate_retry_joins_the_answer_in_flight(tmp_path: Path) -> 
     async with rig(tmp_path, says(LONG, delay_s=0.003), tuning=replace(QUICK, grace_s=30)) as it:
         await it.hang_up()
         (completion,) = it.session.running
-        await until(lambda: completion.undelivered)
+        await until(lambda: not completion.readers)
         text = text_of(await it.read())
         assert len(it.engines[0].calls) == 1
     assert text == LONG

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from rig import Play, ids, rig, says, text_of, until
 from tugline.chat.engines.base import Delta
+from tugline.gateway.answer import AnswerState
 from tugline.gateway.policy import CallSettings
 from tugline.recording.verify.session import VerifyVerdict, verify_session
 from tugline.recording.verify.text import TextVerifier
@@ -95,7 +96,7 @@ async def test_a_client_that_returns_early_waits_for_its_partial_answer(
         monkeypatch.setattr(it.upstream, "sample", close_later)
         await it.hang_up()
         (completion,) = it.session.running
-        await until(lambda: completion.abandoned)
+        await until(lambda: completion.state is AnswerState.ABANDONED)
         reading = asyncio.create_task(it.read())
         done, _ = await asyncio.wait({reading}, timeout=0.04)
         assert not done

@@ -148,7 +148,7 @@ async def _wait_for_choices(it: Rig) -> list[Choice]:
 
     def list_choices() -> list[Choice]:
         running = it.gateway._sessions.get("s1").running
-        return [c for call in running for c in call.choices if c.life.state in AT_ENGINE]
+        return [c for call in running for c in call.choices if c.state in AT_ENGINE]
 
     await until(list_choices)
     return list_choices()

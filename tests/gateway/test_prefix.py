@@ -20,7 +20,8 @@ from tugline.chat.tokenizer import Tokenizer
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import EngineError, Unsupported
 from tugline.gateway import turns
-from tugline.gateway.prefix import CallTree, Prompt
+from tugline.gateway.prefix import CallTree
+from tugline.gateway.prompt import Prompt
 from tugline.types import Branch, EchoChange, Ids, Message, Role, Tool, ToolCall
 
 TOOLS = (Tool("read", "Read a file", {"type": "object", "properties": {"path": {}}}),)

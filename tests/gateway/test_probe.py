@@ -20,8 +20,7 @@ from commands import run_command
 from rig import RENDERING, says
 from tugline.errors import EngineError, UsageError
 from tugline.gateway.app import Gateway
-from tugline.gateway.engine import CheckOutcome, EngineReport
-from tugline.gateway.probe import connect, probe
+from tugline.gateway.probe import CheckOutcome, EngineReport, connect, probe
 from tugline.inference.server import create_app
 from tugline.testing import ScriptedEngine
 from tugline.types import LogprobMeaning, Mode

@@ -18,6 +18,7 @@ from tugline.chat.templates.rendering import Rendering
 from tugline.gateway.app import Gateway
 from tugline.gateway.choice import Choice
 from tugline.gateway.completion import Completion
+from tugline.gateway.sampled_answer import SampledAnswer
 from tugline.gateway.session import LiveSession
 from tugline.recording.file import Writer
 from tugline.web.engine_http import EngineHttp
@@ -27,7 +28,7 @@ BUGS = [
     (Gateway, "_handle"), (LiveSession, "read_body"), (LiveSession, "prepare"),
     (LiveSession, "_prepare"), (LiveSession, "complete"), (Rendering, "render"),
     (StreamParser, "feed"), (StreamParser, "finish"), (Choice, "_take"), (Choice, "_finish"),
-    (Choice, "_engine_request"), (Completion, "wait_until_accepted"), (Completion, "wait_done"),
+    (SampledAnswer, "begin_reply"), (Completion, "wait_until_accepted"), (Completion, "wait_done"),
     (Completion, "pieces"), (Writer, "append"), (EngineHttp, "request"),
 ]  # fmt: skip
 """Methods of the way from a request to its answer."""

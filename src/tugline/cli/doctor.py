@@ -13,8 +13,7 @@ from tugline.cli.options import DEFAULT_SERVER, LOOK_S, Json, Remote
 from tugline.cli.output import COLOURS, make_table, print_report, print_text
 from tugline.client.overview import examine
 from tugline.errors import UsageError
-from tugline.gateway.engine import EngineReport
-from tugline.gateway.probe import probe
+from tugline.gateway.probe import EngineReport, probe
 from tugline.plugins import find, list_names
 from tugline.sandbox.base import Runtime
 from tugline.types import Mode

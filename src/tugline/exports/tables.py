@@ -98,7 +98,8 @@ class _TableWriter(RowWriter):
 
     def _flush(self) -> None:
         self._writer.write_batch(pa.RecordBatch.from_pylist(self._rows, schema=self._schema))
-        self._rows, self._tokens = [], 0
+        self._rows = []
+        self._tokens = 0
 
     def close(self) -> None:
         """Write the last batch and close the file."""

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 
 from tugline.chat.engines.base import Delta
-from tugline.gateway.engine import EngineContext
+from tugline.gateway.context import EngineContext
 from tugline.gateway.replicas import Progress
 
 
 class AnswerState(StrEnum):
-    """State of an answer; `ENDED` has those in which nothing more is sampled."""
+    """State of an answer, in the order of how far it has come; `ENDED` has the last ones."""
 
     QUEUED = "queued"
     """No replica has the request: it was not sent yet, is held by a pause, or was refused."""
@@ -24,16 +24,16 @@ class AnswerState(StrEnum):
     """Tokens have come."""
     ABANDONED = "abandoned"
     """Its clients left, or its session ends; what was sampled is being recorded."""
-    COMPLETE = "complete"
-    """Recorded, in full or as far as it was sampled before an abort or the loss of the engine."""
-    DELIVERED = "delivered"
-    """A client has received all of it."""
     FAILED = "failed"
-    """There is only an error for the client."""
+    """There is only an error for the client; what was sampled for one that left is recorded."""
     BROKEN_OFF = "broken_off"
     """The part that was sampled for clients that left is recorded; it can be resumed once."""
     RESUMED = "resumed"
     """A later call continues it."""
+    COMPLETE = "complete"
+    """Recorded, in full or as far as it was sampled before an abort or the loss of the engine."""
+    DELIVERED = "delivered"
+    """A client has received all of it."""
 
 
 _END = (AnswerState.ABANDONED, AnswerState.COMPLETE, AnswerState.FAILED)
@@ -67,6 +67,8 @@ ENDED = frozenset(
         AnswerState.RESUMED,
     }
 )
+PROGRESS = {state: position for position, state in enumerate(AnswerState)}
+"""Order of the states, by how far an answer has come."""
 TERMINAL = frozenset(state for state, following in TRANSITIONS.items() if not following)
 """States that do not change any more."""
 
@@ -89,7 +91,8 @@ class AnswerLife(Progress):
         """Addresses of the replicas that answered, in order."""
         self.sent_at: float | None = None
         """Unix time of the first request."""
-        self._id, self._engine = f"{secrets.token_hex(4)}-{answer_id}", engine
+        self._id = f"{secrets.token_hex(4)}-{answer_id}"
+        self._engine = engine
         self._url = self._request_id = ""
         """Replica and id of the last request; the replica is empty for a recording."""
         self._requests = 0
@@ -128,7 +131,8 @@ class AnswerLife(Progress):
         self._last_at = self._engine.upstream.gate.now()
         suffix = f"-r{self._requests}" if self._requests else ""
         self._requests += 1
-        self._url, self._request_id = url, f"{self._id}{suffix}"
+        self._url = url
+        self._request_id = f"{self._id}{suffix}"
         self.enter(AnswerState.SENT)
         return self._request_id
 

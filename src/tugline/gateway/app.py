@@ -21,18 +21,13 @@ from tugline.chat.model_call import Request
 from tugline.chat.templates.rendering import Rendering
 from tugline.gateway.answer import AT_ENGINE, AnswerState
 from tugline.gateway.completion import Completion
-from tugline.gateway.engine import (
-    DEFAULT_TERMS,
-    EngineContext,
-    Opened,
-    SessionState,
-    SessionTerms,
-    Traffic,
-    explain,
-)
+from tugline.gateway.context import EngineContext, explain
 from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import TokenSource
-from tugline.gateway.session import Clock, LiveSession, Sessions
+from tugline.gateway.session import Clock, LiveSession
+from tugline.gateway.sessions import Sessions
+from tugline.gateway.terms import DEFAULT_TERMS, Opened, SessionState, SessionTerms
+from tugline.gateway.traffic import Traffic
 from tugline.protocol import PauseMode
 from tugline.recording import file as recordings
 from tugline.recording.file import Writer
@@ -323,12 +318,13 @@ class Gateway:
             if not batch:
                 data = stream.keep_alive()
             elif not opened:
-                data, opened = stream.start(completion.usage) + data, True
+                data = stream.start(completion.usage) + data
+                opened = True
             if data:
                 await http.write(data)
         start = b"" if opened else stream.start(completion.usage)
         error = completion.error
-        last = stream.fail(error) if error else stream.finish(completion.answers)
+        last = stream.fail(error) if error else stream.finish(completion.responses)
         await http.end(start + last)
 
     async def _send_whole(
@@ -337,7 +333,7 @@ class Gateway:
         await completion.wait_done()
         if completion.error is not None:
             raise completion.error
-        await http.reply(200, dialect.encode(request, completion.answers))
+        await http.reply(200, dialect.encode(request, completion.responses))
 
 
 def _route(incoming: HttpRequest) -> tuple[Dialect, Action | None]:

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from tugline.chat.model_call import Piece, Response, Usage
 from tugline.errors import ClientGone, TuglineError
-from tugline.gateway.answer import ACCEPTED, AnswerState
+from tugline.gateway.answer import ACCEPTED, ENDED, PROGRESS, AnswerState
 from tugline.gateway.choice import Choice
 from tugline.gateway.policy import CallSettings
 
@@ -26,18 +26,18 @@ IndexedPiece = tuple[int, Piece]
 class Completion:
     """The choices of one model call, and the clients that read them."""
 
-    def __init__(
-        self, key: bytes, choices: Sequence[Choice], settings: CallSettings, *, stream: bool
-    ) -> None:
-        """`key` identifies repetitions of the request, `stream` is whether it was streamed."""
-        self.key, self.choices, self.stream = key, choices, stream
+    def __init__(self, key: bytes, choices: Sequence[Choice], settings: CallSettings) -> None:
+        """`key` identifies repetitions of the request."""
+        self.key = key
+        self.choices = choices
         self.id = choices[0].id
-        self.received = choices[0].received
-        self.error: TuglineError | None = None
+        self.request = choices[0].content.request
+        self.received = choices[0].content.received
+        self.readers = 0
+        """Number of clients that are reading."""
         self._settings = settings
-        self._changed, self._over = asyncio.Event(), asyncio.Event()
+        self._changed = asyncio.Event()
         self._closed: TuglineError | None = None
-        self._readers = 0
         self._grace: asyncio.TimerHandle | None = None
         self._ticker: asyncio.TimerHandle | None = None
         """Timer that wakes the readers of a silent stream; one for all pieces."""
@@ -45,72 +45,63 @@ class Completion:
         self.task.add_done_callback(self._end)
 
     @property
-    def done(self) -> bool:
-        """Whether all answers have ended."""
-        return self._over.is_set()
+    def state(self) -> AnswerState:
+        """State of the answer that has come least far."""
+        return min((choice.state for choice in self.choices), key=PROGRESS.__getitem__)
 
     @property
-    def abandoned(self) -> bool:
-        """Whether sampling was cancelled and is being recorded; no client may attach any more."""
-        return AnswerState.ABANDONED in self._states
+    def error(self) -> TuglineError | None:
+        """The error of the first answer that failed; None while answers are sampled."""
+        if self.state not in ENDED:
+            return None
+        error = next((c.error for c in self.choices if c.error is not None), None)
+        return self._closed if self._closed and isinstance(error, ClientGone) else error
 
     @property
-    def resumable(self) -> bool:
-        """Whether the answer ended early because its clients left, and can be resumed."""
-        return len(self.choices) == 1 and self.choices[0].resumable
-
-    @property
-    def undelivered(self) -> bool:
-        """Whether every client disconnected before the end."""
-        return self._readers == 0 and self._states != {AnswerState.DELIVERED}
-
-    @property
-    def answers(self) -> Sequence[Response]:
-        """Complete answers: those of all choices once done without an error."""
-        return [choice.answer for choice in self.choices if choice.answer is not None]
+    def responses(self) -> Sequence[Response]:
+        """Responses of the complete answers: all of them once ended without an error."""
+        return [choice.response for choice in self.choices if choice.response is not None]
 
     @property
     def usage(self) -> Usage:
         """Token counts so far; the prompt count is 0 until the engine reports it."""
-        return self.choices[0].usage
-
-    @property
-    def _states(self) -> set[AnswerState]:
-        return {choice.life.state for choice in self.choices}
+        return self.choices[0].content.usage
 
     # ----------------------------------------------------------------------- clients
     def deliver(self) -> None:
         """Note that a client has got the whole answer."""
         for choice in self.choices:
-            if choice.life.state is AnswerState.COMPLETE:
+            if choice.state is AnswerState.COMPLETE:
                 choice.life.enter(AnswerState.DELIVERED)
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Keep sampling during the block, and for a grace period after the last such block."""
-        self._readers += 1
+        self.readers += 1
         if self._grace is not None:
             self._grace.cancel()
         try:
             yield
         finally:
-            self._readers -= 1
-            if self._readers == 0 and not self.done:
+            self.readers -= 1
+            if self.readers == 0 and self.state not in ENDED:
                 loop = asyncio.get_running_loop()
                 self._grace = loop.call_later(self._settings.grace_s, self._abandon)
 
     async def pieces(self) -> AsyncGenerator[Sequence[IndexedPiece]]:
         """Iterate over all pieces, from the first; yield none after `keep_alive_s` of silence."""
         read = [0] * len(self.choices)
-        within_s, spoke = self._settings.keep_alive_s, time.monotonic()
+        within_s = self._settings.keep_alive_s
+        spoke = time.monotonic()
         while True:
             changed = self._changed
             fresh: list[IndexedPiece] = []
             for index, choice in enumerate(self.choices):
-                fresh += [(index, piece) for piece in choice.pieces[read[index] :]]
-                read[index] = len(choice.pieces)
+                pieces = choice.content.pieces
+                fresh += [(index, piece) for piece in pieces[read[index] :]]
+                read[index] = len(pieces)
             silent_s = time.monotonic() - spoke
-            if self.done and not fresh:
+            if self.state in ENDED and not fresh:
                 return
             if fresh or silent_s > within_s * (1 - _TICK):
                 spoke += silent_s
@@ -124,10 +115,11 @@ class Completion:
         This is at the first token; some time after the acceptance by a replica, for engines that
         accept before they look at the request; or late, for clients that give up without a byte.
         """
-        loop, settings = asyncio.get_running_loop(), self._settings
+        loop = asyncio.get_running_loop()
+        settings = self._settings
         latest = due = loop.time() + settings.headers_within_s
-        while not (self.done or all(choice.begun for choice in self.choices)):
-            if not self._states <= ACCEPTED:
+        while not (self.state in ENDED or all(map(_has_begun, self.choices))):
+            if not all(choice.state in ACCEPTED for choice in self.choices):
                 due = latest
             elif due == latest:
                 due = min(latest, loop.time() + settings.first_token_within_s)
@@ -138,8 +130,9 @@ class Completion:
                     await self._changed.wait()
 
     async def wait_done(self) -> None:
-        """Wait until all answers are complete, or one failed."""
-        await self._over.wait()
+        """Wait until all answers have ended."""
+        while self.state not in ENDED:
+            await self._changed.wait()
 
     async def wait_recorded(self) -> None:
         """Wait until the call is recorded, whatever its outcome."""
@@ -156,16 +149,12 @@ class Completion:
                     group.create_task(choice.sample(self._notify))
 
     def _end(self, _task: asyncio.Task[None]) -> None:
-        """Publish the end; this is called as well if the task was cancelled before it began."""
+        """End answers that were never begun, because the task was cancelled before it began."""
         for choice in self.choices:
             choice.fail(ClientGone("nothing was sampled"))
             choice.life.forget_listener()  # else both are kept until a garbage collection
-        error = next((c.error for c in self.choices if c.error is not None), None)
-        closed = isinstance(error, ClientGone) and self._closed is not None
-        self.error = self._closed if closed else error
         if self._ticker is not None:
             self._ticker.cancel()
-        self._over.set()
         self._notify()
 
     def _tick(self) -> None:
@@ -174,7 +163,8 @@ class Completion:
         self._ticker = asyncio.get_running_loop().call_later(after_s, self._tick)
 
     def _notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
+        changed = self._changed
+        self._changed = asyncio.Event()
         changed.set()
 
     def cancel(self, error: TuglineError | None = None) -> None:
@@ -188,5 +178,12 @@ class Completion:
             self.task.cancel()
 
     def _abandon(self) -> None:
-        if not self._readers:
+        if not self.readers:
             self.cancel()
+
+
+def _has_begun(choice: Choice) -> bool:
+    """Whether tokens have come, or all of the answer; then it is no refusal."""
+    if choice.state is AnswerState.FAILED:
+        return False
+    return choice.content.count > 0 or choice.state in ENDED

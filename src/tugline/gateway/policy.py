@@ -208,7 +208,8 @@ _SIDE_CALLS = ("Git commit messages", "summarize this partial conversation")
 
 def find_kind(request: Request) -> TraceKind | None:
     """Return the kind that the harness declares, or that phrases in its own prompts imply."""
-    first, last = request.messages[0], request.messages[-1]
+    first = request.messages[0]
+    last = request.messages[-1]
     if request.thread.kind is None and last.role is Role.USER:
         answered = any(message.role is Role.ASSISTANT for message in request.messages)
         if answered and any(phrase in last.content for phrase in _SUMMARISE):
@@ -238,7 +239,8 @@ def _refuse(field: str, feature: str, reason: str) -> None:
 
 def _refuse_deviation(requested: Sampling, contract: Sampling) -> None:
     for field in ("temperature", "top_p", "top_k"):
-        value, agreed = getattr(requested, field), getattr(contract, field)
+        value = getattr(requested, field)
+        agreed = getattr(contract, field)
         if value is not None and agreed is not None and value != agreed:
             msg = f"{field}={value} is refused by the task's sampling contract; it must be {agreed}"
             raise RequestError(msg, param=field)

@@ -13,7 +13,6 @@ import hashlib
 import operator
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -22,47 +21,14 @@ from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokens import END, TokenSequence, count_shared, decode_ids
 from tugline.errors import RequestError, Unsupported
 from tugline.gateway import turns
+from tugline.gateway.prompt import Prompt
 from tugline.traces.lineage import adds_to_parent
-from tugline.types import (
-    Branch,
-    Call,
-    CallOutcome,
-    EchoChange,
-    Ids,
-    Message,
-    Role,
-    Tool,
-    ToolCall,
-    TraceKind,
-)
+from tugline.types import Branch, Call, CallOutcome, Ids, Message, Role, Tool, ToolCall, TraceKind
 
 _EMPTY = TokenSequence(np.empty(0, np.int32))
 _Messages = tuple[Message, ...]
 _REMEMBERED = 4
 """Number of requests whose digests are kept: one per thread, of threads that alternate."""
-
-
-class Prompt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Prompt ids of a request, and its position in the session's tree."""
-
-    tokens: TokenSequence
-    """Prompt ids; empty in observed mode until the engine reports them."""
-    turn: turns.Turn | None = None
-    """The turn whose conversation the request extends; None on a branch."""
-    parent: int | None
-    branch: Branch | None
-    echo_changes: tuple[EchoChange, ...] = ()
-    added: tuple[Message, ...]
-    """Messages that the parent does not have; all messages on a branch."""
-    digests: tuple[turns.MessageDigest, ...]
-    """Digests of the messages in `added`."""
-    reused: int
-    """Number of leading ids shared with a recorded turn."""
-    digest: bytes
-    """Digest of the whole conversation."""
-    tools: bytes
-    thread: ThreadInfo = UNNAMED
-    """Thread named by the harness, or inferred for a known sub-agent."""
 
 
 class WholePrompt(Exception):
@@ -74,7 +40,8 @@ class CallTree:
 
     def __init__(self, rendering: Rendering | None) -> None:
         """`rendering` is None in observed mode, where the engine renders the prompts."""
-        self._rendering, self.may_render = rendering, True
+        self._rendering = rendering
+        self.may_render = True
         self._by_digest: dict[bytes, tuple[turns.Turn, ...]] = {}
         self._turns: list[turns.Turn] = []
         self._answers: dict[bytes, turns.Turn] = {}
@@ -137,7 +104,8 @@ class CallTree:
         tokens, shared, near = self._find_nearest(ids)
         root = turn = near
         while turn is not None and len(turn.tokens) > shared:
-            root, turn = turn, turn.parent
+            root = turn
+            turn = turn.parent
         branch = None
         if turn is None and root is not None and not len(ids) == shared == root.prompt_length:
             branch = Branch.NEW_THREAD if shared < root.prompt_length else Branch.HISTORY_EDITED
@@ -211,12 +179,14 @@ class CallTree:
             broke_off = call.outcome is CallOutcome.CLIENT_GONE
             if call.answer is None or broke_off or call.kind is TraceKind.SIDE:
                 continue
-            messages, kind = (*before, *added), None if call.kind is TraceKind.MAIN else call.kind
+            messages = (*before, *added)
+            kind = None if call.kind is TraceKind.MAIN else call.kind
             thread = ThreadInfo(call.thread, call.parent_thread, kind)
             given = len(call.prompt_ids) - call.resumed - call.forced
             ids = call.prompt_ids[:given]
             if call.raw_prompt:
-                before, digests = (), [_digest_ids(ids)]
+                before = ()
+                digests = [_digest_ids(ids)]
                 request = turns.Conversation(b"", digests=digests, chain=digests)
             else:
                 request = self._digest_request(messages, self._digest_tools(call.tools), thread)
@@ -253,14 +223,17 @@ class CallTree:
         self, messages: Sequence[Message], tools: bytes, thread: ThreadInfo
     ) -> turns.Conversation:
         """Digest a request, starting from the known request with the longest shared prefix."""
-        best, shared = turns.Conversation(tools, chain=[tools]), 0
+        best = turns.Conversation(tools, chain=[tools])
+        shared = 0
         for known in self._requests:
             if known.tools == tools:
                 length = count_shared(known.messages, messages, operator.is_)
                 if length > shared:
-                    best, shared = known, length
+                    best = known
+                    shared = length
         request = best.cut(shared)
-        digests, chain = request.digests, request.chain
+        digests = request.digests
+        chain = request.chain
         answers = (m for m in reversed(messages[:shared]) if m.tool_calls)
         positions = next(map(turns.call_positions, answers), {})
         for message in messages[shared:]:
@@ -272,7 +245,8 @@ class CallTree:
             chain.append(turns.chain_digest(chain[-1], digests[-1]))
             if message.tool_calls:
                 positions = turns.call_positions(message)
-        request.thread, request.messages = thread, messages
+        request.thread = thread
+        request.messages = messages
         others = [known for known in self._requests if known is not request]
         self._requests = [request, *others][:_REMEMBERED]
         return request
@@ -300,9 +274,9 @@ class CallTree:
         for depth in range(len(request.messages), 0, -1):
             message = request.messages[depth - 1]
             if message.role is Role.ASSISTANT:
-                turns = self._by_digest.get(request.chain[depth])
-                if turns:
-                    return depth, _select_by_call_ids(turns, message)
+                found = self._by_digest.get(request.chain[depth])
+                if found:
+                    return depth, _select_by_call_ids(found, message)
         return 0, None
 
     def _find_delegation(self, messages: Sequence[Message]) -> ThreadInfo:
@@ -331,7 +305,8 @@ class CallTree:
             return _EMPTY
         answer = len(turn.tokens) - turn.prompt_length
         known = turn.tokens.to_array(answer + END)
-        end, sampled = known[: len(known) - answer], known[len(known) - answer :]
+        end = known[: len(known) - answer]
+        sampled = known[len(known) - answer :]
         more = self._rendering.render_extension(end, sampled, tail, tools)
         return None if more is None else turn.tokens.extend(more)
 
@@ -348,7 +323,9 @@ class CallTree:
     ) -> Prompt:
         """Render the whole conversation; the parent is the turn with the most shared ids."""
         messages = request.messages
-        tokens, shared, near = _EMPTY, 0, None
+        tokens = _EMPTY
+        shared = 0
+        near = None
         if not self.may_render:
             raise WholePrompt
         if self._rendering is not None:
@@ -362,7 +339,8 @@ class CallTree:
         summarised = next(kinds, None) is TraceKind.COMPACTION is not thread.kind
         if summarised and why not in {None, Branch.NEW_THREAD}:
             why = Branch.COMPACTED
-        reason, near = reason or why, near or alike
+        reason = reason or why
+        near = near or alike
         return Prompt(
             tokens=tokens,
             parent=near.number if near is not None and reason is not None else None,

@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Sequence
+from enum import StrEnum
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,9 +22,9 @@ from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest
 from tugline.chat.model_call import Request
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import ContextOverflow, EngineError, TuglineError, UsageError
-from tugline.gateway.engine import CheckOutcome, EngineReport, ProbeCheck
 from tugline.gateway.policy import DEFAULTS, CallSettings
-from tugline.gateway.replicas import Upstream, read_reply
+from tugline.gateway.replicas import Upstream
+from tugline.gateway.reply import read_reply
 from tugline.types import Ids, LogprobMeaning, Message, Mode, Role, Sampling, Tool
 from tugline.web.engine_http import ANSWER_TIMEOUT_S, EngineHttp, ModelCard
 
@@ -49,6 +51,67 @@ _FAULTS = (OSError, TuglineError)
 _log = log.get("gateway.probe")
 
 
+# --------------------------------------------------------------------------- reports
+class CheckOutcome(StrEnum):
+    """Result of a check."""
+
+    PASS = "pass"  # noqa: S105 - a verdict
+    FAIL = "fail"
+    UNKNOWN = "unknown"
+    """The result could not be determined."""
+
+
+class ProbeCheck(msgspec.Struct, frozen=True):
+    """A check of an engine and its outcome."""
+
+    name: str
+    outcome: CheckOutcome
+    detail: str = ""
+
+
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Capabilities of an engine, and advice on its settings."""
+
+    url: str
+    engine: str
+    """Kind of engine, a key of `ROUTES`."""
+    version: str = ""
+    model: str
+    window: int
+    """Context length in tokens, prompt and answer together; 0 if not reported."""
+    routes: dict[str, Mode]
+    """Working routes and their modes, best first."""
+    logprob_meaning: LogprobMeaning | None = None
+    """None if it could not be measured."""
+    checks: tuple[ProbeCheck, ...] = ()
+    advice: tuple[str, ...] = ()
+
+    @property
+    def mode(self) -> Mode | None:
+        """Best working mode; None if no route works."""
+        return next(iter(self.routes.values()), None)
+
+    @property
+    def sound(self) -> bool:
+        """Whether the engine's samples have token ids."""
+        return self.mode in {Mode.EXACT, Mode.OBSERVED}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data, with `mode` and `sound`."""
+        return {**msgspec.structs.asdict(self), "mode": self.mode, "sound": self.sound}
+
+    def wire(self, mode: Mode | None = None) -> EngineFormat:
+        """Return the format for `mode`, or the best one. Raises `UsageError` if none works."""
+        for name, working in self.routes.items():
+            if working is mode or (mode is None and working is not Mode.TEXT):
+                return ROUTES[self.engine][name](self.logprob_meaning)
+        wanted = f"no sound {mode} mode" if mode else "no mode that can be trained from"
+        failed = [f"{c.name}: {c.detail}" for c in self.checks if c.outcome == "fail"]
+        advice = "; ".join([*failed[:1], *self.advice]) or "see `tugline doctor`"
+        msg = f"the engine at {self.url} ({self.engine} {self.version}) has {wanted}: {advice}"
+        raise UsageError(msg)
+
+
 async def probe(url: str, model: str | None = None, key: str = "") -> EngineReport:
     """Probe the engine at `url`. Raises `EngineError` if it does not answer."""
     async with EngineHttp(url, key) as engine:
@@ -72,7 +135,8 @@ async def connect(
     reports = await asyncio.gather(*(probe(url, model, key) for url in urls))
     if not reports:
         raise UsageError("an engine needs at least one address, such as http://127.0.0.1:8000")
-    first, wires = reports[0], [report.wire(mode) for report in reports]
+    first = reports[0]
+    wires = [report.wire(mode) for report in reports]
     for report in reports[1:]:
         for field in ("engine", "model", "window", "logprob_meaning"):
             left, right = getattr(first, field), getattr(report, field)
@@ -160,7 +224,8 @@ class _Probe:
     ) -> Delta:
         """Sample `count` tokens from the messages, or from `prompt` in exact mode."""
         self._number += 1
-        model, ids = self._card.id, self._prompt if prompt is None else prompt
+        model = self._card.id
+        ids = self._prompt if prompt is None else prompt
         ask = EngineRequest(
             request=Request(
                 model=model, messages=tuple(messages), tools=tuple(tools), stream=stream
@@ -194,7 +259,9 @@ class _Probe:
 
     async def _check_complete(self, wire: EngineFormat, sampling: Awaitable[Delta]) -> str:
         answer = await sampling
-        ids, logprobs, missing = len(answer.ids), len(answer.logprobs), answer.unreported_tokens
+        ids = len(answer.ids)
+        logprobs = len(answer.logprobs)
+        missing = answer.unreported_tokens
         if wire.mode is Mode.TEXT:
             return f"about {missing} tokens, none of which can be trained on"
         if not ids or ids != logprobs or missing:

@@ -18,13 +18,13 @@ from typing import Any, Self
 import msgspec
 
 from tugline import log
-from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest, Reader, parse_engine_error
+from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest
 from tugline.errors import EngineError, TuglineError, UsageError
 from tugline.gateway.gate import Gate
 from tugline.gateway.policy import DEFAULTS, CallSettings
+from tugline.gateway.reply import read_reply
 from tugline.recording.records import Header
 from tugline.web.engine_http import EngineHttp, ModelCard
-from tugline.web.sse import read_payloads
 
 _log = log.get("gateway.replicas")
 
@@ -55,7 +55,8 @@ class Replica:
         """Return the replica to service."""
         if self.ejected:
             _log.info("replica returned", url=self.url)
-        self.faults, self.ejected = 0, False
+        self.faults = 0
+        self.ejected = False
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +189,8 @@ class Upstream(TokenSource):
         self, ask: EngineRequest, session: str, progress: Progress, avoid: Sequence[str] = ()
     ) -> AsyncGenerator[Delta]:
         """See `TokenSource.sample`."""
-        tried, since = list(avoid), self.gate.now()
+        tried = list(avoid)
+        since = self.gate.now()
         for attempt in range(self._settings.tries):
             await progress.wait_until_sendable()
             replica = self.choose(session, tried)
@@ -273,7 +275,8 @@ class Upstream(TokenSource):
 
     def _reschedule(self) -> None:
         """Suspend the timeouts of replies that have not begun while the gate is closed."""
-        now, loop_now = self.gate.now(), asyncio.get_running_loop().time()
+        now = self.gate.now()
+        loop_now = asyncio.get_running_loop().time()
         for wait in self._waits:
             if not wait.began and not wait.scope.expired():
                 due = loop_now + self._idle_s - (now - wait.since)
@@ -318,7 +321,8 @@ class Upstream(TokenSource):
         Refusals are retried for a limited time, counted from `since` by the gate's clock: the
         client must get the last one before its stream is opened.
         """
-        settings, alone = self._settings, len(self.replicas) == 1
+        settings = self._settings
+        alone = len(self.replicas) == 1
         if not error.temporary or attempt == settings.tries - 1:
             return None
         asked_s = error.retry_after
@@ -329,70 +333,6 @@ class Upstream(TokenSource):
         end_s = max(asked_s or 0.0, self.gate.now() - since + delay_s)
         refused = error.status is not None
         return None if refused and end_s > settings.longest_retry_after_s else delay_s
-
-
-async def read_reply(
-    http: EngineHttp,
-    url: str,
-    wire: EngineFormat,
-    ask: EngineRequest,
-    on_accepted: Callable[[], None] = lambda: None,
-) -> AsyncGenerator[Delta]:
-    """Send one request to the engine at `url` and yield its reply as it comes.
-
-    `on_accepted` is called once the engine has begun a reply with tokens. A server that cannot
-    stream may send its answer as a whole. Raises the engine's error about the request, or
-    `EngineError` if the connection is lost.
-    """
-    post, reader = wire.build_request(ask), wire.make_reader()
-    finished = False
-    try:
-        async with http.request(url + post.path, *post.body) as response:
-            kind = response.headers.get("content-type", "").partition(";")[0]
-            if response.status != 200:
-                retry_after = response.headers.get("retry-after")
-                raise parse_engine_error(response.status, await response.read(), retry_after)
-            if kind == "application/json":
-                whole = reader.read_body(await response.read())
-                on_accepted()
-                for delta in whole:
-                    finished = finished or delta.finish is not None
-                    yield delta
-            elif kind != "text/event-stream":
-                start = (await anext(response.chunks(), b""))[:200].decode("utf-8", "replace")
-                raise EngineError(
-                    f"the engine at {url} answered a streamed request with "
-                    f"{kind}, not an event stream: {start}"
-                )
-            else:
-                on_accepted()
-                async for payloads in read_payloads(response.chunks()):
-                    deltas, failure = _read_events(reader, payloads)
-                    for delta in deltas:
-                        finished = finished or delta.finish is not None
-                        yield delta
-                    if failure is not None:
-                        raise failure
-    except OSError as error:
-        msg = f"the engine at {url} was lost: {error or type(error).__name__}"
-        raise EngineError(msg) from error
-    if not finished:
-        raise EngineError("the engine closed the stream without a finish reason")
-
-
-def _read_events(
-    reader: Reader[Any], payloads: list[bytes]
-) -> tuple[list[Delta], EngineError | None]:
-    """Read events up to the first invalid one or reported failure; return that failure as well."""
-    try:
-        return reader.read_events(payloads), None
-    except EngineError:
-        for position, payload in enumerate(payloads):
-            try:
-                reader.decode(payload)
-            except EngineError as error:  # nothing was added yet: all events are decoded first
-                return (reader.read_events(payloads[:position]) if position else []), error
-        raise
 
 
 def _weight(session: str, url: str) -> bytes:

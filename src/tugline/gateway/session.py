@@ -1,17 +1,13 @@
-"""Live sessions and the secrets that authorize their calls (I6).
+"""One session while its model calls are accepted: its budgets, its calls, its recording.
 
-A secret is returned once, stored only as a digest, authorizes the model calls of one session, and
-is invalid once the session closes. A request's secret is looked up by its digest, so the time of a
-lookup reveals nothing about secrets. Budgets are checked before anything is sampled, so a refused
-call costs nothing.
+Budgets are checked before anything is sampled, so a refused call costs nothing.
 """
 
 import asyncio
 import contextlib
 import hashlib
-import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 
@@ -21,10 +17,10 @@ from tugline import errors, log
 from tugline.chat.dialects.base import Dialect, HttpRequest
 from tugline.chat.model_call import Request
 from tugline.chat.tokens import mend_surrogates
-from tugline.gateway.answer import ENDED
+from tugline.gateway.answer import ENDED, AnswerState
 from tugline.gateway.choice import Choice
 from tugline.gateway.completion import Completion
-from tugline.gateway.engine import EngineContext, SessionState, Transcript
+from tugline.gateway.context import EngineContext
 from tugline.gateway.policy import (
     InFlight,
     check_request,
@@ -33,7 +29,11 @@ from tugline.gateway.policy import (
     find_kind,
     resolve_sampling,
 )
-from tugline.gateway.prefix import Prompt, WholePrompt
+from tugline.gateway.prefix import WholePrompt
+from tugline.gateway.prompt import Prompt
+from tugline.gateway.sampled_answer import SampledAnswer
+from tugline.gateway.terms import SessionState
+from tugline.gateway.transcript import Transcript
 from tugline.recording import file as recordings
 from tugline.recording.file import Writer
 from tugline.recording.records import Header, RecordedEventKind
@@ -67,7 +67,8 @@ class LiveSession:
 
         `on_hang` is called with the seconds for which an engine hung; they are not charged.
         """
-        self._on_hang, self._credited = on_hang, 0.0
+        self._on_hang = on_hang
+        self._credited = 0.0
         self.id = header.session.id
         self.secret_digest = b""
         self.transcript = Transcript(self.id, engine, writer)
@@ -83,7 +84,9 @@ class LiveSession:
         )
         self._preparing = asyncio.Lock()
         """Held while a request is parsed and rendered, possibly in a thread."""
-        self._task, self._engine, self._clock = header.task, engine, clock
+        self._task = header.task
+        self._engine = engine
+        self._clock = clock
         self._contract = contract_for(header.task.sampling, header.session.sample)
         self._spent_status = spent_status
         self._opened = clock()
@@ -99,7 +102,7 @@ class LiveSession:
     def tokens_left(self) -> int | None:
         """Tokens left to sample, less those reserved by running calls; None without a limit."""
         limit = self._task.limits.max_sampled_tokens
-        reserved = sum(choice.max_tokens or 0 for choice in self._unended)
+        reserved = sum(choice.content.sampling.max_tokens or 0 for choice in self._unended)
         return None if limit is None else limit - self.transcript.sampled_tokens - reserved
 
     @property
@@ -111,7 +114,7 @@ class LiveSession:
     @property
     def _unended(self) -> list[Choice]:
         """Answers that have not been recorded, nor failed."""
-        return [c for call in self.running for c in call.choices if c.life.state not in ENDED]
+        return [c for call in self.running for c in call.choices if c.state not in ENDED]
 
     def describe(self) -> SessionState:
         """Return the state. A session that ended with its last permitted call was not cut off."""
@@ -136,7 +139,8 @@ class LiveSession:
 
         Raises `ContextOverflow`, on which agents compact, for a body too large for the window.
         """
-        limit, settings = self._engine.max_body, self._engine.settings
+        limit = self._engine.max_body
+        settings = self._engine.settings
         try:
             return await http.body(limit, settings.body_timeout_s, take)
         except errors.TooLarge as error:
@@ -154,7 +158,8 @@ class LiveSession:
         The third value is whether lone surrogates were repaired in the body. Raises `RequestError`
         before anything is sampled.
         """
-        body, limit = incoming.body, self._engine.settings.large_body
+        body = incoming.body
+        limit = self._engine.settings.large_body
         async with self._preparing:
             known = self.transcript.parse_cache.known_bytes(body)
             if len(body) - known < limit and body.count(b"{", known) < _MANY_OBJECTS:
@@ -203,15 +208,16 @@ class LiveSession:
         """
         key = _request_key(request, prompt)
         earlier = self._find_repeated(key, stream=request.stream, retry=retry)
-        if earlier is not None and earlier.abandoned:  # can be resumed once recorded
-            await earlier.wait_recorded()
+        if earlier is not None and earlier.state is AnswerState.ABANDONED:
+            await earlier.wait_recorded()  # then it can be resumed
             earlier = self._find_repeated(key, stream=request.stream, retry=retry)
-        if earlier is not None and not earlier.resumable:
+        if earlier is not None and earlier.state is not AnswerState.BROKEN_OFF:
             self.transcript.note(RecordedEventKind.REPEATED, call=earlier.choices[0].number)
             return earlier
         window = self._check_size(request, prompt)
         await self._wait_for_budget(request.n)
-        if earlier is not None and not earlier.resumable:  # another request was faster
+        if earlier is not None and earlier.state is not AnswerState.BROKEN_OFF:
+            # Another request was faster.
             return await self.complete(request, prompt, retry=retry)
         with contextlib.ExitStack() as taken:
             self._admit(request.n)
@@ -219,7 +225,7 @@ class LiveSession:
             choices = self._make_choices(request, prompt, window)
             if earlier is not None:
                 choices[0].resume(earlier.choices[0])
-            completion = Completion(key, choices, self._engine.settings, stream=request.stream)
+            completion = Completion(key, choices, self._engine.settings)
             self.running.add(completion)
             taken.callback(self.running.discard, completion)
             given_back = taken.pop_all().close
@@ -232,7 +238,8 @@ class LiveSession:
         """Credit the last `seconds` to the time budget; parallel calls are credited once."""
         now = self._clock()
         lost = now - max(now - seconds, self._credited)
-        self._credited, self._opened = now, self._opened + lost
+        self._credited = now
+        self._opened += lost
         self._on_hang(lost)
 
     async def _wait_for_budget(self, count: int) -> None:
@@ -257,7 +264,10 @@ class LiveSession:
         choices: list[Choice] = []
         for number in range(self._next_number, self._next_number + request.n):
             sampling = resolve_sampling(request.sampling, self._contract, policy, limits, number)
-            choices.append(Choice(number, request, prompt, sampling, self.transcript, self._engine))
+            content = SampledAnswer(
+                number, request, prompt, sampling, self.transcript, self._engine
+            )
+            choices.append(Choice(content, self.transcript, self._engine))
         self._next_number += request.n
         return choices
 
@@ -269,10 +279,11 @@ class LiveSession:
         waiting clients are two samples, and so is one sent after the answer was delivered.
         """
         for old in reversed(self._recent):
-            failed = old.error is not None and not old.resumable
-            if old.key != key or failed or self._is_extended(old):
+            over = old.state in {AnswerState.FAILED, AnswerState.RESUMED}
+            if old.key != key or over or self._is_extended(old):
                 continue
-            if retry or old.undelivered or (old.stream and not stream):
+            undelivered = old.readers == 0 and old.state is not AnswerState.DELIVERED
+            if retry or undelivered or (old.request.stream and not stream):
                 return old
         return None
 
@@ -288,14 +299,17 @@ class LiveSession:
         if not self._next_number:  # a prewarmed session may have waited until now
             self._opened = self._clock()
         if _lacks(self.turns_left, count):
-            spent, words = SpentLimit.MAX_TURNS, f"{limits.max_turns} model calls"
+            spent = SpentLimit.MAX_TURNS
+            words = f"{limits.max_turns} model calls"
         elif _lacks(self.tokens_left, count):
             spent = SpentLimit.MAX_SAMPLED_TOKENS
             words = f"{limits.max_sampled_tokens} sampled tokens"
         elif limits.calls_s is not None and self._clock() - self._opened > limits.calls_s:
-            spent, words = SpentLimit.CALLS_S, f"{limits.calls_s:g} seconds"
+            spent = SpentLimit.CALLS_S
+            words = f"{limits.calls_s:g} seconds"
         elif self.transcript.full:
-            spent, words = SpentLimit.MAX_RECORDING, "room in the recording"
+            spent = SpentLimit.MAX_RECORDING
+            words = "room in the recording"
         else:
             return
         self._refused_by = spent
@@ -321,78 +335,11 @@ class LiveSession:
         await asyncio.to_thread(self.transcript.writer.close)
 
 
-class Sessions:
-    """Live sessions by id and by the digest of their secret."""
-
-    def __init__(self) -> None:
-        self._live: dict[str, LiveSession] = {}
-        self._by_secret: dict[bytes, LiveSession] = {}
-
-    def __iter__(self) -> Iterator[LiveSession]:
-        return iter(list(self._live.values()))
-
-    def open(self, live: LiveSession, secret: str = "") -> str:
-        """Accept a session's calls; return its secret, a new one unless given."""
-        if live.id in self._live:
-            raise errors.UsageError(f"session {live.id!r} is live already")
-        secret = secret or f"tl-{secrets.token_urlsafe(24)}"
-        live.secret_digest = _digest(secret)
-        self._live[live.id] = self._by_secret[live.secret_digest] = live
-        return secret
-
-    async def close(self, live: LiveSession) -> None:
-        """End a session: invalidate its secret and abort its running calls."""
-        if self._live.get(live.id) is live:
-            del self._live[live.id]
-        self._by_secret.pop(live.secret_digest, None)
-        await live.close()
-
-    def find(self, secret: str | None, session_id: str | None) -> LiveSession:
-        """Return the session that `secret` authorizes. Raises `Unauthorized`."""
-        live = self._by_secret.get(_digest(secret or ""))
-        if live is None or (session_id is not None and session_id != live.id):
-            msg = "the key is not valid for a live session; use the key of this session"
-            raise errors.Unauthorized(msg)
-        return live
-
-    def get(self, session_id: str) -> LiveSession | None:
-        """Return a live session by its id."""
-        return self._live.get(session_id)
-
-    def credit(self, session_id: str, seconds: float) -> None:
-        """Credit a session with the seconds for which an engine hung."""
-        if live := self._live.get(session_id):
-            live.credit(seconds)
-
-    def note(self, kind: RecordedEventKind, detail: str) -> None:
-        """Record an event in every live session."""
-        for live in self:
-            live.transcript.note(kind, detail)
-
-    async def flush(self) -> None:
-        """Flush written records to disk, so that they survive a power loss."""
-        dirty = [live.transcript.writer for live in self if live.transcript.writer.dirty]
-        if dirty:
-            await asyncio.to_thread(_flush, dirty)
-
-
 def _lacks(left: int | None, count: int) -> bool:
     return left is not None and left < count
-
-
-def _digest(secret: str) -> bytes:
-    return hashlib.sha256(secret.encode()).digest()
 
 
 def _request_key(request: Request, prompt: Prompt) -> bytes:
     """Digest a request's meaning and options; equal for its repetitions."""
     options = msgspec.msgpack.encode(_options(request))
     return hashlib.blake2b(options, key=prompt.digest, digest_size=16).digest()
-
-
-def _flush(writers: Sequence[Writer]) -> None:
-    for writer in writers:
-        try:
-            writer.flush()
-        except errors.CaptureError as error:  # the session's next call reports it to its harness
-            _log.error("flush failed", path=str(writer.path), error=str(error))

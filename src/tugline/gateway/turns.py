@@ -96,8 +96,10 @@ def digest_tools(tools: Sequence[Tool]) -> bytes:
 
 def hash_wording(answer: Message) -> bytes:
     """Hash the parts of an answer that an echo may change, in the order of `EchoChange`."""
-    calls, reasoning = answer.tool_calls, (answer.reasoning or "").strip()
-    arguments, ids = tuple(call.arguments for call in calls), tuple(call.id for call in calls)
+    calls = answer.tool_calls
+    reasoning = (answer.reasoning or "").strip()
+    arguments = tuple(call.arguments for call in calls)
+    ids = tuple(call.id for call in calls)
     return struct.pack("4q", hash(arguments), hash(reasoning), hash(ids), hash(answer.content))
 
 
@@ -176,7 +178,8 @@ class Conversation:
     def cut(self, count: int) -> Conversation:
         """Return the first `count` messages; `self`, to be extended, if those are all."""
         if count < len(self.messages):
-            digests, chain = self.digests[:count], self.chain[: count + 1]
+            digests = self.digests[:count]
+            chain = self.chain[: count + 1]
             return Conversation(self.tools, digests=digests, chain=chain)
         del self.digests[count:], self.chain[count + 1 :]  # left by a refused request
         return self
@@ -199,12 +202,16 @@ def nearest_by_meaning(
     turns: Sequence[Turn], request: Conversation
 ) -> tuple[Turn | None, Branch | None]:
     """Return the turn with most messages in common, and why it is not extended (None: a twin)."""
-    best, longest, best_entries = None, -1, []
+    best = None
+    longest = -1
+    best_entries = []
     for leaf in _leaves(turns):
         entries = _entries(leaf)
         shared = count_shared([entry.digest for entry in entries], request.digests)
         if shared > longest:
-            best, longest, best_entries = leaf, shared, entries
+            best = leaf
+            longest = shared
+            best_entries = entries
     if best is None:
         return None, None
     reason = _branch_reason(best, best_entries, longest, request)

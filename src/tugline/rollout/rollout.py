@@ -22,7 +22,7 @@ from tugline import errors, log
 from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.evaluators.verdict import evaluate
 from tugline.gateway.app import Gateway
-from tugline.gateway.engine import Opened, SessionTerms
+from tugline.gateway.terms import Opened, SessionTerms
 from tugline.harnesses.base import Launch, LaunchContext, prepare
 from tugline.plugins import ENDINGS, refuse_endings
 from tugline.recording import file as recordings
