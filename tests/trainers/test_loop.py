@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,15 +68,22 @@ def learners() -> Iterator[set[int]]:
         (1, "abort", {"lora": {"rank": 4}, "grpo": {"lr": 1e-2}}),
         (1, "keep", {}),
         (2, "wait", {}),
+        (1, "abort", {"node": {"slots": 4, "processes": 2}}),
     ],
 )
 async def test_a_run_trains_every_batch_within_its_staleness(
-    tmp_path: Path, learners: set[int], staleness: int, pause: str, changes: dict[str, Any]
+    tmp_path: Path,
+    learners: set[int],
+    monkeypatch: pytest.MonkeyPatch,
+    staleness: int,
+    pause: str,
+    changes: dict[str, Any],
 ) -> None:
     """All sessions are trained once, no token is too old, and publications are checked.
 
     All updates run in one thread, since each thread keeps the memory of a step.
     """
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # for nodes that are processes
     schedule: dict[str, Any] = {"steps": 3, "tasks_per_step": 2, "samples": 2}
     schedule |= {"staleness": staleness, "pause": pause}
     config = write_config(tmp_path, schedule=schedule, **changes)
