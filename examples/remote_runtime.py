@@ -129,13 +129,13 @@ class RemoteSandbox(Sandbox):
         """Return the URL unchanged: the other machine must reach this one."""
         return url
 
-    async def run(
+    async def run_program(
         self,
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
         timeout_s: float | PausableTimeout,
-        log_name: str = "agent",
+        log: Path,
     ) -> Exit:
         """Run a program in its own session, which is killed in any case."""
         began, timed_out = time.monotonic(), False
@@ -143,8 +143,8 @@ class RemoteSandbox(Sandbox):
         command = shlex.join(["env", "-i", *(f"{k}={v}" for k, v in variables.items()), *argv])
         start = 'echo $$ >"$0/pid"; exec "$@" 2>&1'
         line = f"cd {self.workdir} && setsid -w sh -c '{start}' {self.root} {command} </dev/null"
-        with (self.logs / f"{log_name}.log").open("ab") as log:
-            child = await asyncio.create_subprocess_exec(*self.connect, line, stdout=log)
+        with log.open("ab") as output:
+            child = await asyncio.create_subprocess_exec(*self.connect, line, stdout=output)
         try:
             async with enforce_timeout(timeout_s):
                 await child.wait()

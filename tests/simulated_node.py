@@ -192,13 +192,13 @@ class SimulatedSandbox(LocalSandbox):
     async def put(self, *_: object) -> None:
         """Nothing: its program reads no files."""
 
-    async def run(
+    async def run_program(
         self,
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
         timeout_s: float | PausableTimeout,
-        log_name: str = "agent",
+        log: Path,
     ) -> Exit:
         """Wait while the gateway or RUN is held, or forever."""
         instruction, session = argv
@@ -206,7 +206,7 @@ class SimulatedSandbox(LocalSandbox):
         script.order.append(session)
         with script.count("run"):
             script.gateway.counts[session] += 1
-            (self.logs / f"{log_name}.log").write_text(f"I am {session}\n")
+            await asyncio.to_thread(log.write_text, f"I am {session}\n")
             try:
                 async with enforce_timeout(timeout_s):
                     await script.gateway.open_gate.wait()

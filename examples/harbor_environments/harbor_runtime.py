@@ -259,25 +259,25 @@ class HarborSandbox(Sandbox):
         parts = urlsplit(url)
         return self.reach.format(port=parts.port).rstrip("/") + parts.path
 
-    async def run(
+    async def run_program(
         self,
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
         timeout_s: float | PausableTimeout,
-        log_name: str = "agent",
+        log: Path,
     ) -> Exit:
         """Run a program with `exec`; its output is streamed to the log if possible."""
         began, timed_out = time.monotonic(), False
         name, _, value = self.mark.partition("=")
         variables = {"HOME": str(self.home), **env, name: value}
-        with (self.logs / f"{log_name}.log").open("ab") as log:
+        with log.open("ab") as output:
 
             async def write(text: str, _stream: str) -> None:
-                log.write(text.encode())
-                log.flush()
+                output.write(text.encode())
+                output.flush()
 
-            start, line = log.tell(), f"exec {shlex.join(argv)} </dev/null 2>&1"
+            start, line = output.tell(), f"exec {shlex.join(argv)} </dev/null 2>&1"
             with self.environment.scoped_output_callback(write):
                 executing = self.execute(line, cwd=str(self.workdir), env=variables)
                 running = asyncio.ensure_future(executing)
@@ -291,8 +291,8 @@ class HarborSandbox(Sandbox):
             if running.cancelled():
                 return Exit(-9, timed_out, time.monotonic() - began)
             result = running.result()
-            if log.tell() == start:  # nothing was streamed
-                log.write(((result.stdout or "") + (result.stderr or "")).encode())
+            if output.tell() == start:  # nothing was streamed
+                output.write(((result.stdout or "") + (result.stderr or "")).encode())
         code = 128 - result.return_code if result.return_code > 128 else result.return_code
         return Exit(code, timed_out, time.monotonic() - began)
 

@@ -35,7 +35,15 @@ from sandboxes import (
     wait_until_running,
 )
 from tugline.errors import SandboxError, UsageError
-from tugline.sandbox.base import Exit, Mount, PausableTimeout, ProgramTimeout, Sandbox, run_beside
+from tugline.sandbox.base import (
+    OUTPUT_BYTES,
+    Exit,
+    Mount,
+    PausableTimeout,
+    ProgramTimeout,
+    Sandbox,
+    run_beside,
+)
 from tugline.sandbox.limits import RECORD, Cgroup, find_cgroup_parent
 from tugline.sandbox.patch import FileChange
 from tugline.types import Cause
@@ -68,6 +76,18 @@ async def test_exit_codes(sandbox: Sandbox) -> None:
     assert (await run_shell(sandbox, "kill -9 $$")).code == -signal.SIGKILL
     assert (await run_shell(sandbox, "kill -TERM $$")).code == -signal.SIGTERM
     assert (await sandbox.run(("no-such-program",), env={}, timeout_s=20)).code == 127
+
+
+async def test_run_returns_the_end_of_its_own_output(sandbox: Sandbox) -> None:
+    """Not what earlier programs wrote to the same log; also if it is killed."""
+    first = await run_shell(sandbox, "echo out; echo err >&2; exit 3")
+    assert (first.code, first.output) == (3, "out\nerr\n")
+    long = await run_shell(sandbox, f"head -c {OUTPUT_BYTES} /dev/zero | tr '\\0' x; echo end")
+    assert len(long.output) == OUTPUT_BYTES
+    assert long.output.endswith("xend\n")
+    assert (await run_shell(sandbox, "true")).output == ""
+    killed = await run_shell(sandbox, "echo begun; sleep 60", timeout_s=2.0)
+    assert (killed.timed_out, killed.output) == (True, "begun\n")
 
 
 async def test_arguments_and_variables_are_passed_unchanged(

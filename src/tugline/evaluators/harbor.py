@@ -32,7 +32,7 @@ from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.filters import Patterns, Rules
 from tugline.evaluators.isolation import serve_programs
-from tugline.evaluators.script import ScriptRunner, allow_network, open_runner
+from tugline.evaluators.script import TAIL, ScriptRunner, allow_network, open_runner
 from tugline.sandbox.base import Exit, Mount, Sandbox, check_variables, expand_variables
 from tugline.sandbox.patch import FileChange, Patch
 from tugline.schema import PositiveFloat
@@ -156,7 +156,7 @@ class HarborEvaluator(Evaluator):
             timeout_s=self.timeout_s,
             log_name="tests",
         )
-        log = await runner.read_tail("tests")
+        log = end.output[-TAIL:]
         try:
             return _HarborRun(end, await self._read_rewards(sandbox, end), "", log)
         except ValueError as error:

@@ -30,7 +30,9 @@ from tugline.sandbox.processes import run_command
 from tugline.types import Workspace
 
 TAIL = 2000
-"""Number of bytes at the end of a log that reports show."""
+"""Size of the end of a program's output that reports show."""
+FAILURE_TAIL = 300
+"""Size of the end of a program's output that an error shows."""
 _LEAST_S = 1.0
 _PATHS = ".paths"
 _PROGRAM = ".inspect.py"
@@ -90,10 +92,6 @@ class ScriptRunner:
         path = self.sandbox.logs / f"{log_name}.log"
         cut = b"\n(cut here)\n" if head else b""
         return await asyncio.to_thread(read_ends, path, head, tail, cut if tail else b"")
-
-    async def read_tail(self, log_name: str, size: int = TAIL) -> str:
-        """Return the end of a program's output."""
-        return (await self.read_log(log_name, tail=size)).decode(errors="replace")
 
 
 @contextlib.asynccontextmanager
@@ -189,8 +187,9 @@ async def run_on_paths(
     argv = ("sh", "-c", script, str(home / _PATHS), *args)
     end = await runner.run(argv, env=env, timeout_s=_LOOK_S, log_name=name)
     if end.code or end.timed_out:
-        output = await runner.read_tail(name, 300)
-        raise SandboxError(f"the files of the work cannot be prepared ({end}): {output.strip()}")
+        ending = "out of time" if end.timed_out else f"exit code {end.code}"
+        output = end.output[-FAILURE_TAIL:].strip()
+        raise SandboxError(f"the files of the work cannot be prepared ({ending}): {output}")
     await runner.sandbox.put(home, {_PATHS: None})
 
 

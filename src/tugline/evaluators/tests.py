@@ -41,7 +41,7 @@ from tugline.evaluators.own_pytest import (
     select_tests,
 )
 from tugline.evaluators.scoring import Names, TestReport, parse_expected, score
-from tugline.evaluators.script import ScriptRunner, open_runner
+from tugline.evaluators.script import FAILURE_TAIL, TAIL, ScriptRunner, open_runner
 from tugline.sandbox.base import Content, Exit, check_path
 from tugline.schema import PositiveFloat
 from tugline.types import Reward, Task
@@ -207,13 +207,13 @@ class TestsEvaluator(Evaluator):
                     done.result()
                 return None
             if not end.timed_out and (control := await original).code and not control.timed_out:
-                raise _fail("setup", control, await judge.read_tail("setup", 300))
+                raise _fail("setup", control)
         finally:
             original.cancel()
             await asyncio.wait({original})
         verdict = score(TestReport(), self._expected, end)
         failure = "was out of time" if end.timed_out else f"ended with exit code {end.code}"
-        verdict.report.update(reason=f"setup {failure}", output=await work.read_tail("setup"))
+        verdict.report.update(reason=f"setup {failure}", output=end.output[-TAIL:])
         return verdict
 
     async def _run_tests(
@@ -250,7 +250,7 @@ class TestsEvaluator(Evaluator):
         if not end.timed_out:
             await self._check_program(outcome, report, end)
         verdict = score(report, expected, end, self._format.normalize, codes=codes)
-        verdict.report["output"] = await judge.read_tail("tests")
+        verdict.report["output"] = end.output[-TAIL:]
         if guard is None or verdict.reward.value <= 0.0:
             return verdict
         changes = await guard.find_changes()
@@ -325,15 +325,15 @@ class TestsEvaluator(Evaluator):
             end = await self._start(control, argv, "control")
             failed = end.code in failures if failures else end.code != 0
             if failed and not end.timed_out:
-                raise _fail(program, end, await control.read_tail("control", 300))
+                raise _fail(program, end)
         self._proven.add(program)
 
 
-def _fail(program: str, end: Exit, output: str) -> EvaluatorError:
+def _fail(program: str, end: Exit) -> EvaluatorError:
     """Return the error of a program that fails without the agent's changes as well."""
     return EvaluatorError(
         f"evaluator 'tests': {program} ends with exit code {end.code} also without the agent's "
-        f"changes: {output.strip()}"
+        f"changes: {end.output[-FAILURE_TAIL:].strip()}"
     )
 
 

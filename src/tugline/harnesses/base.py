@@ -4,7 +4,6 @@ A harness installs its program on this machine and gives the command, environmen
 run it on one task with one base URL. It sees neither tokens nor rewards.
 """
 
-import asyncio
 import shlex
 import signal
 from abc import ABC, abstractmethod
@@ -14,7 +13,6 @@ import msgspec
 
 from tugline.errors import HarnessError
 from tugline.sandbox.base import Exit, Mount, Sandbox
-from tugline.sandbox.files import read_ends
 
 MAX_ARGUMENT = 131_000
 """Maximum bytes of an argument: Linux allows 128 KiB; the rest is for an option's name."""
@@ -92,8 +90,7 @@ async def prepare(sandbox: Sandbox, launch: Launch) -> None:
     end = await sandbox.run(launch.setup, env=launch.env, timeout_s=_SETUP_S, log_name="setup")
     if end.timed_out or end.code:
         ending = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
-        output = await asyncio.to_thread(read_ends, sandbox.logs / "setup.log", 0, _SETUP_TAIL)
-        text = " ".join(output.decode(errors="replace").split())
+        text = " ".join(end.output[-_SETUP_TAIL:].split())
         raise HarnessError(f"the setup {shlex.join(launch.setup)!r} {ending}: {text}")
 
 

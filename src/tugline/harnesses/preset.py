@@ -214,13 +214,11 @@ async def start_once(harness: Harness, runtime: Runtime | None = None) -> None:
             launch = harness.launch(context)
             await prepare(sandbox, launch)
             end = await sandbox.run(launch.argv, env=launch.env, timeout_s=_TRIAL_S)
-            log = sandbox.logs / "agent.log"
-            output = await asyncio.to_thread(log.read_text, errors="replace")
     if not called.is_set():
         failure = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
         raise HarnessError(
             f"{harness.name} {harness.version} does not work here: it {failure} "
-            f"and made no model call: {' '.join(output.split())[-_TAIL:]}"
+            f"and made no model call: {' '.join(end.output.split())[-_TAIL:]}"
         )
 
 

@@ -24,12 +24,12 @@ from tugline.evaluators.base import Evaluator
 from tugline.harnesses.base import Harness
 from tugline.plugins import make, pack_options
 from tugline.sandbox.base import Content, Mount, Runtime, Sandbox, SandboxSpec
-from tugline.sandbox.files import read_ends
 from tugline.traces.base import Builder
 from tugline.types import PluginSpec, Task
 
 _log = log.get("node")
-_LOG_TAIL = 400
+LOG_TAIL = 400
+"""Characters of a program's output that a failure shows."""
 _MAX_KEPT = 128
 """Number of instances that are kept; those in use may be more."""
 _MAX_KEPT_BYTES = 4 << 20
@@ -213,8 +213,3 @@ class _Prepared:
                 _log.warning("prewarmed sandbox not closed", traceback=log.describe_error(error))
             else:
                 self._ready.set_exception(error)
-
-
-def read_tail(log_file: Path) -> str:
-    """Return the end of a program's output."""
-    return read_ends(log_file, 0, _LOG_TAIL).decode(errors="replace").strip()

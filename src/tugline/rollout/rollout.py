@@ -34,7 +34,7 @@ from tugline.rollout.failures import (
     make_failure,
     make_total_timeout,
 )
-from tugline.rollout.parts import Parts, PrewarmedSandboxes, TaskSandboxes, read_tail
+from tugline.rollout.parts import LOG_TAIL, Parts, PrewarmedSandboxes, TaskSandboxes
 from tugline.rollout.stages import StageSlots
 from tugline.sandbox.base import Exit, ProgramTimeout, Sandbox
 from tugline.sandbox.files import collect_artifacts
@@ -191,7 +191,7 @@ class _Rollout:
             home = self.directory / "agent" / "home"  # of the built-in runtimes
             await asyncio.to_thread(collect_artifacts, home, self.harness.log_globs, sandbox.logs)
             self.patch = await sandbox.diff()
-            self.log_tail = await asyncio.to_thread(read_tail, sandbox.logs / "agent.log")
+            self.log_tail = self.exit.output[-LOG_TAIL:].strip()
 
     async def build(self) -> None:
         """Run BUILD: build traces from the recorded calls."""

@@ -17,7 +17,7 @@ from tugline.datasets.base import Solution
 from tugline.evaluators.base import SessionOutcome
 from tugline.evaluators.verdict import evaluate
 from tugline.rollout.failures import classify
-from tugline.rollout.parts import Parts, PrewarmedSandboxes, TaskSandboxes, read_tail
+from tugline.rollout.parts import LOG_TAIL, Parts, PrewarmedSandboxes, TaskSandboxes
 from tugline.sandbox.base import Exit, ProgramTimeout, Sandbox
 from tugline.sandbox.files import hash_file, remove
 from tugline.types import Failure, Status, Task
@@ -101,8 +101,7 @@ async def _run_solution(sandbox: Sandbox, solution: Solution, timeout_s: float) 
     if end.code == 0 and not end.timed_out:
         return end, ""
     failure = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
-    tail = await asyncio.to_thread(read_tail, sandbox.logs / "solution.log")
-    return end, f"the solution {failure}: {tail}"
+    return end, f"the solution {failure}: {end.output[-LOG_TAIL:].strip()}"
 
 
 def fingerprint(task: Task, solution: Solution | None) -> str:

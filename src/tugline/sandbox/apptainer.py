@@ -138,7 +138,8 @@ class ApptainerSandbox(host.IsolatedSandbox):
         self, layout: host.Layout, runtime: Apptainer, image: Path, cgroup_parent: limits.Cgroup
     ) -> None:
         super().__init__(layout, runtime.limits, runtime.allow, cgroup_parent)
-        self._image, self._hardening = image, runtime.hardening
+        self._image = image
+        self._hardening = runtime.hardening
         self._child: ChildProcess | None = None
 
     async def _start(self, runner: Runner) -> None:

@@ -50,6 +50,8 @@ class Exit(msgspec.Struct, frozen=True):
     seconds: float
     cause: Cause | None = None
     """Set if the sandbox's memory or disk limit was exceeded."""
+    output: str = ""
+    """The last `OUTPUT_BYTES` of its stdout and stderr; set by `Sandbox.run`."""
 
 
 class Mount(msgspec.Struct, frozen=True):
@@ -70,6 +72,10 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     workspace: Workspace = Workspace()
     files: Mapping[str, str] = {}
     mounts: tuple[Mount, ...] = ()
+
+
+OUTPUT_BYTES = 16 << 10
+"""Size of `Exit.output`; the rest of a program's output is in its log."""
 
 
 class Sandbox(ABC):
@@ -114,7 +120,6 @@ class Sandbox(ABC):
         Nothing else on the server's host becomes reachable. Raises `SandboxNetworkError`.
         """
 
-    @abstractmethod
     async def run(
         self,
         argv: Sequence[str],
@@ -123,11 +128,28 @@ class Sandbox(ABC):
         timeout_s: float | PausableTimeout,
         log_name: str = "agent",
     ) -> Exit:
-        """Run a program until it ends or times out; leave none of its processes behind.
+        """Run a program until it ends or times out; return its exit with the end of its output.
 
-        Its output is appended to the log as it arrives. `env` is added to a clean environment,
-        whose HOME is `home`. ``python3`` has pytest, if the runtime provides a Python.
+        The whole output is appended to the log ``<log_name>.log`` as it arrives. `env` is added to
+        a clean environment, whose HOME is `home`. ``python3`` has pytest, if the runtime provides a
+        Python.
         """
+        log = self.logs / f"{log_name}.log"
+        start = await asyncio.to_thread(_read_size, log)
+        end = await self.run_program(argv, env=env, timeout_s=timeout_s, log=log)
+        output = await asyncio.to_thread(_read_end, log, start)
+        return msgspec.structs.replace(end, output=output)
+
+    @abstractmethod
+    async def run_program(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout_s: float | PausableTimeout,
+        log: Path,
+    ) -> Exit:
+        """Run a program for `run`: append its output to `log`, leave no process behind."""
 
     async def read_states(self, paths: Iterable[str]) -> dict[str, object]:
         """Return a value for each path of the workdir, which changes when its content does.
@@ -305,6 +327,21 @@ async def run_beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     for task in tasks:
         if not task.cancelled():
             task.result()
+
+
+def _read_size(log: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return log.stat().st_size
+    return 0
+
+
+def _read_end(log: Path, start: int) -> str:
+    """Return the last `OUTPUT_BYTES` of what was appended to a log since its size was `start`."""
+    with contextlib.suppress(FileNotFoundError), log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(start, size - OUTPUT_BYTES))
+        return file.read().decode(errors="replace")
+    return ""
 
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")

@@ -139,7 +139,8 @@ class Bubblewrap(host.HostRuntime):
         where = f"bubblewrap cannot write to {cache_folder()}, set TUGLINE_CACHE elsewhere"
         with files.translate_errors(where):
             etc = copy_etc(cache_folder() / "etc")
-        first, visible = first_arguments(etc), visible_folders(self._readable)
+        first = first_arguments(etc)
+        visible = visible_folders(self._readable)
         argv = [*first, *visible, *LAST_ARGUMENTS, "/bin/sh", "-c", "exit 0"]
         if problem := try_command(["bwrap", *IDENTITY, *argv]):
             raise SandboxError(f"bwrap cannot start a sandbox ({problem}); {_HINT}{_INSTEAD}")
@@ -230,7 +231,9 @@ class BubblewrapSandbox(host.IsolatedSandbox):
                     await asyncio.wait([self._child.ended], timeout=_INFO_S)
             await self._child.end()
         close_all(self._info, self._pidfd)
-        self._child, self._info, self._pidfd = None, -1, -1
+        self._child = None
+        self._info = -1
+        self._pidfd = -1
 
     async def _find_first_process(self) -> None:
         """Get a handle of process 1, whose pid bwrap reports as soon as it exists.

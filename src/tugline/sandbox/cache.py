@@ -110,7 +110,8 @@ class WorkspaceCache:
         if source.local:
             await source.check_out(Path(source.where), commit, into)
             return
-        key, description = f"mirror-{digest(source.where)}", f"mirror of {source}"
+        key = f"mirror-{digest(source.where)}"
+        description = f"mirror of {source}"
         async with self.entry(key, source.begin_mirror, description) as mirror:
             async with self._exclusive(key):
                 if await source.update_mirror(mirror, commit):
@@ -132,7 +133,8 @@ class WorkspaceCache:
         return None
 
     async def _make(self, key: str, fill: Fill, description: str) -> None:
-        entry, part = self.folder / key, self.folder / f"{key}.part"
+        entry = self.folder / key
+        part = self.folder / f"{key}.part"
         async with self._exclusive(key):
             if await asyncio.to_thread(entry.is_dir):
                 return
@@ -187,7 +189,8 @@ class WorkspaceCache:
             if key != keep and self._try_evict(key):
                 total -= size
         if total > self._max_bytes:
-            gb, limit = total / _GB, self._max_bytes / _GB
+            gb = total / _GB
+            limit = self._max_bytes / _GB
             _log.warning("workspaces in use exceed their limit", gb=gb, limit_gb=limit)
 
     def _list_entries(self) -> list[tuple[float, str, int]]:

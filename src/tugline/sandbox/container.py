@@ -104,7 +104,10 @@ class Container(HostRuntime):
         self.limits = ProgramLimits(
             memory_mb=memory_mb, processes=processes, disk_mb=disk_mb, output_mb=output_mb
         )
-        self.cpus, self.user, self.read_only, self.allow = cpus, user, read_only, AllowList(allow)
+        self.cpus = cpus
+        self.user = user
+        self.read_only = read_only
+        self.allow = AllowList(allow)
         self._image = image
         self.engine = ContainerEngine(engine)
         self._images = ImageCache(
@@ -190,7 +193,8 @@ class ContainerSandbox(IsolatedSandbox):
         super().__init__(layout, runtime.limits, runtime.allow, None)
         if not runtime.read_only:
             del self._folders[_TMP]
-        self._runtime, self._image = runtime, image
+        self._runtime = runtime
+        self._image = image
         self._user = image.user if runtime.user is None else runtime.user
         self._is_root = self._user.partition(":")[0] in {"", "0", "root"}
         self._name = f"tugline-{secrets.token_hex(8)}"
@@ -299,7 +303,8 @@ class ContainerSandbox(IsolatedSandbox):
         }
 
     def _host_config(self) -> dict[str, Any]:
-        limits, runtime = self._limits, self._runtime
+        limits = self._limits
+        runtime = self._runtime
         supported = runtime.inspect().hardening
         hardening = supported.host_config() if supported else {}
         # No SELinux labels: harness and workspaces are shared and cannot be relabelled for each.

@@ -261,7 +261,8 @@ def _enter(parent: int, name: str) -> int:
 
 def _remove_contents(parent: int, name: str) -> None:
     """Remove all entries of a folder, with two open descriptors at any depth."""
-    folder, above = _open_for_removal(parent, name), [os.fstat(parent)]
+    folder = _open_for_removal(parent, name)
+    above = [os.fstat(parent)]
     names = [name]
     try:
         while True:

@@ -46,9 +46,15 @@ class _Calls(msgspec.Struct, frozen=True):
 _CALLS = msgspec.toml.decode(Path(__file__).with_name("syscalls.toml").read_bytes(), type=_Calls)
 
 # ---------------------------------------------------------------------- BPF, for bubblewrap
-_LOAD, _EQUAL, _BITS, _RETURN = 0x20, 0x15, 0x45, 0x06
-_NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
-_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+_LOAD = 0x20
+_EQUAL = 0x15
+_BITS = 0x45
+_RETURN = 0x06
+_NUMBER = 0
+_ARCH = 4
+_ARGUMENTS = 16
+_ALLOW = 0x7FFF0000
+_ERRNO = 0x00050000
 _X32 = 0x40000000
 _ARCHES: dict[str, tuple[int, int]] = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """Audit architecture of each kind of processor, and its column in the tables."""
@@ -210,7 +216,8 @@ class ApptainerHardening:
         """Return options of ``apptainer exec`` for a sandbox in `directory`. Blocks."""
         if self.missing:
             return []
-        profile, empty = directory / "seccomp.json", directory / "nothing"
+        profile = directory / "seccomp.json"
+        empty = directory / "nothing"
         with translate_errors(f"cannot write to {directory}"):
             profile.write_bytes(msgspec.json.encode(_apptainer_profile(platform.machine())))
             empty.mkdir(exist_ok=True)

@@ -194,13 +194,13 @@ class IsolatedSandbox(HostSandbox):
         await self._ensure_started()
         return url if self._allow is None else await self._forwards.add(self._pid, url)
 
-    async def run(
+    async def run_program(
         self,
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
         timeout_s: float | base.PausableTimeout,
-        log_name: str = "agent",
+        log: Path,
     ) -> base.Exit:
         """Run a program in the sandbox's shell, one at a time."""
         async with self._in_use:
@@ -213,7 +213,7 @@ class IsolatedSandbox(HostSandbox):
                 env={**self._forwards.env, **env},
                 cwd=self.workdir,
                 timeout_s=timeout_s,
-                log=self.logs / f"{log_name}.log",
+                log=log,
             )
             async with credit_waits(self._cgroup, timeout_s):
                 end = await self._run_monitored(program)
@@ -294,7 +294,8 @@ class IsolatedSandbox(HostSandbox):
             await self._end()
 
     async def _end(self) -> None:
-        limiting, self._limiting = self._limiting, None
+        limiting = self._limiting
+        self._limiting = None
         if limiting is not None:
             # Wait before the kill, after which the pid may be another process's.
             await asyncio.wait([limiting])
@@ -303,7 +304,8 @@ class IsolatedSandbox(HostSandbox):
         await self._forwards.aclose()
         if self._runner is not None:
             self._runner.close()
-        self._runner, self._pid = None, 0
+        self._runner = None
+        self._pid = 0
 
 
 class HostRuntime(base.Runtime):

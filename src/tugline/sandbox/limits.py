@@ -172,11 +172,13 @@ class ProcessorWaits:
     """Measures how long the programs of a sandbox were kept from the processors. Methods block."""
 
     def __init__(self, group: Cgroup, clock: Callable[[], float] = time.monotonic) -> None:
-        self._group, self._clock = group, clock
+        self._group = group
+        self._clock = clock
         self._read()
 
     def _read(self) -> None:
-        self._at, self._used_s = self._clock(), self._group.read_used_s()
+        self._at = self._clock()
+        self._used_s = self._group.read_used_s()
         self._waits = self._group.read_waits()
 
     def measure(self) -> float:
@@ -185,7 +187,9 @@ class ProcessorWaits:
         Threads that compete with each other lose nothing: while one of them waits, another runs.
         Zero if the kernel does not count the processor time.
         """
-        at, used_s, waits = self._at, self._used_s, self._waits
+        at = self._at
+        used_s = self._used_s
+        waits = self._waits
         self._read()
         if used_s is None or self._used_s is None:
             return 0.0

@@ -89,7 +89,8 @@ class LocalSandbox(HostSandbox):
 
     def __init__(self, directory: Path, workspace: OverlayWorkspace, runtime: LocalRuntime) -> None:
         self.workdir = workspace.work
-        self.home, self._tmp = directory / "home", directory / "tmp"
+        self.home = directory / "home"
+        self._tmp = directory / "tmp"
         writable = (self.workdir, self.home, self._tmp)
         super().__init__(directory, workspace, {PurePosixPath(path): path for path in writable})
         self._runtime = runtime
@@ -106,19 +107,19 @@ class LocalSandbox(HostSandbox):
             state.append((stat.st_dev, stat.st_ino, stat.st_ctime_ns, sorted(folder.iterdir())))
         return state
 
-    async def run(
+    async def run_program(
         self,
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
         timeout_s: float | PausableTimeout,
-        log_name: str = "agent",
+        log: Path,
     ) -> Exit:
         """Run `argv` in the workdir; afterwards, also when cancelled, kill what it started."""
         began = time.monotonic()
         record = ProgramRecord(pid=0, start=None, mark=secrets.token_hex(16))
         await asyncio.to_thread(self._write_record, record)
-        output = OutputLog(self.logs / f"{log_name}.log", self._runtime.max_log_bytes)
+        output = OutputLog(log, self._runtime.max_log_bytes)
         process: asyncio.subprocess.Process | None = None
         timed_out = False
         try:

@@ -19,7 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 _NS_GET_USERNS = 0xB701
-_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+_SIOCGIFFLAGS = 0x8913
+_SIOCSIFFLAGS = 0x8914
+_IFF_UP = 1
 _BACKLOG = 128
 _LIBC = ctypes.CDLL(None, use_errno=True)
 """Loaded once: each `CDLL` is a class of its own, in cycles of references."""

@@ -103,7 +103,8 @@ class PortForwards:
 
     async def aclose(self) -> None:
         """Close all ports and their connections; the servers are remembered for `move`."""
-        relays, self._relays = self._relays, {}
+        relays = self._relays
+        self._relays = {}
         for relay in relays.values():
             await relay.aclose()
 
@@ -130,9 +131,11 @@ async def _check_reachable(url: str) -> tuple[str, int]:
     """Return host and port of `url` after connecting to it; else raise `SandboxNetworkError`."""
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port or 80
+        host = parts.hostname
+        port = parts.port or 80
     except ValueError:
-        host, port = None, 0
+        host = None
+        port = 0
     if not url.startswith("http://") or host is None:
         msg = f"{url!r} cannot be reached from a sandbox: it must be like 'http://host:port/path'"
         raise SandboxNetworkError(msg)
@@ -171,7 +174,8 @@ class Relay:
 
     async def aclose(self) -> None:
         """Accept no more connections and drop the open ones."""
-        server, self._server = self._server, None  # it refers to this object
+        server = self._server
+        self._server = None  # it refers to this object
         if server is not None:
             server.close()
         for connection in (connections := list(self._connections)):
@@ -316,13 +320,18 @@ def _parse_request(head: bytes) -> tuple[str, int, bytes, bytes]:
     try:
         method, target, version = line.decode("ascii").split(" ")
         if method == "CONNECT":
-            parts, port = urlsplit(f"//{target}"), None
+            parts = urlsplit(f"//{target}")
+            port = None
         else:
-            parts, port = urlsplit(target), 80
-        host, port = parts.hostname, parts.port or port
+            parts = urlsplit(target)
+            port = 80
+        host = parts.hostname
+        port = parts.port or port
         plain = method != "CONNECT" and parts.scheme == "http"
     except ValueError:
-        host, port, plain = None, None, False
+        host = None
+        port = None
+        plain = False
     if host is None or port is None or not (plain or method == "CONNECT"):
         msg = "this proxy takes CONNECT host:port and http:// URLs only"
         raise _Refused(msg, "400 Bad Request")

@@ -279,7 +279,8 @@ def _has_xattr(entry: os.DirEntry[str], names: frozenset[str]) -> bool:
 
 def _same(path: Path, old: Path) -> bool:
     """Return whether two files or links have equal mode and content."""
-    new_status, old_status = path.lstat(), old.lstat()
+    new_status = path.lstat()
+    old_status = old.lstat()
     if new_status.st_mode != old_status.st_mode or new_status.st_size != old_status.st_size:
         return False
     if not stat.S_ISREG(new_status.st_mode):

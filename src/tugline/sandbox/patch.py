@@ -173,7 +173,8 @@ class ChangeCollector:
             for path in (*sorted(self._gone_folders - self._kept_folders), *self._changed)
             if self._changed.get(path) is None
         }
-        notes, rest = list(self._notes), len(self._notes) - _MAX_NOTES
+        notes = list(self._notes)
+        rest = len(self._notes) - _MAX_NOTES
         more = (f"and {rest} more notes",) if rest > 0 else ()
         return Patch(removed | self._changed, (*notes[:_MAX_NOTES], *more))
 

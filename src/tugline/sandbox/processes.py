@@ -37,8 +37,10 @@ _CHUNK = 1 << 16
 _CHUNKS_PER_COPY = 16
 _WIDE_PIPE = 1 << 20
 _DISCARD_PAUSE_S = 0.005
-_EXEC_LOOKS, _EXEC_PAUSE_S = 50, 0.002
-_KILL_S, _KILL_PAUSE_S = 2.0, 0.01
+_EXEC_LOOKS = 50
+_EXEC_PAUSE_S = 0.002
+_KILL_S = 2.0
+_KILL_PAUSE_S = 0.01
 _HANG_S = 60.0
 _KERNEL_PID = 2
 """Parent of the kernel's own threads, which have no environment."""
@@ -129,7 +131,8 @@ class OutputLog:
 
     async def finish(self) -> None:
         """Copy the last output of a program that has ended. Raises `DiskFull`."""
-        task, self._task = self._task, None  # its frames refer to this object
+        task = self._task
+        self._task = None  # its frames refer to this object
         if task is not None:
             task.cancel()
             await asyncio.wait([task])

@@ -34,15 +34,19 @@ _SET = 'for each; do echo "${each#*=}" >"/proc/sys/user/${each%=*}" || exit; don
 _SET += '; exec unshare --user --map-user=1000 --map-group=1000 sh -c "echo; read -r _"'
 """Script in a new user namespace: limit its counts, create one below it, wait to be read."""
 _WAIT = "echo; read -r _"
-_FIRST_USER, _USERS = 0x70000000, 0x0FFE0000
+_FIRST_USER = 0x70000000
+_USERS = 0x0FFE0000
 """Kernel users that no tool hands out: systemd's table of user ids calls them unused."""
 _ALL_USERS = (1 << 32) - 1
 _HELPER_S = 10.0
 _NS_GET_PARENT = 0xB702
-_FSCONFIG, _FSPICK = 431, 433
+_FSCONFIG = 431
+_FSPICK = 433
 """Numbers of system calls, on every kind of processor."""
-_SET_STRING, _RECONFIGURE = 1, 7
-_CURRENT_FOLDER, _CLOSE_ON_EXEC = -100, 1
+_SET_STRING = 1
+_RECONFIGURE = 7
+_CURRENT_FOLDER = -100
+_CLOSE_ON_EXEC = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 """Loaded once: each `CDLL` is a class of its own, in cycles of references."""
 

@@ -195,7 +195,8 @@ async def end_history(folder: Path, commit: str, what: str) -> None:
         raise WorkspaceError(msg)
     run = partial(_run_git, f"{what}: its git repository", env=_NO_CONFIG, timeout_s=_FETCH_S)
     with translate_errors(f"cannot change {own}"), tempfile.TemporaryDirectory(dir=folder) as name:
-        fresh, git = Path(name), partial(run, f"--git-dir={name}")
+        fresh = Path(name)
+        git = partial(run, f"--git-dir={name}")
         await run("init", "-q", "--bare", "--template=", name)
         await asyncio.to_thread(_borrow, own, fresh)
         head = await _read_head(git, commit, what)

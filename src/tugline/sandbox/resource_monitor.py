@@ -97,7 +97,8 @@ class ResourceMonitor:
         """
         if self._initial_bytes is None:
             self._initial_bytes = await self._in_thread(self._measure_initial)
-        began, kills = time.monotonic(), self.count_kills()
+        began = time.monotonic()
+        kills = self.count_kills()
         ended = None
         try:
             async with run_beside(self._watch(pid)):
@@ -262,7 +263,8 @@ def open_file_usage(root: Path) -> int:
     for count, (status, path) in enumerate(_held_files(root)):
         if count == _MAX_HELD_FILES:
             return _UNBOUNDED
-        key, is_mapped = (status.st_dev, status.st_ino), "/map_files/" in path
+        key = (status.st_dev, status.st_ino)
+        is_mapped = "/map_files/" in path
         if key in seen or (is_mapped and status.st_nlink > 0):
             continue
         seen.add(key)

@@ -114,11 +114,15 @@ class Runner:
         signals, become negative signal numbers. Raises `SandboxEnded`.
         """
         self._count += 1
-        number, began = self._count, time.monotonic()
+        number = self._count
+        began = time.monotonic()
         script = program_script(argv, env, cwd)
         output = OutputLog(log, self.max_log_bytes)
-        ended, clean = self._expect("ended", number), self._expect("clean", number)
-        timed_out, code, requested = False, KILLED, False
+        ended = self._expect("ended", number)
+        clean = self._expect("clean", number)
+        timed_out = False
+        code = KILLED
+        requested = False
         try:
             await finish(asyncio.to_thread(self._write_program, number, script, output))
             output.start()
@@ -129,7 +133,8 @@ class Runner:
                     await asyncio.wait([ended])
             # If this process was suspended, the program's end may be reported but not read yet.
             self._read_replies()
-            timed_out, seconds = not ended.done(), time.monotonic() - began
+            timed_out = not ended.done()
+            seconds = time.monotonic() - began
             if not timed_out:
                 code = ended.result()
                 with contextlib.suppress(TimeoutError, SandboxEnded):

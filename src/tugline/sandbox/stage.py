@@ -20,13 +20,20 @@ _STAGE = Path("/tmp")  # noqa: S108 - covered by a mount that only this namespac
 _OWN = _STAGE / "own"
 """Followed by the path of the sandbox's directory on this machine: see `find_source`."""
 _OPTIONS = frozenset({"--bind", "--ro-bind"})
-_OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
+_OPEN_TREE = 428
+_MOVE_MOUNT = 429
+_MOUNT_SETATTR = 442
 """Numbers of system calls, on every kind of processor."""
-_CURRENT_FOLDER, _EMPTY_PATH, _RECURSIVE = -100, 0x1000, 0x8000
-_CLONE, _CLOSE_ON_EXEC, _FROM_EMPTY_PATH = 1, 0x80000, 4
+_CURRENT_FOLDER = -100
+_EMPTY_PATH = 0x1000
+_RECURSIVE = 0x8000
+_CLONE = 1
+_CLOSE_ON_EXEC = 0x80000
+_FROM_EMPTY_PATH = 4
 _IDMAP = 0x100000
 _NEW_MOUNTS = 0x20000
-_PRIVATE, _NOSUID_NODEV = 1 << 18 | 1 << 14, 2 | 4
+_PRIVATE = 1 << 18 | 1 << 14
+_NOSUID_NODEV = 2 | 4
 _LIBC = ctypes.CDLL(None, use_errno=True)
 """Loaded once: each `CDLL` is a class of its own, in cycles of references."""
 
