@@ -33,7 +33,7 @@ from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
 from tugline.launch.engine import EngineConnection
-from tugline.launch.server import managed_gc
+from tugline.launch.garbage import managed_gc
 from tugline.launch.workers import Workers
 from tugline.types import PluginSpec, Sampling, Session, Task
 from tugline.web.serve import raise_file_limit

@@ -22,8 +22,10 @@ from tugline.client.streams import Result
 from tugline.errors import Missing, ServerError
 from tugline.gateway.app import Gateway
 from tugline.launch.engine import EngineConnection, open_engine
+from tugline.launch.folder_lock import folder_lock
+from tugline.launch.garbage import managed_gc
 from tugline.launch.node import open_node
-from tugline.launch.server import folder_lock, managed_gc, open_control_plane
+from tugline.launch.server import open_control_plane
 from tugline.launch.settings import Settings, load_settings
 from tugline.protocol import Control, ResultQuery, ResultView
 from tugline.recording import file as recordings

@@ -13,11 +13,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from tugline.aio import handle_signals
 from tugline.client.nodes import NodeClient
 from tugline.gateway.app import Gateway
 from tugline.launch.engine import EngineConnection, open_engine
-from tugline.launch.server import Echo, folder_lock, handle_signals, managed_gc, open_server
-from tugline.launch.settings import Settings
+from tugline.launch.folder_lock import folder_lock
+from tugline.launch.garbage import managed_gc
+from tugline.launch.server import open_server
+from tugline.launch.settings import Echo, Settings
 from tugline.launch.workers import Workers, count_workers
 from tugline.node.admission import Engines
 from tugline.node.app import Node
@@ -79,7 +82,7 @@ async def run_server_and_node(settings: Settings, folder: Path, echo: Echo) -> N
         open_server(settings.server, folder, echo) as (control, metrics),
         _open_announced(settings, folder, control.dispatcher, echo) as (node, node_metrics),
     ):
-        metrics.others.append(node_metrics.render)
+        metrics.nodes.append(node_metrics)
         await node.run()
 
 

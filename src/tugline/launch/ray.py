@@ -33,8 +33,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tugline.atomic import write_file
 from tugline.client.sync import SyncClient
 from tugline.errors import TuglineError, first_line
-from tugline.launch.server import DIES_WITH_PARENT, Echo, encode_path
-from tugline.launch.settings import Settings
+from tugline.launch.cluster import DIES_WITH_PARENT, encode_path
+from tugline.launch.settings import Echo, Settings
 from tugline.types import TERMINAL
 
 ANSWER_S = 10.0

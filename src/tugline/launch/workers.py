@@ -25,16 +25,16 @@ from urllib.parse import urlsplit
 import uvloop
 
 from tugline import errors, log
+from tugline.aio import run_beside
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
 from tugline.gateway.engine import DEFAULT_TERMS, Opened, SessionState, SessionTerms, Traffic
 from tugline.gateway.replicas import Upstream
 from tugline.launch.engine import EngineConnection
-from tugline.launch.server import managed_gc
+from tugline.launch.garbage import managed_gc
 from tugline.protocol import PauseMode
 from tugline.recording.folder import tokenizer_name
-from tugline.sandbox.base import run_beside
 from tugline.types import Session, Task
 from tugline.web.engine_http import ModelCard
 from tugline.web.serve import raise_file_limit

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NamedTuple
 
+from tugline.aio import PausableTimeout
 from tugline.errors import SandboxError, TuglineError, UsageError
 from tugline.sandbox import base, files
 from tugline.sandbox.cache import Fill, WorkspaceCache
@@ -198,7 +199,7 @@ class IsolatedSandbox(HostSandbox):
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
-        timeout_s: float | base.PausableTimeout,
+        timeout_s: float | PausableTimeout,
         log_name: str = "agent",
     ) -> base.Exit:
         """Run a program in the sandbox's shell, one at a time."""

@@ -22,9 +22,10 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from tugline.aio import PausableTimeout, enforce_timeout
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox import files, processes
-from tugline.sandbox.base import Exit, PausableTimeout, SandboxSpec, enforce_timeout, refuse_fields
+from tugline.sandbox.base import Exit, SandboxSpec, refuse_fields
 from tugline.sandbox.host import HostRuntime, HostSandbox
 from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.sandbox.processes import OutputLog, ProgramRecord

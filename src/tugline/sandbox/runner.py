@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from tugline.aio import PausableTimeout, enforce_timeout
 from tugline.errors import SandboxError, UsageError
-from tugline.sandbox.base import Exit, PausableTimeout, enforce_timeout
+from tugline.sandbox.base import Exit
 from tugline.sandbox.files import translate_errors
 from tugline.sandbox.processes import OutputLog, close_all, finish
 

@@ -1,6 +1,7 @@
 """Handlers of results, events and webhook deliveries, and of the server's own state."""
 
 from collections.abc import AsyncGenerator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -94,9 +95,15 @@ async def retry_delivery(call: route.PlainCall) -> protocol.Delivery:
 
 # --------------------------------------------------------------------------- the server
 @ROUTES.add("GET", "/v1/status", route.READERS)
-async def get_status(call: route.PlainCall) -> protocol.Counts:
+async def get_status(call: route.QueryCall[protocol.StatusQuery]) -> protocol.Counts:
     """Count sessions, tasks and nodes."""
-    return await call.db.read(stats.counts)
+    counts = await call.db.read(partial(stats.counts, details=call.query.details))
+    local = call.metrics.nodes
+    return replace(
+        counts,
+        engines={url: up for node in local for url, up in node.engines.items()},
+        disk_low=any(node.disk_low for node in local),
+    )
 
 
 @ROUTES.add("GET", "/healthz", route.PUBLIC)

@@ -22,18 +22,16 @@ _MAX_RUNS = 1000
 
 def gauges(tx: Tx) -> dict[str, Values]:
     """Return the metrics that are counted in the store, on one snapshot, by name."""
-    summary = counts(tx)
-    consumers = tx.all("SELECT name, acked FROM consumers")
-    queued = "SELECT tenant, COUNT(*) FROM sessions WHERE status = 'queued' GROUP BY tenant"
+    summary = counts(tx, details=True)
     states: dict[str, int] = dict(tx.all("SELECT state, COUNT(*) FROM nodes GROUP BY state"))
     callbacks = {"pending": _count_deliveries(tx, "pending"), "dead": summary.dead_deliveries}
     return {
         "tugline_sessions": dict.fromkeys((item.value for item in Status), 0) | summary.sessions,
-        "tugline_queue": dict(tx.all(queued)),
+        "tugline_queue": summary.queue,
         "tugline_tasks_open": summary.tasks_open,
         "tugline_nodes": dict.fromkeys((item.value for item in NodeState), 0) | states,
         "tugline_slots": summary.slots,
-        "tugline_results_unread": {name: _count_results_after(tx, at) for name, at in consumers},
+        "tugline_results_unread": summary.unread,
         "tugline_callbacks": callbacks,
         "tugline_position": summary.position,
         "tugline_weights_version": summary.version,
@@ -41,8 +39,8 @@ def gauges(tx: Tx) -> dict[str, Values]:
     }
 
 
-def counts(tx: Tx) -> Counts:
-    """Return the summary for clients. Finished sessions are counters, not scanned rows."""
+def counts(tx: Tx, *, details: bool = False) -> Counts:
+    """Return the summary for clients; only `details` read more rows than running sessions have."""
     control = nodes.control(tx)
     live, slots = nodes.live_slots(tx)
     at: dict[str, int] = dict(tx.all("SELECT name, at FROM positions"))
@@ -58,11 +56,23 @@ def counts(tx: Tx) -> Counts:
         version=control.version,
         paused=control.paused is not None,
         dead_deliveries=_count_deliveries(tx, "dead"),
+        queue=_count_queue(tx) if details else {},
+        unread=_count_unread(tx) if details else {},
     )
 
 
 def _count_deliveries(tx: Tx, state: str) -> int:
     return int(tx.fetch_value(f"SELECT COUNT(*) FROM outbox WHERE state = '{state}'"))  # noqa: S608 - constants
+
+
+def _count_queue(tx: Tx) -> dict[str, int]:
+    queued = "SELECT tenant, COUNT(*) FROM sessions WHERE status = 'queued' GROUP BY tenant"
+    return dict(tx.all(queued))
+
+
+def _count_unread(tx: Tx) -> dict[str, int]:
+    consumers = tx.all("SELECT name, acked FROM consumers")
+    return {name: _count_results_after(tx, acked) for name, acked in consumers}
 
 
 def _count_results_after(tx: Tx, position: int) -> int:
