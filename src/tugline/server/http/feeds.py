@@ -1,7 +1,6 @@
 """Handlers of results, events and webhook deliveries, and of the server's own state."""
 
 from collections.abc import AsyncGenerator
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -97,7 +96,7 @@ async def retry_delivery(call: route.PlainCall) -> protocol.Delivery:
 @ROUTES.add("GET", "/v1/status", route.READERS)
 async def get_status(call: route.QueryCall[protocol.StatusQuery]) -> protocol.Counts:
     """Count sessions, tasks and nodes."""
-    counts = await call.db.read(partial(stats.counts, details=call.query.details))
+    counts = await call.db.read(stats.detailed_counts if call.query.details else stats.counts)
     local = call.metrics.nodes
     return replace(
         counts,

@@ -7,6 +7,7 @@ webhook deliveries, and up to `MAX_SCAN` unread results.
 from collections import Counter
 
 import msgspec
+from msgspec.structs import replace
 
 from tugline.histogram import Values
 from tugline.protocol import Counts, EventKind, NodeState, RunStep, RunView, StepQuery
@@ -22,7 +23,7 @@ _MAX_RUNS = 1000
 
 def gauges(tx: Tx) -> dict[str, Values]:
     """Return the metrics that are counted in the store, on one snapshot, by name."""
-    summary = counts(tx, details=True)
+    summary = detailed_counts(tx)
     states: dict[str, int] = dict(tx.all("SELECT state, COUNT(*) FROM nodes GROUP BY state"))
     callbacks = {"pending": _count_deliveries(tx, "pending"), "dead": summary.dead_deliveries}
     return {
@@ -39,8 +40,8 @@ def gauges(tx: Tx) -> dict[str, Values]:
     }
 
 
-def counts(tx: Tx, *, details: bool = False) -> Counts:
-    """Return the summary for clients; only `details` read more rows than running sessions have."""
+def counts(tx: Tx) -> Counts:
+    """Return the summary for clients. Finished sessions are counters, not scanned rows."""
     control = nodes.control(tx)
     live, slots = nodes.live_slots(tx)
     at: dict[str, int] = dict(tx.all("SELECT name, at FROM positions"))
@@ -56,23 +57,22 @@ def counts(tx: Tx, *, details: bool = False) -> Counts:
         version=control.version,
         paused=control.paused is not None,
         dead_deliveries=_count_deliveries(tx, "dead"),
-        queue=_count_queue(tx) if details else {},
-        unread=_count_unread(tx) if details else {},
+    )
+
+
+def detailed_counts(tx: Tx) -> Counts:
+    """Return the summary with counts of each tenant's queue and each consumer's unread results."""
+    queued = "SELECT tenant, COUNT(*) FROM sessions WHERE status = 'queued' GROUP BY tenant"
+    consumers = tx.all("SELECT name, acked FROM consumers")
+    return replace(
+        counts(tx),
+        queue=dict(tx.all(queued)),
+        unread={name: _count_results_after(tx, acked) for name, acked in consumers},
     )
 
 
 def _count_deliveries(tx: Tx, state: str) -> int:
     return int(tx.fetch_value(f"SELECT COUNT(*) FROM outbox WHERE state = '{state}'"))  # noqa: S608 - constants
-
-
-def _count_queue(tx: Tx) -> dict[str, int]:
-    queued = "SELECT tenant, COUNT(*) FROM sessions WHERE status = 'queued' GROUP BY tenant"
-    return dict(tx.all(queued))
-
-
-def _count_unread(tx: Tx) -> dict[str, int]:
-    consumers = tx.all("SELECT name, acked FROM consumers")
-    return {name: _count_results_after(tx, acked) for name, acked in consumers}
 
 
 def _count_results_after(tx: Tx, position: int) -> int:
