@@ -26,17 +26,9 @@ from pathlib import Path, PurePath, PurePosixPath
 
 from archive_diff import diff_archives, pack_files
 
+from tugline.aio import PausableTimeout, enforce_timeout
 from tugline.errors import SandboxError, UsageError
-from tugline.sandbox.base import (
-    MAX_READ_BYTES,
-    Content,
-    Exit,
-    PausableTimeout,
-    Runtime,
-    Sandbox,
-    SandboxSpec,
-    enforce_timeout,
-)
+from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.patch import Patch, PatchLimits
 from tugline.types import Workspace
 

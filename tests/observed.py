@@ -106,7 +106,7 @@ async def observed(
         node = Node(control.dispatcher, gateway, Parts(), folder / "node", settings, tracer=tracer)
         engines = await enter(Engines([url]))
         metrics = NodeMetrics(node, engines)
-        pages.others.append(metrics.render)
+        pages.nodes.append(metrics)
         working = asyncio.create_task(node.run())
         try:
             await until(lambda: node.id, 20)

@@ -12,6 +12,7 @@ from typing import Any
 from calls import make_call
 from leased import a_task, until
 from served import make_control
+from tugline.aio import PausableTimeout, enforce_timeout
 from tugline.errors import ServerError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.gateway.terms import Opened, SessionState
@@ -22,7 +23,7 @@ from tugline.protocol import ResultQuery, SessionView
 from tugline.recording.records import RecordedResult
 from tugline.recording.trajectories import unpack
 from tugline.rollout.parts import Parts
-from tugline.sandbox.base import Exit, PausableTimeout, SandboxSpec, enforce_timeout
+from tugline.sandbox.base import Exit, SandboxSpec
 from tugline.sandbox.local import LocalRuntime, LocalSandbox
 from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.server.control import ControlPlane

@@ -10,14 +10,15 @@ import pytest
 
 import tugline
 from tugline import log
-from tugline.sandbox.base import run_beside
+from tugline.aio import run_beside
 
 SOURCE = Path(tugline.__file__).parent
 AWAITED = {
+    "aio.py": "awaited where it is started",
     "evaluators/tests.py": "awaited where it is started",
     "gateway/completion.py": "its error ends the answers that read it",
+    "launch/cluster.py": "waits for a program or for a signal",
     "launch/local.py": "`follow` raises its error",
-    "launch/server.py": "waits for a program or for a signal",
     "log.py": "`start_task` itself",
     "node/app.py": "awaited where it is started",
     "node/session_runner.py": "awaited by the runner, which records its failure",

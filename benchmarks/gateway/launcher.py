@@ -32,7 +32,7 @@ from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
-from tugline.launch.server import managed_gc
+from tugline.launch.garbage import managed_gc
 from tugline.types import PluginSpec, Sampling, Session, Task
 from tugline.web.serve import raise_file_limit
 

@@ -34,6 +34,7 @@ from harbor.models.environment_type import EnvironmentType
 from harbor.models.task.config import EnvironmentConfig, NetworkMode, NetworkPolicy
 from harbor.models.trial.paths import TrialPaths
 
+from tugline.aio import PausableTimeout, enforce_timeout
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox.base import (
     HOME,
@@ -41,11 +42,9 @@ from tugline.sandbox.base import (
     WORKDIR,
     Content,
     Exit,
-    PausableTimeout,
     Runtime,
     Sandbox,
     SandboxSpec,
-    enforce_timeout,
 )
 from tugline.sandbox.patch import Patch, PatchLimits
 from tugline.types import Workspace

@@ -13,7 +13,7 @@ import pytest
 
 from attacked import Arena, python, shell, token
 from sandboxes import wait_until_running
-from tugline.sandbox.base import run_beside
+from tugline.aio import run_beside
 
 READ = """
 import os, pathlib, sys

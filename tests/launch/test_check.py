@@ -9,7 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from tugline.errors import Invalid
-from tugline.launch.server import TOKENS, check_runnable, open_control_plane, serve_control_plane
+from tugline.launch.server import check_runnable, open_control_plane, serve_control_plane
+from tugline.launch.tokens import TOKENS
 from tugline.protocol import NodeRegistration
 from tugline.server.settings import ServerSettings
 from tugline.server.store import nodes

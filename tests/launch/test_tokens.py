@@ -10,7 +10,7 @@ import pytest
 
 from leased import until
 from served import TOKENS, Served, serve
-from tugline.launch import server as launch
+from tugline.launch import tokens
 from tugline.server.store import nodes
 
 
@@ -28,12 +28,12 @@ async def test_a_replaced_token_file_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A missing or damaged file changes nothing; a new join token also revokes the nodes."""
-    monkeypatch.setattr(launch, "TOKENS_EVERY_S", 0.01)
+    monkeypatch.setattr(tokens, "TOKENS_EVERY_S", 0.01)
     path = tmp_path / "tokens.json"
     async with serve(f"sqlite:{tmp_path / 'tugline.db'}", tmp_path) as server:
         await server.control.database.write(nodes.bind_tokens, TOKENS.join)
         node = await server.join()
-        follow = launch.follow_tokens(server.app, server.control.database, path)
+        follow = tokens.follow_tokens(server.app, server.control.database, path)
         task = asyncio.create_task(follow)
         try:
             for damaged in (None, "{", '{"client": "a", "join": "a", "read": "b"}'):

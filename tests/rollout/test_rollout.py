@@ -17,12 +17,12 @@ from bad_parts import Uninstallable
 from observed import CALL
 from rig import in_turn, rig
 from rollout.test_failures import FILES
+from tugline.aio import PausableTimeout
 from tugline.errors import SandboxError
 from tugline.gateway.app import Gateway
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import StageSlots
-from tugline.sandbox.base import PausableTimeout
 from tugline.sandbox.local import LocalRuntime
 from tugline.types import Cause, Limits, PluginSpec, Session, Status, Task, Trajectory
 

@@ -34,16 +34,9 @@ from sandboxes import (
     wait_until_gone,
     wait_until_running,
 )
+from tugline.aio import PausableTimeout, run_beside
 from tugline.errors import SandboxError, UsageError
-from tugline.sandbox.base import (
-    OUTPUT_BYTES,
-    Exit,
-    Mount,
-    PausableTimeout,
-    ProgramTimeout,
-    Sandbox,
-    run_beside,
-)
+from tugline.sandbox.base import OUTPUT_BYTES, Exit, Mount, ProgramTimeout, Sandbox
 from tugline.sandbox.limits import RECORD, Cgroup, find_cgroup_parent
 from tugline.sandbox.patch import FileChange
 from tugline.types import Cause

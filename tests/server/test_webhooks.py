@@ -17,9 +17,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from leased import a_task, finish, submit
+from tugline.aio import run_beside
 from tugline.errors import Invalid
 from tugline.protocol import Delivery, DeliveryQuery, DeliveryState, EventKind, WebhookBody
-from tugline.sandbox.base import run_beside
 from tugline.server.store import events, stats
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database, open_database

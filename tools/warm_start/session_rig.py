@@ -20,8 +20,8 @@ from tugline.demo.tasks import RepairProblem
 from tugline.errors import EngineError
 from tugline.inference.base import GenerationEngine
 from tugline.launch.engine import serve_engine
+from tugline.launch.garbage import freeze_gc
 from tugline.launch.local import LocalServer, OnDone, open_local
-from tugline.launch.server import freeze_gc
 from tugline.launch.settings import GatewaySettings, Settings
 from tugline.node.settings import NodeSettings
 from tugline.recording import file as recordings

@@ -173,10 +173,16 @@ async def _run_session(
         serve_scripted_model({INSTRUCTION: case.script()}) as served,
         Gateway(served.upstream, served.rendering, folder / "recordings") as gateway,
     ):
+        calls: list[Call] = []
         trajectory = await roll_out(
-            *(task, session), gateway=gateway, directory=folder / "session", parts=Parts()
+            task,
+            session,
+            gateway=gateway,
+            directory=folder / "session",
+            parts=Parts(),
+            on_calls=calls.extend,
         )
-        return trajectory, gateway.read_calls(session.id)
+        return trajectory, calls
 
 
 def _read_log(folder: Path) -> str:

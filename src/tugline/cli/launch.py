@@ -22,7 +22,7 @@ from tugline.cli.task import read_checked
 from tugline.cli.train import train
 from tugline.client.overview import Monitor
 from tugline.errors import ServerError, TuglineError, UsageError
-from tugline.launch.server import folder_lock
+from tugline.launch.folder_lock import folder_lock
 from tugline.launch.settings import load_settings
 
 SCRIPT = Path(__file__).parents[1] / "launch" / "tugline.sbatch"

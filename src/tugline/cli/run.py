@@ -21,6 +21,7 @@ from cyclopts import Parameter
 from msgspec.structs import replace
 from rich.console import Console
 
+from tugline.aio import handle_signals
 from tugline.cli import up
 from tugline.cli.options import Count, Json, NotNegative
 from tugline.cli.output import SessionProgress, make_table, print_report, print_text, save_report
@@ -32,7 +33,6 @@ from tugline.exports.base import make_exporter
 from tugline.exports.pipeline import Export
 from tugline.exports.pipeline import run as export
 from tugline.launch.local import run_in_folder
-from tugline.launch.server import handle_signals
 from tugline.protocol import ResultView
 from tugline.recording.file import read
 from tugline.recording.folder import list_recordings

@@ -23,8 +23,9 @@ from tugline import log
 from tugline.cli.options import DEMO_MODEL, INTERRUPTED, Json
 from tugline.cli.output import background_stderr, print_report, print_text
 from tugline.errors import CaptureError, Missing, StoreError, UsageError
-from tugline.launch.server import STORE, is_local, locate_data, run_server
+from tugline.launch.server import STORE, locate_data, run_server
 from tugline.launch.settings import Flags, Settings, load_settings
+from tugline.launch.tokens import is_local
 from tugline.plugins import import_extra
 from tugline.recording.file import read
 from tugline.recording.folder import list_recordings

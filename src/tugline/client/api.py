@@ -240,9 +240,10 @@ class Client:
         """Yield the output of a session's agent, or its last `tail` bytes."""
         return streams.stream_log(self._http, session, tail=tail, follow=follow)
 
-    async def status(self) -> protocol.Counts:
-        """Read the counts of sessions, tasks and nodes."""
-        return await self._http.get("/v1/status", protocol.Counts)
+    async def status(self, *, details: bool = False) -> protocol.Counts:
+        """Read the counts of sessions, tasks and nodes; with `details`, `queue` and `unread`."""
+        query = {"details": details}
+        return await self._http.get("/v1/status", protocol.Counts, query=query)
 
     async def list_events(self, *, after: int = 0, limit: int = 1000) -> list[protocol.Event]:
         """List up to `limit` past events after a position."""

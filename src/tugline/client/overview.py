@@ -5,7 +5,6 @@ last minute.
 """
 
 import asyncio
-import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -24,10 +23,6 @@ _HISTORY = 1000
 _LISTED = 20
 """Maximum number of listed tasks, and of failures."""
 _SHOW_GONE_S = 600.0
-_QUEUE = re.compile(r'^tugline_queue\{tenant="(.*)"\} (\S+)$', re.MULTILINE)
-_UNREAD = re.compile(r'^tugline_results_unread\{consumer="(.*)"\} (\S+)$', re.MULTILINE)
-_ENGINE = re.compile(r'^tugline_engine_up\{.*engine="([^"]*)".*\} (\S+)', re.MULTILINE)
-_LOW = re.compile(r"^tugline_node_disk_low(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
 class RecentFailure(msgspec.Struct, frozen=True):
@@ -85,8 +80,8 @@ class Monitor:
     async def read(self) -> Overview:
         """Read the current state. Raises `ServerError`."""
         client = self._client
-        counts, nodes, page, open_tasks = await asyncio.gather(
-            client.status(), client.nodes(), client.metrics(), self._read_open_tasks()
+        counts, nodes, open_tasks = await asyncio.gather(
+            client.status(details=True), client.nodes(), self._read_open_tasks()
         )
         await self._read_events(counts.position)
         now = self._clock()
@@ -102,8 +97,8 @@ class Monitor:
             at=now,
             url=client.url,
             counts=counts,
-            queue={name: int(float(value)) for name, value in _QUEUE.findall(page)},
-            unread={name: int(float(value)) for name, value in _UNREAD.findall(page)},
+            queue=counts.queue,
+            unread=counts.unread,
             sessions_per_minute=60 * len(results) / span_s,
             tokens_per_second=sampled / span_s,
             reward=fmean(rewards) if rewards else None,
@@ -194,11 +189,10 @@ async def examine(client: Client) -> list[HealthCheck]:
         for node in nodes
         if node.state is not NodeState.GONE or node.name not in replaced
     ]
-    metrics = await client.metrics()
-    for url, up in _ENGINE.findall(metrics):
-        state = "answers" if float(up) else "does not answer, or reports no load"
-        checks.append(HealthCheck("engine", bool(float(up)), f"{url} {state}"))
-    if any(float(low) for low in _LOW.findall(metrics)):
+    for url, up in counts.engines.items():
+        state = "answers" if up else "does not answer, or reports no load"
+        checks.append(HealthCheck("engine", up, f"{url} {state}"))
+    if counts.disk_low:
         detail = "a node accepts no work: its disk is nearly full"
         checks.append(HealthCheck("disk", False, detail))
     return checks

@@ -21,16 +21,13 @@ from tugline import log
 from tugline.client.streams import Result
 from tugline.errors import Missing, ServerError
 from tugline.launch.engine import EngineConnection, open_engine, share_engine
+from tugline.launch.folder_lock import folder_lock
+from tugline.launch.garbage import managed_gc
 from tugline.launch.node import RECORDINGS, open_node
 from tugline.launch.processes import NODES, divide, keep_nodes
-from tugline.launch.server import (
-    folder_lock,
-    load_tokens,
-    managed_gc,
-    open_control_plane,
-    serve_control_plane,
-)
+from tugline.launch.server import open_control_plane, serve_control_plane
 from tugline.launch.settings import Settings, load_settings
+from tugline.launch.tokens import load_tokens
 from tugline.protocol import Control, ResultQuery, ResultView
 from tugline.recording import file as recordings
 from tugline.recording.folder import file_name

@@ -14,20 +14,16 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from tugline.aio import handle_signals
 from tugline.client.nodes import NodeClient
 from tugline.gateway.app import Gateway
 from tugline.launch.engine import EngineConnection, open_engine, share_engine
+from tugline.launch.folder_lock import folder_lock
+from tugline.launch.garbage import managed_gc
 from tugline.launch.processes import NODES, divide, keep_nodes
-from tugline.launch.programs import Echo
-from tugline.launch.server import (
-    folder_lock,
-    handle_signals,
-    load_tokens,
-    managed_gc,
-    open_server,
-    read_url,
-)
-from tugline.launch.settings import Settings
+from tugline.launch.server import open_server, read_url
+from tugline.launch.settings import Echo, Settings
+from tugline.launch.tokens import load_tokens
 from tugline.node.admission import Engines
 from tugline.node.app import Node
 from tugline.node.metrics import NodeMetrics
@@ -99,7 +95,7 @@ async def run_server_and_nodes(settings: Settings, folder: Path, echo: Echo) -> 
         open_server(settings.server, folder, echo) as (control, metrics),
         _open_announced(settings, folder, control.dispatcher, echo) as (node, node_metrics),
     ):
-        metrics.others.append(node_metrics.render)
+        metrics.nodes.append(node_metrics)
         await node.run()
 
 

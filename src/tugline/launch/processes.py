@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from tugline import log
 from tugline.atomic import write_file
 from tugline.errors import UsageError
-from tugline.launch.programs import Echo, keep_program
-from tugline.launch.settings import Settings, encode_path
+from tugline.launch.programs import keep_program
+from tugline.launch.settings import Echo, Settings, encode_path
 
 NODES = "nodes"
 """Folder of the nodes' folders, and of their settings if they are processes of their own."""

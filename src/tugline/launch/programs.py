@@ -6,11 +6,12 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
+from tugline.aio import finish
 from tugline.errors import UsageError
-from tugline.sandbox.processes import finish
+from tugline.launch.settings import Echo
 
 DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 """Prefix of the command of a program that is killed when this process ends."""
@@ -20,8 +21,6 @@ _END_S = 20.0
 """Time in which a program that must end at once does so, in seconds, before it is killed."""
 _USAGE = 2
 """Exit status of a program that refuses its settings."""
-Echo = Callable[[str], None]
-"""Function that prints a line for people."""
 
 
 async def keep_program(

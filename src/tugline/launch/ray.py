@@ -33,8 +33,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tugline.atomic import write_file
 from tugline.client.sync import SyncClient
 from tugline.errors import TuglineError, first_line
-from tugline.launch.programs import DIES_WITH_PARENT, Echo
-from tugline.launch.settings import Settings, encode_path
+from tugline.launch.programs import DIES_WITH_PARENT
+from tugline.launch.settings import Echo, Settings, encode_path
 from tugline.types import TERMINAL
 
 ANSWER_S = 10.0

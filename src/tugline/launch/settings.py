@@ -4,7 +4,7 @@ Each command reads the tables that it needs. The defaults work on a laptop; comm
 override the file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,6 +15,9 @@ from tugline.node.settings import NodeSettings
 from tugline.schema import NonNegativeFloat, Port, PositiveFloat, PositiveInt, read_values
 from tugline.server.settings import ServerSettings
 from tugline.types import Mode
+
+Echo = Callable[[str], None]
+"""Function that prints a line for people."""
 
 
 class EngineSettings(Config, frozen=True):

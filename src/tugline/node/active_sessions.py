@@ -1,7 +1,7 @@
 """Sessions that a node holds, and the transfer of their agents' logs to the server."""
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -10,7 +10,7 @@ from tugline import log
 from tugline.errors import ServerError, StoreError
 from tugline.protocol import Dispatcher, Work
 from tugline.rollout.stages import StageSlots
-from tugline.types import Status, Trajectory
+from tugline.types import Call, Status, Trajectory
 
 STARTED = frozenset({Status.RUN, Status.BUILD, Status.EVAL})
 CHUNK = 64 << 10
@@ -40,6 +40,8 @@ class ActiveSession:
     directory: Path
     stages: list[tuple[Status, float]] = field(default_factory=list)
     """Stages so far, each with its start (Unix seconds)."""
+    calls: Sequence[Call] = ()
+    """Recorded calls of the rollout, if they are traced."""
     stop_reason: StopReason | None = None
     rollout: asyncio.Task[Trajectory] | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)

@@ -10,11 +10,11 @@ The server may be unreachable for any time: sessions continue, and their results
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from tugline import log, protocol
+from tugline.aio import run_beside, run_until_one_ends
 from tugline.atomic import read_or_make
 from tugline.errors import EngineError, FencedError, ServerError
 from tugline.gateway.app import Gateway
@@ -28,7 +28,6 @@ from tugline.node.session_runner import SessionRunner
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats, Tracer
 from tugline.rollout.parts import Parts
-from tugline.sandbox.base import run_beside
 from tugline.schema import copy_fields
 
 _CONTROL_POLL_S = 0.25
@@ -97,19 +96,6 @@ class Controls:
                 return await self._gateway.pause(mode, within_s=_PAUSE_LOG_S)
             except EngineError as error:
                 _log.warning("not paused yet", mode=mode, error=str(error))
-
-
-async def _run_until_one_ends(*works: Coroutine[Any, Any, object]) -> None:
-    """Run coroutines until the first one ends, cancel the others, raise the first one's error."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-    for task in ended:
-        task.result()
 
 
 class Node:
@@ -188,7 +174,7 @@ class Node:
         )
         async with run_beside(self._disk.run(), self.runner.logs.run(), self.health.run()):
             try:
-                await _run_until_one_ends(self._work(), self._wait_until_drained())
+                await run_until_one_ends(self._work(), self._wait_until_drained())
             finally:
                 self._controls.close()
                 await self.runner.close()
@@ -224,7 +210,7 @@ class Node:
         self._controls.apply(registered.control)
         _log.info("registered", node=self.id, name=self.settings.name)
         try:
-            await _run_until_one_ends(self._renew(registered), self._lease(registered.node))
+            await run_until_one_ends(self._renew(registered), self._lease(registered.node))
         except ServerError as error:
             if not isinstance(error, FencedError) and error.status not in {401, 403}:
                 raise

@@ -32,6 +32,16 @@ class NodeMetrics:
         """Return all metrics."""
         return families(self._read_node() | self._read_gateway_and_engines())
 
+    @property
+    def engines(self) -> dict[str, bool]:
+        """Whether each engine of the node answers and reports its load, by URL."""
+        return {url: load.up for url, load in self._engines.loads.items()}
+
+    @property
+    def disk_low(self) -> bool:
+        """Whether the node takes no work because its disk is nearly full."""
+        return self._node.stats.disk_low
+
     def make_app(self) -> Starlette:
         """Return an app with ``/metrics`` and ``/healthz``, for a node in its own process."""
 
@@ -82,7 +92,7 @@ class NodeMetrics:
             "tugline_gateway_tokens_total": tokens,
             "tugline_gateway_first_token_seconds": traffic.first_token_s,
             "tugline_gateway_answer_seconds": traffic.answer_s,
-            "tugline_engine_up": {url: load.up for url, load in loads.items()},
+            "tugline_engine_up": self.engines,
             "tugline_engine_running": {url: load.running for url, load in loads.items()},
             "tugline_engine_busy_seconds_total": {url: load.busy_s for url, load in loads.items()},
         }

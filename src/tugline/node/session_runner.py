@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -180,6 +181,7 @@ class SessionRunner:
                 directory=directory,
                 parts=self.parts,
                 on_stage=lambda status: session.stages.append((status, time.time())),
+                on_calls=partial(self._keep_calls, session),
                 slots=session.slots,
             )
         )
@@ -201,6 +203,10 @@ class SessionRunner:
             return session.rollout.result()
         _log.error("rollout raised", session=session.id, traceback=log.describe_error(error))
         return _make_failed(session, error)
+
+    def _keep_calls(self, session: ActiveSession, calls: Sequence[Call]) -> None:
+        if self.tracer is not None:
+            session.calls = calls
 
     async def _release(self, session: ActiveSession) -> None:
         if session.stop_reason is None or session.stop_reason is StopReason.DROP:
@@ -232,17 +238,14 @@ class SessionRunner:
         self, tracer: Tracer, session: ActiveSession, trajectory: Trajectory, ended: float
     ) -> None:
         """Export the trace of a committed session. Errors are only logged and counted."""
-        calls: Sequence[Call] = ()
         try:
-            with contextlib.suppress(KeyError):  # never opened in the gateway
-                calls = await asyncio.to_thread(self.gateway.read_calls, session.id)
             rollout = Rollout(
                 task=session.work.task,
                 session=session.work.session,
                 trajectory=trajectory,
                 stages=session.stages,
                 ended=ended,
-                calls=calls,
+                calls=session.calls,
                 model=self.gateway.card.id,
             )
             await asyncio.to_thread(tracer.export, rollout)

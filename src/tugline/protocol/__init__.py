@@ -10,6 +10,7 @@ survives every restart (I3).
 
 from tugline.protocol.clients import *
 from tugline.protocol.nodes import *
+from tugline.protocol.queries import *
 
 __all__ = [
     "LEASE_WAIT_S", "PROBLEM", "Accepted", "Ack", "Barrier", "Cancelled", "Commit",
@@ -18,6 +19,7 @@ __all__ = [
     "HeldSession", "LeaseRequest", "LeaseResponse", "LogLength", "LogQuery", "Name",
     "NodeRegistered", "NodeRegistration", "NodeState", "NodeView", "Page", "PageQuery",
     "Pause", "PauseMode", "Position", "Problem", "Release", "Renewal", "ResultQuery", "ResultView",
-    "Results", "RunStep", "RunView", "SessionNote", "SessionQuery", "SessionView", "StepQuery",
+    "Results", "RunStep", "RunView", "SessionNote", "SessionQuery", "SessionView", "StatusQuery",
+    "StepQuery",
     "Stop", "StopKind", "TaskQuery", "TaskState", "TaskView", "Version", "WebhookBody", "Work",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ consequences of each cause: retry and reward (I5).
 import errno
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 from tugline import errors
 from tugline.types import HANDLING, Cause, Failure, Status
@@ -33,6 +34,24 @@ _MIN_FREE = 32 << 20
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _TIMED_STAGES = (Status.INIT, Status.EVAL)
 """Stages with their own timeout; elsewhere a `TimeoutError` comes from a disk or a network."""
+
+
+class End(NamedTuple):
+    """Outcome of a rollout that ended before its last stage."""
+
+    failure: Failure | None
+    status: Status = Status.FAILED
+
+
+class EarlyEnd(Exception):
+    """Ends a rollout before its last stage.
+
+    Only `end` is kept: an error in a variable of a frame that it passed through is a cycle.
+    """
+
+    def __init__(self, failure: Failure | None, status: Status = Status.FAILED) -> None:
+        super().__init__(status)
+        self.end = End(failure, status)
 
 
 def make_failure(cause: Cause, message: str) -> Failure:

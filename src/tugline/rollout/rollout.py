@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from tugline import errors, log
 from tugline.evaluators.base import SessionOutcome, Verdict
@@ -28,6 +27,8 @@ from tugline.plugins import ENDINGS, refuse_endings
 from tugline.recording import file as recordings
 from tugline.recording.records import RecordedResult
 from tugline.rollout.failures import (
+    EarlyEnd,
+    End,
     check_disk,
     classify,
     classify_recording_error,
@@ -35,7 +36,7 @@ from tugline.rollout.failures import (
     make_total_timeout,
 )
 from tugline.rollout.parts import LOG_TAIL, Parts, PrewarmedSandboxes, TaskSandboxes
-from tugline.rollout.stages import StageSlots
+from tugline.rollout.stages import Ending, ScopeEnded, StageSlots
 from tugline.sandbox.base import Exit, ProgramTimeout, Sandbox
 from tugline.sandbox.files import collect_artifacts
 from tugline.sandbox.patch import Patch
@@ -64,24 +65,8 @@ _log = log.get("node")
 
 OnStage = Callable[[Status], None]
 """Called before each stage."""
-
-
-class _End(NamedTuple):
-    """Outcome of a rollout that ended before its last stage."""
-
-    failure: Failure | None
-    status: Status = Status.FAILED
-
-
-class _EarlyEnd(Exception):
-    """Ends a rollout before its last stage.
-
-    Only `end` is kept: an error in a variable of a frame that it passed through is a cycle.
-    """
-
-    def __init__(self, failure: Failure | None, status: Status = Status.FAILED) -> None:
-        super().__init__(status)
-        self.end = _End(failure, status)
+OnCalls = Callable[[Sequence[Call]], None]
+"""Called with the recorded calls of an attempt, before its trajectory is returned."""
 
 
 async def roll_out(  # noqa: PLR0913 - a session, its environment and its observers
@@ -92,11 +77,12 @@ async def roll_out(  # noqa: PLR0913 - a session, its environment and its observ
     directory: Path,
     parts: Parts,
     on_stage: OnStage = lambda _status: None,
+    on_calls: OnCalls = lambda _calls: None,
     slots: StageSlots | None = None,
 ) -> Trajectory:
     """Run one attempt in `directory`, an empty or new folder that is kept.
 
-    Without `slots` no stage waits. Raises errors of `on_stage`, and `ConfigError` or
+    Without `slots` no stage waits. Raises errors of `on_stage` and `on_calls`, and `ConfigError` or
     `UnknownPlugin` if creating a plug-in of the task fails.
     """
     rollout = _Rollout(task, session, gateway, directory, parts, on_stage, slots or StageSlots())
@@ -110,14 +96,15 @@ async def roll_out(  # noqa: PLR0913 - a session, its environment and its observ
             await rollout.build()
             rollout.check_engine_and_harness()
             await rollout.evaluate()
-    except _EarlyEnd as early:
+    except EarlyEnd as early:
         end = early.end
         await rollout.build_remaining()
     except errors.CaptureError as error:  # raised when the gateway closed the session
-        end = _End(classify_recording_error(error))
+        end = End(classify_recording_error(error))
         await rollout.build_remaining()
     finally:
         await rollout.close_sandbox()
+    on_calls(rollout.calls)
     return await rollout.commit(end)
 
 
@@ -154,6 +141,8 @@ class _Rollout:
         self.patch = Patch()
         """Changes made by the agent's program."""
         self.built = Built((), Ledger())
+        self._recorded: Sequence[Call] | None = None
+        """Calls as the gateway recorded them; None until they are read."""
         self.prewarmed = PrewarmedSandboxes(self.sandboxes.open_evaluation)
 
     async def initialize(self, model: AsyncExitStack) -> tuple[Sandbox, Launch]:
@@ -205,7 +194,7 @@ class _Rollout:
             return
         if Status.BUILD.value not in self.seconds:
             # The rollout has its failure already.
-            with contextlib.suppress(_EarlyEnd):
+            with contextlib.suppress(EarlyEnd):
                 self.calls, self.built = await asyncio.to_thread(self._build)
                 return
         self.calls, self.built = await asyncio.to_thread(self._count_tokens)
@@ -217,10 +206,10 @@ class _Rollout:
         """
         failure = self.gateway.describe(self.session.id).failure
         if failure is not None:
-            raise _EarlyEnd(failure)
+            raise EarlyEnd(failure)
         if any(call.outcome is CallOutcome.ENGINE_LOST for call in self.calls):
             msg = "the engine was lost during an answer, which the agent received cut short"
-            raise _EarlyEnd(make_failure(Cause.ENGINE_LOST, msg))
+            raise EarlyEnd(make_failure(Cause.ENGINE_LOST, msg))
         end = self.exit
         tail = self.log_tail
         name = self.task.harness.name
@@ -228,11 +217,11 @@ class _Rollout:
             return
         crash = self.harness.find_crash(end, tail)
         if crash is not None:
-            raise _EarlyEnd(make_failure(Cause.CRASH, f"{name} broke: {crash}: {tail}"))
+            raise EarlyEnd(make_failure(Cause.CRASH, f"{name} broke: {crash}: {tail}"))
         if not self.calls:
             ending = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
             msg = f"{name} {ending} and made no model call: {tail}"
-            raise _EarlyEnd(make_failure(Cause.CRASH, msg))
+            raise EarlyEnd(make_failure(Cause.CRASH, msg))
 
     async def evaluate(self) -> None:
         """Run EVAL, with one repetition if the first evaluation gave no verdict."""
@@ -243,7 +232,7 @@ class _Rollout:
                 _log.warning("evaluation repeated", session=self.session.id, error=str(error))
                 self.verdict = await self._evaluate_once()
 
-    async def commit(self, end: _End | None) -> Trajectory:
+    async def commit(self, end: End | None) -> Trajectory:
         """Return the trajectory, after writing the result to the recording if there is one."""
         trajectory = self._make_trajectory(end)
         if not self.recording:
@@ -252,7 +241,7 @@ class _Rollout:
         try:
             await self.gateway.write_result(self.session.id, result)
         except errors.CaptureError as error:
-            return self._make_trajectory(_End(classify_recording_error(error)))
+            return self._make_trajectory(End(classify_recording_error(error)))
         return trajectory
 
     async def close_sandbox(self) -> None:
@@ -271,10 +260,9 @@ class _Rollout:
         self.on_stage(current)
         began = time.monotonic()
         started = False
-        scope = self.slots.cancel_scope
         try:
             with refuse_endings(f"a plug-in of {status.value}"):
-                async with scope.enforce(), self.slots.acquire(status):
+                async with self.slots.cancel_scope.enforce(), self.slots.acquire(status):
                     started = True
                     if current is not status:
                         self.seconds[current.value] = time.monotonic() - began
@@ -282,19 +270,19 @@ class _Rollout:
                         self.on_stage(current)
                     began = time.monotonic()
                     yield
-        except _EarlyEnd as early:
+        except EarlyEnd as early:
             places = log.describe_error(early)
             _log.warning("stage failed", session=self.session.id, stage=current, traceback=places)
             raise
+        except ScopeEnded as ended:
+            if ended.ending is Ending.CANCELLED:
+                raise EarlyEnd(None, Status.CANCELLED) from ended
+            failure = make_total_timeout(current if started else Status.READY)
+            raise EarlyEnd(failure, Status.TIMED_OUT) from ended
         except Exception as error:
-            if scope.cancelled and isinstance(error, TimeoutError):
-                if not scope.timed_out:
-                    raise _EarlyEnd(None, Status.CANCELLED) from error
-                failure = make_total_timeout(current if started else Status.READY)
-                raise _EarlyEnd(failure, Status.TIMED_OUT) from error
             places = log.describe_error(error)
             _log.warning("stage failed", session=self.session.id, stage=current, traceback=places)
-            raise _EarlyEnd(classify(current, error)) from error
+            raise EarlyEnd(classify(current, error)) from error
         finally:
             self.seconds[current.value] = time.monotonic() - began
 
@@ -325,26 +313,32 @@ class _Rollout:
         return self.gateway.open(self.session, self.task, terms, on_hang=credit)
 
     def _build(self) -> tuple[Sequence[Call], Built]:
-        """Read the calls and build their traces. Raises `_EarlyEnd`, whatever the calls hold."""
+        """Read the calls and build their traces. Raises `EarlyEnd`, whatever the calls hold."""
         try:
-            calls = self.gateway.read_calls(self.session.id)
+            calls = self._recorded = self.gateway.read_calls(self.session.id)
         except Exception as error:
-            raise _EarlyEnd(classify_recording_error(error)) from error
+            raise EarlyEnd(classify_recording_error(error)) from error
         try:
             return calls, self.builder.build(calls)
         except (errors.CaptureError, errors.EngineError) as error:  # such as a call without ids
-            raise _EarlyEnd(classify(Status.BUILD, error)) from error
+            raise EarlyEnd(classify(Status.BUILD, error)) from error
         except (Exception, *ENDINGS) as error:
-            raise _EarlyEnd(classify_recording_error(error)) from error
+            raise EarlyEnd(classify_recording_error(error)) from error
 
     def _count_tokens(self) -> tuple[Sequence[Call], Built]:
         """Return the calls that can be read, and a ledger that drops all of their tokens."""
-        calls: Sequence[Call] = ()
-        with contextlib.suppress(errors.CaptureError):  # nothing can be read
-            path = self.gateway.describe(self.session.id).path
-            calls = recordings.read(path, salvage=True).calls
+        calls = self._recorded
+        if calls is None:
+            calls = self._salvage()
         dropped = {call.number: Reason.SESSION_FAILED for call in calls}
         return calls, Built((), count_session(calls, (), dropped))
+
+    def _salvage(self) -> Sequence[Call]:
+        """Return the calls that can be read of a damaged recording."""
+        path = self.gateway.describe(self.session.id).path
+        with contextlib.suppress(errors.CaptureError):  # nothing can be read
+            return recordings.read(path, salvage=True).calls
+        return ()
 
     async def _evaluate_once(self) -> Verdict:
         timeout_s = self.task.limits.eval_s
@@ -375,7 +369,7 @@ class _Rollout:
         cause = end.cause or Cause.AGENT_TIMEOUT
         return make_failure(cause, f"{cause.value} after {end.seconds:.0f} s")
 
-    def _make_trajectory(self, end: _End | None) -> Trajectory:
+    def _make_trajectory(self, end: End | None) -> Trajectory:
         completed = Status.TIMED_OUT if self.exit.timed_out else Status.COMPLETED
         return Trajectory(
             session=self.session.id,

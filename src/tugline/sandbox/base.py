@@ -14,16 +14,14 @@ import asyncio
 import contextlib
 import os
 import re
-import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any
 
 import msgspec
 
-from tugline import log
+from tugline.aio import PausableTimeout
 from tugline.errors import ConfigError, UsageError
 from tugline.sandbox.patch import FileChange, Patch, PatchLimits
 from tugline.types import Cause, Workspace
@@ -212,65 +210,6 @@ def refuse_fields(runtime: str, workspace: Workspace, **alternatives: str) -> No
             raise UsageError(msg)
 
 
-class PausableTimeout:
-    """`limit_s` seconds that pass only while the timeout is not paused."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self._elapsed = 0.0
-        self._running_since: float | None = None
-        """Time of the last start or resume; None before the first use and while paused."""
-        self._paused = False
-        self._timeouts: set[asyncio.Timeout] = set()
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds charged so far."""
-        since = self._running_since
-        return self._elapsed + (time.monotonic() - since if since is not None else 0.0)
-
-    def pause(self) -> None:
-        """Stop charging time; pausing twice changes nothing."""
-        self._elapsed = self.elapsed
-        self._running_since = None
-        self._paused = True
-        self._reschedule(None)
-
-    def resume(self) -> None:
-        """Charge time again."""
-        self._paused = False
-        if self._timeouts:
-            self._start()
-
-    def credit(self, seconds: float) -> None:
-        """Subtract `seconds` from the time charged."""
-        self._elapsed -= seconds
-        if self._running_since is not None:
-            self._start()
-
-    @contextlib.asynccontextmanager
-    async def enforce(self) -> AsyncIterator[None]:
-        """Raise `TimeoutError` in the block once the time is up. Starts at the first use."""
-        async with asyncio.timeout(None) as timeout:
-            self._timeouts.add(timeout)
-            try:
-                if not self._paused:
-                    self._start()
-                yield
-            finally:
-                self._timeouts.discard(timeout)
-
-    def _start(self) -> None:
-        if self._running_since is None:
-            self._running_since = time.monotonic()
-        self._reschedule(asyncio.get_running_loop().time() + self.limit_s - self.elapsed)
-
-    def _reschedule(self, when: float | None) -> None:
-        for timeout in self._timeouts:
-            if not timeout.expired():
-                timeout.reschedule(when)
-
-
 class ProgramTimeout(PausableTimeout):
     """`limit_s` seconds in which no program waits for a processor, at most `STRETCH` times as long.
 
@@ -301,32 +240,6 @@ class ProgramTimeout(PausableTimeout):
                 yield
         finally:
             self.running.discard(self)
-
-
-def enforce_timeout(
-    timeout: float | PausableTimeout,
-) -> contextlib.AbstractAsyncContextManager[object]:
-    """Raise `TimeoutError` in the block when the timeout, or its number of seconds, expires."""
-    return timeout.enforce() if isinstance(timeout, PausableTimeout) else asyncio.timeout(timeout)
-
-
-@contextlib.asynccontextmanager
-async def run_beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` while the block lasts, then cancel it and wait for its end.
-
-    An error that ends it is logged at once, and raised if the block ends without one.
-    """
-    tasks = [log.start_task(each, getattr(each, "__qualname__", "")) for each in work]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-    for task in tasks:
-        if not task.cancelled():
-            task.result()
 
 
 def _read_size(log: Path) -> int:

@@ -31,6 +31,7 @@ import psutil
 from msgspec import Meta
 
 from tugline import log
+from tugline.aio import finish
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox import files, host, limits, quotas, stage
 from tugline.sandbox.base import SandboxSpec, refuse_fields
@@ -38,7 +39,7 @@ from tugline.sandbox.bubblewrap_start import IDENTITY, Launch, prepare, try_pool
 from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.hardening import bpf_filter
 from tugline.sandbox.network import AllowList
-from tugline.sandbox.processes import ChildProcess, close_all, finish, try_command, wait_readable
+from tugline.sandbox.processes import ChildProcess, close_all, try_command, wait_readable
 from tugline.sandbox.runner import ARGV, CONTROL, Runner
 from tugline.sandbox.view import LAST_ARGUMENTS, copy_etc, first_arguments, shows, visible_folders
 from tugline.schema import PositiveFloat

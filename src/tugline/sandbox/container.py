@@ -30,6 +30,7 @@ import msgspec
 from msgspec import Meta
 
 from tugline import log
+from tugline.aio import finish
 from tugline.errors import ImageError, SandboxError
 from tugline.sandbox import files
 from tugline.sandbox.base import HOME, WORKDIR, Exit, SandboxSpec
@@ -49,7 +50,7 @@ from tugline.sandbox.container_images import ContainerImage, ImageCache
 from tugline.sandbox.host import HostRuntime, IsolatedSandbox, Layout, resolve_workdir
 from tugline.sandbox.limits import OOM_SCORE, ProgramLimits, cgroup_of
 from tugline.sandbox.network import AllowList
-from tugline.sandbox.processes import find_records, finish
+from tugline.sandbox.processes import find_records
 from tugline.sandbox.quotas import limit_terminals
 from tugline.sandbox.runner import ARGV, CONTROL, KILLED, Runner, SandboxEnded
 from tugline.schema import PositiveFloat, PositiveInt

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from tugline import log
+from tugline.aio import finish
 from tugline.errors import DiskFull, ImageError, SandboxError, UsageError
 from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.container_engine import (
@@ -35,7 +36,7 @@ from tugline.sandbox.container_engine import (
     translate_errors,
 )
 from tugline.sandbox.files import hash_file, replace_file
-from tugline.sandbox.processes import SharedTasks, finish, run_command
+from tugline.sandbox.processes import SharedTasks, run_command
 from tugline.types import Workspace
 
 BUILT = "localhost/tugline/built"

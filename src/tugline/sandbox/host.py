@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NamedTuple
 
+from tugline.aio import PausableTimeout, finish
 from tugline.errors import SandboxError, TuglineError, UsageError
 from tugline.sandbox import base, files
 from tugline.sandbox.cache import Fill, WorkspaceCache
@@ -27,7 +28,6 @@ from tugline.sandbox.limits import (
 from tugline.sandbox.network import AllowList, PortForwards
 from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
 from tugline.sandbox.patch import Patch, PatchLimits
-from tugline.sandbox.processes import finish
 from tugline.sandbox.repos import end_history
 from tugline.sandbox.resource_monitor import ResourceMonitor, credit_waits
 from tugline.sandbox.runner import Guard, Runner
@@ -199,7 +199,7 @@ class IsolatedSandbox(HostSandbox):
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
-        timeout_s: float | base.PausableTimeout,
+        timeout_s: float | PausableTimeout,
         log: Path,
     ) -> base.Exit:
         """Run a program in the sandbox's shell, one at a time."""

@@ -22,9 +22,10 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from tugline.aio import PausableTimeout, enforce_timeout, finish
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox import files, processes
-from tugline.sandbox.base import Exit, PausableTimeout, SandboxSpec, enforce_timeout, refuse_fields
+from tugline.sandbox.base import Exit, SandboxSpec, refuse_fields
 from tugline.sandbox.host import HostRuntime, HostSandbox
 from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.sandbox.processes import OutputLog, ProgramRecord
@@ -131,7 +132,7 @@ class LocalSandbox(HostSandbox):
         except TimeoutError:
             timed_out = True
         finally:
-            await processes.finish(self._end(process, record, output))
+            await finish(self._end(process, record, output))
         code = process.returncode if process and process.returncode is not None else 0
         return Exit(code, timed_out, time.monotonic() - began)
 

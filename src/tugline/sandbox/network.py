@@ -25,9 +25,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from urllib.parse import urlsplit
 
+from tugline.addresses import Address, is_public
+from tugline.aio import finish
 from tugline.errors import ConfigError, SandboxNetworkError
 from tugline.sandbox import netns
-from tugline.sandbox.processes import finish
 
 PORT = 10040
 """Port of the first server; further servers get the next numbers."""
@@ -46,15 +47,12 @@ _PATTERN = re.compile(
     rf"(?P<host>\*|(\*\.)?{_LABEL}(\.{_LABEL})*|\[[0-9a-f:.]+\]):(?P<port>[0-9]{{1,5}}|\*)",
     re.IGNORECASE,
 )
-_TUNNELS = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16")))
-"""IPv6 ranges that can contain any IPv4 address."""
 _RESOLVE_S = 5.0
 _RESOLVERS = ThreadPoolExecutor(8, thread_name_prefix="tugline-resolve")
 """Separate threads, so that slow name servers delay nothing else."""
 _HOP_HEADERS = (b"proxy-", b"connection:", b"keep-alive:", b"host:")
 """Prefixes of headers that the proxy does not forward."""
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Dial = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Streams]]
 """Connects a program to a target: takes its streams, returns the target's, or raises `_Refused`."""
@@ -253,8 +251,7 @@ class AllowList:
         mapped = getattr(address, "ipv4_mapped", None) or address
         if any((str(ip), at) in self.patterns for ip in (address, mapped) for at in (port, None)):
             return True
-        tunnel = any(mapped in network for network in _TUNNELS if network.version == mapped.version)
-        return mapped.is_global and not mapped.is_multicast and not tunnel
+        return is_public(address)
 
 
 def _parse_pattern(pattern: str) -> tuple[str, int | None]:

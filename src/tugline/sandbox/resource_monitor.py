@@ -23,8 +23,9 @@ from typing import TypeVar
 import msgspec
 
 from tugline import log
+from tugline.aio import PausableTimeout, run_beside
 from tugline.errors import SandboxError
-from tugline.sandbox.base import Exit, PausableTimeout, ProgramTimeout, run_beside
+from tugline.sandbox.base import Exit, ProgramTimeout
 from tugline.sandbox.limits import Cgroup, OomKills, ProcessorWaits
 from tugline.sandbox.runner import KILLED, SandboxEnded
 from tugline.types import Cause

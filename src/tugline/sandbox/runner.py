@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from tugline.aio import PausableTimeout, enforce_timeout, finish
 from tugline.errors import SandboxError, UsageError
-from tugline.sandbox.base import Exit, PausableTimeout, enforce_timeout
+from tugline.sandbox.base import Exit
 from tugline.sandbox.files import translate_errors
-from tugline.sandbox.processes import OutputLog, close_all, finish
+from tugline.sandbox.processes import OutputLog, close_all
 
 CONTROL = "/run/tugline"
 """Path of the control folder in the sandbox."""

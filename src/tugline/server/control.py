@@ -16,8 +16,8 @@ from typing import Self
 import msgspec
 
 from tugline import log, protocol
+from tugline.aio import run_beside
 from tugline.errors import Missing, QuotaExceeded, StoreError
-from tugline.sandbox.base import run_beside
 from tugline.server.blobs import Blobs
 from tugline.server.dispatch import ServerDispatcher
 from tugline.server.logs import LogPart, Logs

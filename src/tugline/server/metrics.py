@@ -8,7 +8,8 @@ when they end. docs/observability.md lists every metric.
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from prometheus_client.core import Metric
 
@@ -22,7 +23,20 @@ from tugline.types import Boundary
 _CHUNK = 1000
 _REASONS = {*(boundary.value for boundary in Boundary), "stale"}
 
-Page = Callable[[], Awaitable[bytes]]
+
+class LocalNode(Protocol):
+    """A node in the server's process."""
+
+    async def render(self) -> bytes:
+        """Return its metrics in the text format."""
+
+    @property
+    def engines(self) -> Mapping[str, bool]:
+        """Whether each of its engines answers, by URL."""
+
+    @property
+    def disk_low(self) -> bool:
+        """Whether it takes no work because its disk is nearly full."""
 
 
 class _EventCounts:
@@ -58,14 +72,14 @@ class _EventCounts:
 
 
 class ServerMetrics:
-    """Metrics page of a server and of `others`, such as a node in the same process.
+    """Metrics page of a server and of `nodes` in the same process.
 
     Events after the position `since` are counted.
     """
 
     def __init__(self, database: Database, since: int = 0) -> None:
         self._database = database
-        self.others: list[Page] = []
+        self.nodes: list[LocalNode] = []
         self.waiting: Callable[[], int] = lambda: 0
         """Function that returns the number of open long polls and streams."""
         database.on_commit = self._count_commit
@@ -90,7 +104,7 @@ class ServerMetrics:
     async def page(self) -> bytes:
         """Return all metrics in the text format. Raises `StoreError`."""
         own = page(await self.families())
-        return own + b"".join([await other() for other in self.others])
+        return own + b"".join([await node.render() for node in self.nodes])
 
     async def families(self) -> list[Metric]:
         """Return the server's own metrics. Raises `StoreError`."""

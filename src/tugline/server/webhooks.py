@@ -30,9 +30,9 @@ import msgspec
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from tugline import log
+from tugline.addresses import is_public
 from tugline.errors import Invalid, Missing, StoreError
 from tugline.protocol import Delivery, DeliveryState, EventKind, WebhookBody
-from tugline.sandbox.network import AllowList
 from tugline.server.store import events, results, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database, Subscription
@@ -212,15 +212,15 @@ def is_allowed(url: str, hosts: Collection[str] | None) -> bool:
     """
     if hosts is None:
         host = urlsplit(url).hostname or ""
-        return host != "localhost" and is_public(host)
+        return host != "localhost" and _may_be_public(host)
     host = events.host_of(url)
     return "*" in hosts or host in hosts or host.rpartition(":")[0] in hosts
 
 
-def is_public(host: str) -> bool:
-    """Whether `host` is a name, or an address that is not private, link-local or loopback."""
+def _may_be_public(host: str) -> bool:
+    """Whether `host` is a name, or a public address."""
     try:
-        return AllowList(()).permits(ipaddress.ip_address(host), 0)
+        return is_public(ipaddress.ip_address(host))
     except ValueError:
         return True
 
@@ -262,7 +262,7 @@ class _Resolver(AbstractResolver):
         """Return the addresses of `host`. Raises `OSError`."""
         resolve = partial(socket.getaddrinfo, host, port, family=family, type=socket.SOCK_STREAM)
         infos = await asyncio.get_running_loop().run_in_executor(self._pool, resolve)
-        if self._public_only and not all(is_public(str(info[4][0])) for info in infos):
+        if self._public_only and not all(_may_be_public(str(info[4][0])) for info in infos):
             raise OSError(errno.EACCES, f"{host!r} has a private address, {_MUST_BE_PUBLIC}")
         flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         return [

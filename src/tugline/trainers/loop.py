@@ -28,7 +28,8 @@ import msgspec
 from msgspec.structs import replace
 
 from tugline import log
-from tugline.launch.server import folder_lock, freeze_gc
+from tugline.launch.folder_lock import folder_lock
+from tugline.launch.garbage import freeze_gc
 from tugline.traces.base import sum_ledgers
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import CHECKPOINTS, MODEL, TrainConfig, name_run, store_config

@@ -34,7 +34,7 @@ from tugline.datasets.rows import read_rows
 from tugline.errors import ConfigError, RequestError, UsageError
 from tugline.inference.load import load as load_model
 from tugline.launch.engine import make_rendering
-from tugline.launch.server import folder_lock
+from tugline.launch.folder_lock import folder_lock
 from tugline.launch.settings import EngineSettings
 from tugline.schema import PositiveFloat, PositiveInt
 from tugline.trainers.config import CHECKPOINTS, MODEL, Lora, store_config

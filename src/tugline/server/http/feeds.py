@@ -94,9 +94,15 @@ async def retry_delivery(call: route.PlainCall) -> protocol.Delivery:
 
 # --------------------------------------------------------------------------- the server
 @ROUTES.add("GET", "/v1/status", route.READERS)
-async def get_status(call: route.PlainCall) -> protocol.Counts:
+async def get_status(call: route.QueryCall[protocol.StatusQuery]) -> protocol.Counts:
     """Count sessions, tasks and nodes."""
-    return await call.db.read(stats.counts)
+    counts = await call.db.read(stats.detailed_counts if call.query.details else stats.counts)
+    local = call.metrics.nodes
+    return replace(
+        counts,
+        engines={url: up for node in local for url, up in node.engines.items()},
+        disk_low=any(node.disk_low for node in local),
+    )
 
 
 @ROUTES.add("GET", "/healthz", route.PUBLIC)

@@ -7,6 +7,7 @@ webhook deliveries, and up to `MAX_SCAN` unread results.
 from collections import Counter
 
 import msgspec
+from msgspec.structs import replace
 
 from tugline.histogram import Values
 from tugline.protocol import Counts, EventKind, NodeState, RunStep, RunView, StepQuery
@@ -22,18 +23,16 @@ _MAX_RUNS = 1000
 
 def gauges(tx: Tx) -> dict[str, Values]:
     """Return the metrics that are counted in the store, on one snapshot, by name."""
-    summary = counts(tx)
-    consumers = tx.all("SELECT name, acked FROM consumers")
-    queued = "SELECT tenant, COUNT(*) FROM sessions WHERE status = 'queued' GROUP BY tenant"
+    summary = detailed_counts(tx)
     states: dict[str, int] = dict(tx.all("SELECT state, COUNT(*) FROM nodes GROUP BY state"))
     callbacks = {"pending": _count_deliveries(tx, "pending"), "dead": summary.dead_deliveries}
     return {
         "tugline_sessions": dict.fromkeys((item.value for item in Status), 0) | summary.sessions,
-        "tugline_queue": dict(tx.all(queued)),
+        "tugline_queue": summary.queue,
         "tugline_tasks_open": summary.tasks_open,
         "tugline_nodes": dict.fromkeys((item.value for item in NodeState), 0) | states,
         "tugline_slots": summary.slots,
-        "tugline_results_unread": {name: _count_results_after(tx, at) for name, at in consumers},
+        "tugline_results_unread": summary.unread,
         "tugline_callbacks": callbacks,
         "tugline_position": summary.position,
         "tugline_weights_version": summary.version,
@@ -58,6 +57,17 @@ def counts(tx: Tx) -> Counts:
         version=control.version,
         paused=control.paused is not None,
         dead_deliveries=_count_deliveries(tx, "dead"),
+    )
+
+
+def detailed_counts(tx: Tx) -> Counts:
+    """Return the summary with counts of each tenant's queue and each consumer's unread results."""
+    queued = "SELECT tenant, COUNT(*) FROM sessions WHERE status = 'queued' GROUP BY tenant"
+    consumers = tx.all("SELECT name, acked FROM consumers")
+    return replace(
+        counts(tx),
+        queue=dict(tx.all(queued)),
+        unread={name: _count_results_after(tx, acked) for name, acked in consumers},
     )
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tugline.sandbox.base import PausableTimeout, enforce_timeout
+from tugline.aio import PausableTimeout, enforce_timeout
 
 
 async def test_a_timeout_is_enforced() -> None:
