@@ -25,6 +25,7 @@ from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import Upstream
 from tugline.gateway.session import LiveSession
 from tugline.gateway.terms import SessionTerms
+from tugline.harnesses.base import COMPACTION_PHRASES, SIDE_PHRASES
 from tugline.inference.server import create_app
 from tugline.recording.file import Recording, read
 from tugline.testing import Reply, ScriptedEngine
@@ -213,7 +214,11 @@ async def rig(
             gateway.open(
                 Session(id="s1", task="t", sample=0),
                 task,
-                SessionTerms(spent_status=spent_status),
+                SessionTerms(
+                    spent_status=spent_status,
+                    compaction_phrases=COMPACTION_PHRASES,
+                    side_phrases=SIDE_PHRASES,
+                ),
                 on_hang=on_hang,
             )
         )

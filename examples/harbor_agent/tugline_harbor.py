@@ -139,7 +139,12 @@ class ClaudeCode(HarborClaudeCode):
         shared = _GATEWAYS.setdefault(self.options.model_dump_json(), SharedGateway())
         async with shared.use(self.options) as gateway:
             preset = Preset(lean=self.options.lean, context_window=gateway.card.max_model_len)
-            terms = SessionTerms(spent_status=preset.spent_status, offers_tools=preset.offers_tools)
+            terms = SessionTerms(
+                spent_status=preset.spent_status,
+                offers_tools=preset.offers_tools,
+                compaction_phrases=preset.compaction_phrases,
+                side_phrases=preset.side_phrases,
+            )
             opening = gateway.open(session, task, terms)
             try:
                 async with opening as endpoint:

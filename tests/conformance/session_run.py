@@ -165,6 +165,8 @@ async def _launch(case: Case, scenario: Scenario, gateway: Gateway, sandbox: San
     terms = SessionTerms(
         spent_status=harness.spent_status,
         offers_tools=harness.offers_tools,
+        compaction_phrases=harness.compaction_phrases,
+        side_phrases=harness.side_phrases,
         workdir=str(sandbox.workdir),
         home=str(sandbox.home),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,8 +21,9 @@ from tugline.chat.tokenizer import Tokenizer
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import EngineError, Unsupported
 from tugline.gateway import turns
+from tugline.gateway.model_call import Prompt
 from tugline.gateway.prefix import CallTree
-from tugline.gateway.prompt import Prompt
+from tugline.gateway.turns import Conversation
 from tugline.types import Branch, EchoChange, Ids, Message, Role, Tool, ToolCall
 
 TOOLS = (Tool("read", "Read a file", {"type": "object", "properties": {"path": {}}}),)
@@ -35,11 +37,17 @@ def sampled(text: str) -> Ids:
     return np.asarray(RENDERING.tokenizer.encode(f"{text}<|im_end|>"), np.int32)
 
 
+def match(tree: CallTree, messages: tuple[Message, ...], *more: Any) -> Prompt:
+    """The prompt of these messages, whether or not they extend a turn."""
+    found = tree.extend(messages, *more)
+    return tree.branch(found, more[0]) if isinstance(found, Conversation) else found
+
+
 def add_turn(
     tree: CallTree, number: int, answer: Message, messages: tuple[Message, ...] = START
 ) -> Prompt:
     """Ask with these messages, and record the answer."""
-    plan = tree.match(messages, TOOLS)
+    plan = match(tree, messages, TOOLS)
     tree.add(plan, number, plan.tokens.extend(sampled(f"turn {number}")), answer)
     return plan
 
@@ -47,7 +55,7 @@ def add_turn(
 def make_tool_turn(arguments: str = ARGUMENTS) -> tuple[CallTree, Prompt, Ids]:
     """A tree after one turn that called `read`."""
     tree = CallTree(RENDERING)
-    plan = tree.match(START, TOOLS)
+    plan = match(tree, START, TOOLS)
     ids = sampled(f'<tool_call>\n{{"name": "read", "arguments": {arguments}}}\n</tool_call>')
     call = ToolCall("call_0_0", "read", arguments)
     tree.add(plan, 0, plan.tokens.extend(ids), Message(Role.ASSISTANT, "", (call,)))
@@ -81,7 +89,7 @@ def test_a_real_edit_branches_with_its_reason(
 ) -> None:
     """A changed meaning never continues sampled tokens."""
     tree, first, ids = make_tool_turn()
-    plan = tree.match(messages, TOOLS)
+    plan = match(tree, messages, TOOLS)
     assert (plan.parent, plan.branch) == (0, reason)
     assert 0 < plan.reused <= len(first.tokens) + len(ids)
 
@@ -90,9 +98,9 @@ def test_invalid_json_arguments_are_matched_by_the_id_of_their_call() -> None:
     """There is no value to compare; with another id only their own bytes match."""
     tree, _, _ = make_tool_turn('{"path": ')
     for arguments, changes in (('{"path": ', ()), ("{}", (EchoChange.ARGUMENTS,))):
-        prompt = tree.match(echo(arguments), TOOLS)
+        prompt = match(tree, echo(arguments), TOOLS)
         assert (prompt.branch, prompt.echo_changes) == (None, changes)
-    assert tree.match(echo("{}", "new"), TOOLS).branch is Branch.CALL_REPAIRED
+    assert match(tree, echo("{}", "new"), TOOLS).branch is Branch.CALL_REPAIRED
 
 
 def test_rewritten_echoes_continue_exactly() -> None:
@@ -111,13 +119,13 @@ def test_rewritten_echoes_continue_exactly() -> None:
         (echo('{"line":1,"path":"a\\u002epy"}'), rewrites),
         (rewritten, rewrites),
     ]:
-        plan = tree.match(messages, TOOLS)
+        plan = match(tree, messages, TOOLS)
         assert (plan.parent, plan.branch, plan.echo_changes) == (0, None, changes)
         assert plan.reused == len(before)
         assert np.array_equal(plan.tokens.to_array()[: len(before)], before)
         assert [message.role for message in plan.added] == [Role.TOOL]
     assert plan.turn.answer is rewritten[2]
-    assert tree.match(echo('{"path":"b.py"}'), TOOLS).branch is Branch.CALL_REPAIRED
+    assert match(tree, echo('{"path":"b.py"}'), TOOLS).branch is Branch.CALL_REPAIRED
 
 
 def make_history(answers: int) -> tuple[CallTree, tuple[Message, ...]]:
@@ -138,7 +146,7 @@ def test_results_in_another_order_branch() -> None:
     add_turn(tree, 1, Message(Role.ASSISTANT, "ok"), messages)
     *front, first, second = messages
     swapped = (*front, second, first, Message(Role.ASSISTANT, "ok"), Message(Role.USER, "Go on."))
-    assert tree.match(swapped, TOOLS).branch is Branch.RESULTS_REORDERED
+    assert match(tree, swapped, TOOLS).branch is Branch.RESULTS_REORDERED
 
 
 def test_a_refused_request_leaves_the_tree_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,8 +163,8 @@ def test_a_refused_request_leaves_the_tree_unchanged(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(turns, "digest_message", refuse)
         with pytest.raises(RecursionError):
-            tree.match(new, TOOLS)
-    matched, expected = tree.match(new, TOOLS), make_history(2)[0].match(new, TOOLS)
+            match(tree, new, TOOLS)
+    matched, expected = match(tree, new, TOOLS), match(make_history(2)[0], new, TOOLS)
     assert (matched.parent, matched.branch, matched.digest) == (1, None, expected.digest)
     assert matched.digests == expected.digests
 
@@ -165,7 +173,7 @@ def test_a_history_replaced_by_a_summary_is_a_compaction() -> None:
     """The task is the same, and a summary replaces the answers."""
     tree, _ = make_history(3)
     summary = Message(Role.USER, "So far: three files read.")
-    plan = tree.match((*START, summary), TOOLS)
+    plan = match(tree, (*START, summary), TOOLS)
     assert (plan.branch, plan.turn) == (Branch.COMPACTED, None)
     assert plan.parent is not None
 
@@ -174,15 +182,15 @@ def test_an_unrelated_request_is_a_new_thread() -> None:
     """As the first request of a sub-agent, which shares nothing but the session."""
     tree, _ = make_history(2)
     other = (Message(Role.SYSTEM, "You search."), Message(Role.USER, "Find it."))
-    assert tree.match(other, TOOLS, ThreadInfo("thread-2")).branch is Branch.NEW_THREAD
-    assert tree.match(other, TOOLS).branch is Branch.NEW_THREAD
+    assert match(tree, other, TOOLS, ThreadInfo("thread-2")).branch is Branch.NEW_THREAD
+    assert match(tree, other, TOOLS).branch is Branch.NEW_THREAD
 
 
 def test_deleting_a_failed_turn_extends_the_turn_before() -> None:
     """The turn before is extended exactly; the dropped answer stays a branch of it."""
     tree, messages = make_history(2)
     plan = add_turn(tree, 2, Message(Role.ASSISTANT, "garbled"), messages)
-    again = tree.match((*messages, Message(Role.USER, "Tool call error.")), TOOLS)
+    again = match(tree, (*messages, Message(Role.USER, "Tool call error.")), TOOLS)
     assert (again.parent, again.branch) == (1, Branch.TURN_DELETED)
     assert again.reused == len(plan.turn.tokens if plan.turn else ())
 
@@ -200,7 +208,7 @@ def test_changes_of_an_echo_are_recorded(echoed: Message, changes: tuple[EchoCha
     """A harmless change continues exactly, and is recorded."""
     tree = CallTree(RENDERING)
     add_turn(tree, 0, Message(Role.ASSISTANT, "Hi.", reasoning="Hm."))
-    after = tree.match((*START, echoed, Message(Role.USER, "Go on.")), TOOLS)
+    after = match(tree, (*START, echoed, Message(Role.USER, "Go on.")), TOOLS)
     assert (after.branch, after.parent, after.echo_changes) == (None, 0, changes)
 
 
@@ -211,14 +219,14 @@ def test_equal_answers_are_distinguished_by_call_ids() -> None:
         call = ToolCall(f"call_{number}_0", "read", ARGUMENTS)
         add_turn(tree, number, Message(Role.ASSISTANT, "", (call,)))
     for number in (0, 1):
-        assert tree.match(echo(ARGUMENTS, f"call_{number}_0"), TOOLS).parent == number
+        assert match(tree, echo(ARGUMENTS, f"call_{number}_0"), TOOLS).parent == number
 
 
 def test_a_history_that_ends_in_an_own_answer_is_extended() -> None:
     """The answer is closed, and the next one is opened right after its exact ids."""
     tree, first, ids = make_tool_turn()
     for number in (1, 2):
-        plan = tree.match((*echo(ARGUMENTS)[: 2 + number],), TOOLS)
+        plan = match(tree, (*echo(ARGUMENTS)[: 2 + number],), TOOLS)
         if number == 1:
             opening = RENDERING.tokenizer.decode(plan.tokens.to_array()[-22:].tolist())
             assert opening.endswith("<|im_end|>\n<|im_start|>assistant\n")
@@ -229,11 +237,11 @@ def test_a_history_that_ends_in_an_own_answer_is_extended() -> None:
 def test_a_history_that_ends_in_an_own_open_answer_forks() -> None:
     """An answer that was cut has no id that closes it; the template closes it."""
     tree = CallTree(RENDERING)
-    plan = tree.match(START, TOOLS)
+    plan = match(tree, START, TOOLS)
     answer = Message(Role.ASSISTANT, "Hi th")
     cut = np.asarray(RENDERING.tokenizer.encode("Hi th"), np.int32)
     tree.add(plan, 0, plan.tokens.extend(cut), answer)
-    again = tree.match((*START, answer), TOOLS)
+    again = match(tree, (*START, answer), TOOLS)
     assert (again.parent, again.branch) == (0, Branch.RENDERER_REFUSED)
 
 
@@ -242,19 +250,19 @@ def test_text_left_out_of_an_answer_with_calls_is_no_edit() -> None:
     tree, messages = make_history(2)
     (*before, answer, first, second) = messages
     bare = msgspec.structs.replace(answer, content="", reasoning=None)
-    plan = tree.match((*before, bare, first, second), TOOLS)
+    plan = match(tree, (*before, bare, first, second), TOOLS)
     assert (plan.parent, plan.branch) == (1, None)
     assert plan.echo_changes == (EchoChange.REASONING, EchoChange.TEXT)
     third = Message(Role.ASSISTANT, "Done.")
     tree.add(plan, 2, plan.tokens.extend(sampled("Done.")), third)
     more = (*before, bare, first, second, third, Message(Role.USER, "Go on."))
-    assert (tree.match(more, TOOLS).parent, tree.match(more, TOOLS).branch) == (2, None)
+    assert (match(tree, more, TOOLS).parent, match(tree, more, TOOLS).branch) == (2, None)
     calls = answer.tool_calls
     other = msgspec.structs.replace(calls[1], arguments='{"path":"9"}')
     foreign = tuple(msgspec.structs.replace(call, id=f"own_{call.id}") for call in calls)
     for changed in ((calls[0], other), foreign, calls[:1]):
         edited = msgspec.structs.replace(bare, tool_calls=changed)
-        assert tree.match((*before, edited, first, second), TOOLS).branch is Branch.CALL_REPAIRED
+        assert match(tree, (*before, edited, first, second), TOOLS).branch is Branch.CALL_REPAIRED
 
 
 def test_an_answer_that_replaces_the_history_is_its_summary() -> None:
@@ -263,9 +271,9 @@ def test_an_answer_that_replaces_the_history_is_its_summary() -> None:
     ask = Message(Role.USER, "Sum up.")
     summary = Message(Role.ASSISTANT, "So far: two files read.")
     add_turn(tree, 2, summary, (*messages, ask))
-    assert tree.match((START[0], summary), TOOLS).branch is Branch.COMPACTED
+    assert match(tree, (START[0], summary), TOOLS).branch is Branch.COMPACTED
     other = msgspec.structs.replace(summary, content="I read files.")
-    assert tree.match((START[0], other), TOOLS).branch is Branch.HARNESS_ASSISTANT
+    assert match(tree, (START[0], other), TOOLS).branch is Branch.HARNESS_ASSISTANT
 
 
 def test_text_prompts_need_exact_mode() -> None:
@@ -300,18 +308,18 @@ def raw(tokens: TokenSequence) -> bytes:
 def test_observed_ids_that_extend_the_parent_are_exact() -> None:
     """Without a rendering the engine reports the prompt; a changed one branches at its place."""
     tree = CallTree(None)
-    plan = tree.set_observed(tree.match(START, TOOLS), b"[1, 2, 3]")
+    plan = tree.set_observed(match(tree, START, TOOLS), b"[1, 2, 3]")
     tokens = plan.tokens.extend(np.array([4, 5], np.int32))
     tree.add(plan, 0, tokens, Message(Role.ASSISTANT, "Hi."))
     history = (*START, Message(Role.ASSISTANT, "Hi."), Message(Role.USER, "Go on."))
-    same = tree.set_observed(tree.match(history, TOOLS), b"[1,2,3,4,5,6,7]")
+    same = tree.set_observed(match(tree, history, TOOLS), b"[1,2,3,4,5,6,7]")
     assert (same.branch, same.reused, len(same.tokens)) == (None, 5, 7)
-    other = tree.set_observed(tree.match(history, TOOLS), b"[1,2,3,9,5,6,7]")
+    other = tree.set_observed(match(tree, history, TOOLS), b"[1,2,3,9,5,6,7]")
     assert (other.branch, other.reused) == (Branch.ENGINE_RERENDERED, 3)
     assert raw(other.tokens) == b"[1,2,3,9,5,6,7]"
     for wrong in (b'["1"]', b"[-1]", b"[2147483648]", b"[[1]]", b"[1,2,3,4,5,-6]"):
         with pytest.raises(EngineError, match="ids that cannot be read"):
-            tree.set_observed(tree.match(history, TOOLS), wrong)
+            tree.set_observed(match(tree, history, TOOLS), wrong)
 
 
 JSON = st.recursive(
@@ -330,4 +338,4 @@ def test_reserialized_arguments_do_not_branch(
     tree, _, _ = make_tool_turn(json.dumps(value, ensure_ascii=False))
     keys = data.draw(st.permutations(sorted(value)))
     shuffled = json.dumps({key: value[key] for key in keys}, separators=(",", ":"))
-    assert tree.match(echo(shuffled), TOOLS).branch is None
+    assert match(tree, echo(shuffled), TOOLS).branch is None

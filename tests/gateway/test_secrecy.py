@@ -26,8 +26,8 @@ from tugline.web.engine_http import EngineHttp
 SECRET = "walrus"
 BUGS = [
     (Gateway, "_handle"), (LiveSession, "read_body"), (LiveSession, "prepare"),
-    (LiveSession, "_prepare"), (LiveSession, "complete"), (Rendering, "render"),
-    (StreamParser, "feed"), (StreamParser, "finish"), (Choice, "_take"), (Choice, "_finish"),
+    (LiveSession, "_parse"), (LiveSession, "complete"), (Rendering, "render"),
+    (StreamParser, "feed"), (StreamParser, "finish"), (SampledAnswer, "take"), (Choice, "_finish"),
     (SampledAnswer, "begin_reply"), (Completion, "wait_until_accepted"), (Completion, "wait_done"),
     (Completion, "pieces"), (Writer, "append"), (EngineHttp, "request"),
 ]  # fmt: skip

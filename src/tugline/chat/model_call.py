@@ -11,17 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tugline.types import (
-    Finish,
-    Image,
-    MalformedCalls,
-    Message,
-    Role,
-    Sampling,
-    Tool,
-    ToolCall,
-    TraceKind,
-)
+from tugline.types import Finish, Image, Message, Role, Sampling, Tool, ToolCall, TraceKind
 
 _SYSTEM = frozenset({Role.SYSTEM, Role.DEVELOPER})
 
@@ -74,7 +64,7 @@ UNNAMED = ThreadInfo()
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A parsed model call."""
+    """A parsed model call. A dialect's subclass adds what only its response needs."""
 
     model: str
     messages: tuple[Message, ...] = ()
@@ -86,8 +76,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     sampling: Sampling = Sampling()
     """Sampling parameters that the client requests."""
     stream: bool = False
-    usage_in_stream: bool = False
-    """Whether to stream token counts, in dialects where that is optional."""
     n: int = 1
     """Number of responses."""
     tool_choice: ToolChoice = ToolChoice()
@@ -97,13 +85,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     reasoning: bool = True
     """Whether the client wants the model's reasoning in its response."""
     thread: ThreadInfo = UNNAMED
-    echo: bytes = b""
-    """Private to the dialect: fields that its response repeats, or the route's variant."""
-    kept_from: int | None = None
-    """Index of the first message stored under the response's id, for later requests; else None."""
-    dialect: str = ""
-    malformed: MalformedCalls = MalformedCalls.TEXT
-    """How a malformed tool call of the response is delivered."""
 
 
 # --------------------------------------------------------------------------- responses

@@ -3,10 +3,11 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
 from tugline.chat.engines.base import Delta
+from tugline.chat.model_call import Piece
 from tugline.gateway.context import EngineContext
 from tugline.gateway.replicas import Progress
 
@@ -145,12 +146,14 @@ class AnswerLife(Progress):
         if self.state is not AnswerState.QUEUED:
             self.enter(AnswerState.QUEUED)
 
-    def note_data(self, delta: Delta) -> None:
-        """Note that a part of the answer has come."""
+    def note_data(self, delta: Delta, pieces: Sequence[Piece]) -> None:
+        """Note that a part of the answer has come; clients can get the pieces that it completes."""
         self._last_at = self._engine.upstream.gate.now()
         if self.state is AnswerState.ACCEPTED and delta.answers:
             self.replicas += [self._url] if self._url else []
             self.enter(AnswerState.SAMPLING)
+        if pieces:
+            self.on_change()
 
     # ----------------------------------------------------------------------- early ends
     def read_reply(self) -> asyncio.Timeout:

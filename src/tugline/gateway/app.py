@@ -17,11 +17,11 @@ import msgspec
 from tugline import errors, log
 from tugline.chat.dialects import DIALECTS, fallback_dialect
 from tugline.chat.dialects.base import Action, Dialect, HttpRequest
-from tugline.chat.model_call import Request
 from tugline.chat.templates.rendering import Rendering
 from tugline.gateway.answer import AT_ENGINE, AnswerState
 from tugline.gateway.completion import Completion
 from tugline.gateway.context import EngineContext, explain
+from tugline.gateway.model_call import ModelCall
 from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import TokenSource
 from tugline.gateway.session import Clock, LiveSession
@@ -37,7 +37,6 @@ from tugline.types import Call, Mode, Session, Task
 from tugline.web.engine_http import ModelCard
 from tugline.web.serve import Http, Message, Receive, Send, serve
 
-_RETRY = "x-stainless-retry-count"
 _PATH = re.compile(
     r"(?:/s/(?P<session>[^/]+))?(?:/(?P<version>v1(?:alpha|beta)?\d*))?(?P<rest>/.*)"
 )
@@ -131,14 +130,8 @@ class Gateway:
         if not terms.key:
             path.unlink(missing_ok=True)  # left by an attempt that a restored store does not have
         live = LiveSession(
-            header,
-            Writer(path, header),
-            self._engine,
-            spent_status=terms.spent_status,
-            clock=self._clock,
-            on_hang=on_hang,
+            header, Writer(path, header), self._engine, terms, clock=self._clock, on_hang=on_hang
         )
-        live.transcript.declares_tools = terms.offers_tools
         try:
             if terms.key:
                 await asyncio.to_thread(live.restore, path)
@@ -272,17 +265,21 @@ class Gateway:
         with live.bytes_in_flight.hold() as take:
             body = await live.read_body(http, take)
             incoming = msgspec.structs.replace(incoming, body=body)
-            request, prompt, repaired = await live.prepare(dialect, incoming)
+            call = await live.prepare(dialect, incoming)
             if action is Action.COUNT:
-                tokens = self._engine.count_prompt(request, prompt.tokens)
+                tokens = self._engine.count_prompt(call)
                 await http.reply(200, dialect.encode_count(tokens))
                 return
-            retry = http.headers.get(_RETRY, "0") != "0"
-            completion = await live.complete(request, prompt, retry=retry)
-            if repaired:
+            completion = await live.complete(call)
+            if call.repaired:
                 number = completion.choices[0].number
                 live.transcript.note(RecordedEventKind.REPAIRED, "lone surrogates", call=number)
-            await self._answer(http, dialect, request, completion)
+            send = self._send_stream if call.request.stream else self._send_whole
+            with http.while_connected():
+                with completion.attached():
+                    await send(http, call, completion)
+                if not http.disconnected:
+                    completion.deliver()
 
     def _describe_models(self, dialect: Dialect, action: Action, incoming: HttpRequest) -> bytes:
         card = self._engine.card
@@ -291,24 +288,11 @@ class Gateway:
         return dialect.encode_model(incoming.path.removeprefix("/models/"), card.max_model_len, 0)
 
     # ----------------------------------------------------------------------- answering
-    async def _answer(
-        self, http: Http, dialect: Dialect, request: Request, completion: Completion
-    ) -> None:
-        """Send the completion to this client while it is connected."""
-        send = self._send_stream if request.stream else self._send_whole
-        with http.while_connected():
-            with completion.attached():
-                await send(http, dialect, request, completion)
-            if not http.disconnected:
-                completion.deliver()
-
-    async def _send_stream(
-        self, http: Http, dialect: Dialect, request: Request, completion: Completion
-    ) -> None:
+    async def _send_stream(self, http: Http, call: ModelCall, completion: Completion) -> None:
         await completion.wait_until_accepted()
         if completion.error is not None:
             raise completion.error
-        stream = dialect.stream(request, completion.id, int(completion.received))
+        stream = call.dialect.stream(call.request, completion.id, int(completion.received))
         await http.stream(stream.content_type)
         opened = bool(completion.usage.prompt)
         if opened:
@@ -327,13 +311,11 @@ class Gateway:
         last = stream.fail(error) if error else stream.finish(completion.responses)
         await http.end(start + last)
 
-    async def _send_whole(
-        self, http: Http, dialect: Dialect, request: Request, completion: Completion
-    ) -> None:
+    async def _send_whole(self, http: Http, call: ModelCall, completion: Completion) -> None:
         await completion.wait_done()
         if completion.error is not None:
             raise completion.error
-        await http.reply(200, dialect.encode(request, completion.responses))
+        await http.reply(200, call.dialect.encode(call.request, completion.responses))
 
 
 def _route(incoming: HttpRequest) -> tuple[Dialect, Action | None]:

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from tugline.chat.engines.base import Delta
 from tugline.chat.model_call import Response, join_pieces
 from tugline.errors import ClientGone, EngineError, TuglineError
 from tugline.gateway.answer import ENDED, AnswerLife, AnswerState
@@ -20,7 +19,7 @@ from tugline.gateway.context import EngineContext, explain
 from tugline.gateway.sampled_answer import SampledAnswer
 from tugline.gateway.transcript import Transcript
 from tugline.recording.records import RecordedEventKind
-from tugline.types import CallOutcome, Finish, TraceKind
+from tugline.types import CallOutcome, Finish
 
 
 class Choice:
@@ -109,7 +108,7 @@ class Choice:
             try:
                 async with self.life.read_reply(), contextlib.aclosing(deltas):
                     async for delta in deltas:
-                        self._take(delta)
+                        self.life.note_data(delta, content.take(delta))
                         if content.matched_stop is not None:
                             break
             except TimeoutError:  # by `AnswerLife.stop_early`
@@ -125,13 +124,6 @@ class Choice:
             else:
                 return
 
-    def _take(self, delta: Delta) -> None:
-        """Add a part of the engine's reply; clients can get the pieces that it completes."""
-        pieces = self.content.take(delta)
-        self.life.note_data(delta)
-        if pieces:
-            self.life.on_change()
-
     def _note_fault(self) -> None:
         if self.life.replicas and self.content.count:
             detail = f"{self.life.replicas[-1]} after {self.content.count} tokens"
@@ -141,15 +133,10 @@ class Choice:
     def _finish(self, outcome: CallOutcome) -> None:
         """Record the call, then publish the answer and its last pieces."""
         content = self.content
-        request = content.request
         pieces, message = content.parse_rest()
-        tokens = content.record(outcome, message, self.life.replicas, self.life.sent_at)
-        if content.kind is not TraceKind.SIDE:
-            self._transcript.turns.add(content.prompt, self.number, tokens, message)
-        if (first := request.kept_from) is not None:
-            conversation = (*request.messages[first:], message)
-            self._transcript.parse_cache.conversations[self.id] = conversation, request.tools
+        content.record(outcome, message, self.life)
         self.response = content.make_response(outcome, message)
+        content.call.dialect.keep(content.request, self.response, self._transcript.parse_cache)
         content.pieces += pieces
         self._earlier = None
         self.life.enter(AnswerState.COMPLETE)
@@ -158,8 +145,7 @@ class Choice:
         """Record the partial answer of a call whose clients left."""
         self.life.abandon()
         message = join_pieces(self.content.pieces)
-        outcome = CallOutcome.CLIENT_GONE
-        self.content.record(outcome, message, self.life.replicas, self.life.sent_at)
+        self.content.record(CallOutcome.CLIENT_GONE, message, self.life)
         self.error = ClientGone("the client hung up before the answer was complete")
         resumable = self.content.can_be_resumed
         self.life.enter(AnswerState.BROKEN_OFF if resumable else AnswerState.FAILED)

@@ -41,8 +41,11 @@ class Completion:
         self._grace: asyncio.TimerHandle | None = None
         self._ticker: asyncio.TimerHandle | None = None
         """Timer that wakes the readers of a silent stream; one for all pieces."""
-        self.task = asyncio.create_task(self._run(), name=self.id)
+        alone = len(choices) == 1
+        sampling = choices[0].sample(self._notify) if alone else self._sample_several()
+        self.task = asyncio.create_task(sampling, name=self.id)
         self.task.add_done_callback(self._end)
+        self._tick()
 
     @property
     def state(self) -> AnswerState:
@@ -139,14 +142,10 @@ class Completion:
         await asyncio.wait({self.task}, timeout=self._settings.cancel_timeout_s)
 
     # ----------------------------------------------------------------------- the task
-    async def _run(self) -> None:
-        self._tick()
-        if len(self.choices) == 1:
-            await self.choices[0].sample(self._notify)
-        else:
-            async with asyncio.TaskGroup() as group:
-                for choice in self.choices:
-                    group.create_task(choice.sample(self._notify))
+    async def _sample_several(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for choice in self.choices:
+                group.create_task(choice.sample(self._notify))
 
     def _end(self, _task: asyncio.Task[None]) -> None:
         """End answers that were never begun, because the task was cancelled before it began."""

@@ -12,9 +12,9 @@ from tugline import log
 from tugline.chat.engines.base import Feature
 from tugline.chat.model_call import FORCING, ChoiceMode, Request
 from tugline.chat.templates.rendering import Rendering
-from tugline.chat.tokens import TokenSequence
 from tugline.errors import ContextOverflow, TuglineError, Unsupported
-from tugline.gateway.policy import DEFAULTS, CallSettings, InFlight
+from tugline.gateway.model_call import ModelCall
+from tugline.gateway.policy import DEFAULTS, CallSettings, InFlight, check_request
 from tugline.gateway.replicas import TokenSource
 from tugline.gateway.traffic import Traffic
 from tugline.recording.records import Header
@@ -64,16 +64,28 @@ class EngineContext:
             return most
         return min(most, (1 << 20) + window * self.settings.token_bytes)
 
-    def check_length(self, request: Request, new_bytes: int) -> None:
+    def check_request(self, request: Request, new_bytes: int) -> None:
+        """Raise `RequestError` for what this engine and its template cannot answer.
+
+        `new_bytes` is the size of the part that no earlier request has.
+        """
+        check_request(request, self.upstream.wire.mode, self.upstream.wire.features)
+        if self.rendering is None:
+            return
+        window = self.card.max_model_len
+        if window and new_bytes >= _LONG * window:
+            self._check_length(request, self.rendering)
+        choice = request.tool_choice
+        if choice.mode in FORCING and self.rendering.force_tool_call(choice) is None:
+            mode = choice.mode.value
+            msg = f"tool_choice {mode!r} cannot be honoured with this model's template"
+            raise Unsupported(msg, param="tool_choice")
+
+    def _check_length(self, request: Request, rendering: Rendering) -> None:
         """Raise `ContextOverflow` if the text is much longer than the window.
 
         The text is encoded in pieces until its length exceeds the window, which bounds the cost.
-        Bodies with too few `new_bytes` to fill the window are not encoded.
         """
-        window = self.card.max_model_len
-        rendering = self.rendering
-        if not window or rendering is None or new_bytes < _LONG * window:
-            return
         texts = [message.content for message in request.messages]
         texts += [request.prompt] if isinstance(request.prompt, str) else []
         length = 0
@@ -82,26 +94,15 @@ class EngineContext:
                 length += len(rendering.tokenizer.encode(text[start : start + _PIECE])) - 1
                 self.remaining_window(length, counted="at least ")
 
-    def check_tool_choice(self, request: Request) -> None:
-        """Raise `Unsupported` if the template cannot enforce the tool choice."""
-        rendering = self.rendering
-        choice = request.tool_choice
-        if rendering is None or choice.mode not in FORCING:
-            return
-        if rendering.force_tool_call(choice) is None:
-            mode = choice.mode.value
-            msg = f"tool_choice {mode!r} cannot be honoured with this model's template"
-            raise Unsupported(msg, param="tool_choice")
-
     def force_tool_call(self, request: Request) -> Ids:
         """Return the ids, after the prompt, that force the tool call of a request; often none."""
         rendering = self.rendering
         forced = None if rendering is None else rendering.force_tool_call(request.tool_choice)
         return _NO_IDS if forced is None else forced
 
-    def count_prompt(self, request: Request, prompt: TokenSequence) -> int:
+    def count_prompt(self, call: ModelCall) -> int:
         """Count the ids of a prompt, and those that force a tool call."""
-        return len(prompt) + len(self.force_tool_call(request))
+        return len(call.prompt.tokens) + len(self.force_tool_call(call.request))
 
     def find_banned(self, request: Request) -> tuple[int, ...]:
         """Return the ids that must not be sampled: those that open forbidden tool calls.

@@ -19,6 +19,7 @@ from tugline.errors import (
     TuglineError,
     Unsupported,
 )
+from tugline.gateway.terms import SessionTerms
 from tugline.types import HANDLING, Cause, Failure, Mode, Policy, Role, Sampling, TraceKind
 from tugline.types.task import MIN_TEMPERATURE
 
@@ -193,28 +194,15 @@ def check_request(request: Request, mode: Mode, features: frozenset[Feature]) ->
         _refuse("tool_choice", "a forced tool call", "this engine's chat route does not support it")
 
 
-_SUMMARISE = (
-    "CRITICAL: Respond with TEXT ONLY",
-    "produce the <state_snapshot>",
-    "generate the updated <state_snapshot>",
-    "evaluate the <state_snapshot>",
-    "history is being compacted",
-    "provide a concise summary of our conversation so far",
-)
-"""Phrases in the compaction prompts of Claude Code, Qwen Code, Gemini CLI, Copilot and Continue."""
-_SIDE_CALLS = ("Git commit messages", "summarize this partial conversation")
-"""Phrases in the side calls of aider, which never declares tools."""
-
-
-def find_kind(request: Request) -> TraceKind | None:
+def find_kind(request: Request, terms: SessionTerms) -> TraceKind | None:
     """Return the kind that the harness declares, or that phrases in its own prompts imply."""
     first = request.messages[0]
     last = request.messages[-1]
     if request.thread.kind is None and last.role is Role.USER:
         answered = any(message.role is Role.ASSISTANT for message in request.messages)
-        if answered and any(phrase in last.content for phrase in _SUMMARISE):
+        if answered and any(phrase in last.content for phrase in terms.compaction_phrases):
             return TraceKind.COMPACTION
-        if not answered and any(phrase in first.content for phrase in _SIDE_CALLS):
+        if not answered and any(phrase in first.content for phrase in terms.side_phrases):
             return TraceKind.SIDE
     return request.thread.kind
 

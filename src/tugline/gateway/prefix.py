@@ -21,7 +21,7 @@ from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokens import END, TokenSequence, count_shared, decode_ids
 from tugline.errors import RequestError, Unsupported
 from tugline.gateway import turns
-from tugline.gateway.prompt import Prompt
+from tugline.gateway.model_call import Prompt
 from tugline.traces.lineage import adds_to_parent
 from tugline.types import Branch, Call, CallOutcome, Ids, Message, Role, Tool, ToolCall, TraceKind
 
@@ -31,17 +31,12 @@ _REMEMBERED = 4
 """Number of requests whose digests are kept: one per thread, of threads that alternate."""
 
 
-class WholePrompt(Exception):
-    """The whole prompt must be rendered, but `CallTree.may_render` is false."""
-
-
 class CallTree:
     """The turns of one session."""
 
     def __init__(self, rendering: Rendering | None) -> None:
         """`rendering` is None in observed mode, where the engine renders the prompts."""
         self._rendering = rendering
-        self.may_render = True
         self._by_digest: dict[bytes, tuple[turns.Turn, ...]] = {}
         self._turns: list[turns.Turn] = []
         self._answers: dict[bytes, turns.Turn] = {}
@@ -55,20 +50,24 @@ class CallTree:
         self.unfinished: dict[int, tuple[ThreadInfo, Sequence[Piece]]] = {}
         """Thread and pieces of each unfinished answer, by call number."""
 
-    def match(
+    def extend(
         self, messages: Sequence[Message], tools: Sequence[Tool], thread: ThreadInfo = UNNAMED
-    ) -> Prompt:
-        """Find the parent turn and, in exact mode, the prompt's ids. Raises `RequestError`."""
+    ) -> Prompt | turns.Conversation:
+        """Return the prompt of a request that extends a recorded call, in exact mode with its ids.
+
+        Any other request is returned as a conversation, for `branch`.
+        """
         if thread == UNNAMED:
             thread = self._find_delegation(messages)
         request = self._digest_request(messages, self._digest_tools(tools), thread)
         depth, turn = self._find_deepest(request)
         tail = tuple(messages[depth:])
         if turn is None or any(m.role is Role.ASSISTANT for m in tail):
-            return self._branch(request, tools)
+            return request
         tokens = self._extend(turn, tail, tools)
         if tokens is None:
-            return self._branch(request, tools, Branch.RENDERER_REFUSED)
+            request.refused = True
+            return request
         siblings = self._children.get(turn.number, ())
         deleted = turns.repeats_sibling(siblings, request.digests[depth:])
         start = 0 if deleted else depth
@@ -176,8 +175,7 @@ class CallTree:
             if call.resumed and call.parent in origins:  # continues an interrupted answer
                 turn, before, added = origins[call.parent]
             origins[call.number] = turn, before, added
-            broke_off = call.outcome is CallOutcome.CLIENT_GONE
-            if call.answer is None or broke_off or call.kind is TraceKind.SIDE:
+            if call.answer is None or not can_be_extended(call):
                 continue
             messages = (*before, *added)
             kind = None if call.kind is TraceKind.MAIN else call.kind
@@ -245,6 +243,7 @@ class CallTree:
             chain.append(turns.chain_digest(chain[-1], digests[-1]))
             if message.tool_calls:
                 positions = turns.call_positions(message)
+        request.refused = False
         request.thread = thread
         request.messages = messages
         others = [known for known in self._requests if known is not request]
@@ -318,16 +317,15 @@ class CallTree:
             return tokens, shared, near
         return near.tokens.truncate(shared).extend(ids[shared:]), shared, near
 
-    def _branch(
-        self, request: turns.Conversation, tools: Sequence[Tool], reason: Branch | None = None
-    ) -> Prompt:
-        """Render the whole conversation; the parent is the turn with the most shared ids."""
+    def branch(self, request: turns.Conversation, tools: Sequence[Tool]) -> Prompt:
+        """Render a whole conversation; the parent is the turn with the most shared ids.
+
+        Raises `RequestError`.
+        """
         messages = request.messages
         tokens = _EMPTY
         shared = 0
         near = None
-        if not self.may_render:
-            raise WholePrompt
         if self._rendering is not None:
             ids = self._rendering.render(messages, tools)
             tokens, shared, near = self._find_nearest(ids)
@@ -339,7 +337,7 @@ class CallTree:
         summarised = next(kinds, None) is TraceKind.COMPACTION is not thread.kind
         if summarised and why not in {None, Branch.NEW_THREAD}:
             why = Branch.COMPACTED
-        reason = reason or why
+        reason = Branch.RENDERER_REFUSED if request.refused else why
         near = near or alike
         return Prompt(
             tokens=tokens,
@@ -371,3 +369,8 @@ def _select_by_call_ids(candidates: Sequence[turns.Turn], echoed: Message) -> tu
 
 def _digest_ids(ids: Ids) -> bytes:
     return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+
+
+def can_be_extended(call: Call) -> bool:
+    """Whether later calls can extend a recorded one: not a partial answer, nor a side call."""
+    return call.outcome is not CallOutcome.CLIENT_GONE and call.kind is not TraceKind.SIDE

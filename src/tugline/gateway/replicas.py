@@ -71,6 +71,13 @@ class _Wait:
     began: bool = False
     """Whether a token has come."""
 
+    def note(self, delta: Delta, now: float) -> None:
+        """Note data that came at `now`; with the first token, the time limit ends."""
+        self.since = now
+        if delta.answers and not self.began:
+            self.began = True
+            self.scope.reschedule(None)
+
 
 class Progress(ABC):
     """Receiver of the progress of a request, which may take several attempts."""
@@ -194,41 +201,27 @@ class Upstream(TokenSource):
         for attempt in range(self._settings.tries):
             await progress.wait_until_sendable()
             replica = self.choose(session, tried)
-            began = False
+            ask = msgspec.structs.replace(ask, request_id=progress.note_sent(replica.url))
+            reply = read_reply(self._http, replica.url, self.wire, ask, progress.note_accepted)
+            wait = _Wait(self.gate.now(), replica, session, asyncio.timeout(self._idle_s))
             try:
-                async with contextlib.aclosing(
-                    self._read(replica, ask, session, progress)
-                ) as deltas:
+                async with self._watch(wait), contextlib.aclosing(reply) as deltas:
                     async for delta in deltas:
-                        began = began or delta.answers
+                        wait.note(delta, self.gate.now())
                         yield delta
             except EngineError as error:
                 # 429 means that the replica is busy, another 4xx that the request is bad
                 if error.status is None or (error.status >= 500 and error.retry_after is None):
                     replica.count_fault()
-                wait = self._retry_delay(error, attempt, since)
-                if began or wait is None:
+                delay_s = self._retry_delay(error, attempt, since)
+                if wait.began or delay_s is None:
                     raise
                 progress.note_refused()
                 tried.append(replica.url)
-                await asyncio.sleep(wait)
+                await asyncio.sleep(delay_s)
             else:
                 replica.mark_healthy()
                 return
-
-    async def _read(
-        self, replica: Replica, ask: EngineRequest, session: str, progress: Progress
-    ) -> AsyncGenerator[Delta]:
-        """Send the request to a replica, once, and yield its reply while it does not hang."""
-        ask = msgspec.structs.replace(ask, request_id=progress.note_sent(replica.url))
-        reply = read_reply(self._http, replica.url, self.wire, ask, progress.note_accepted)
-        async with self._watch(replica, session) as wait, contextlib.aclosing(reply) as deltas:
-            async for delta in deltas:
-                wait.since = self.gate.now()
-                if delta.answers and not wait.began:
-                    wait.began = True
-                    wait.scope.reschedule(None)
-                yield delta
 
     async def abort(self, request_id: str, url: str) -> bool:
         """See `TokenSource.abort`."""
@@ -258,17 +251,18 @@ class Upstream(TokenSource):
         return False
 
     @contextlib.asynccontextmanager
-    async def _watch(self, replica: Replica, session: str) -> AsyncIterator[_Wait]:
+    async def _watch(self, wait: _Wait) -> AsyncIterator[None]:
         """Raise `EngineError` in the block once the replica hangs while its reply is silent."""
-        wait = _Wait(self.gate.now(), replica, session, asyncio.timeout(self._idle_s))
         self._waits.add(wait)
         try:
             async with wait.scope:
-                yield wait
+                yield
         except TimeoutError as error:
             silent_s = self.gate.now() - wait.since
-            self.on_hang(session, silent_s)
-            msg = f"the engine at {replica.url} hangs: for {silent_s:.0f} s it has sent nothing"
+            self.on_hang(wait.session, silent_s)
+            msg = (
+                f"the engine at {wait.replica.url} hangs: for {silent_s:.0f} s it has sent nothing"
+            )
             raise EngineError(msg) from error
         finally:
             self._waits.discard(wait)

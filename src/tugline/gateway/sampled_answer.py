@@ -13,27 +13,17 @@ import numpy as np
 
 from tugline.chat.engines.base import Delta, EngineRequest
 from tugline.chat.engines.chat import ToolCallAssembler
-from tugline.chat.model_call import ChoiceMode, Piece, Request, Response, Usage, join_pieces
+from tugline.chat.model_call import ChoiceMode, Piece, Response, Usage, join_pieces
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.tokenizer import Detokenizer
 from tugline.chat.tokens import END, TokenSequence
+from tugline.gateway.answer import AnswerLife
 from tugline.gateway.context import EngineContext
+from tugline.gateway.model_call import ModelCall
 from tugline.gateway.policy import classify_call
-from tugline.gateway.prompt import Prompt
 from tugline.gateway.transcript import Transcript
 from tugline.recording.records import SampledTokens, mark_replayed
-from tugline.types import (
-    Call,
-    CallOutcome,
-    Finish,
-    Ids,
-    Message,
-    Mode,
-    Role,
-    Sampling,
-    Timings,
-    TraceKind,
-)
+from tugline.types import Call, CallOutcome, Finish, Ids, Message, Mode, Role, Sampling, Timings
 
 _NO_LIMIT = 1 << 30
 _NO_IDS: Ids = np.empty(0, np.int32)
@@ -45,8 +35,7 @@ class SampledAnswer:
     def __init__(
         self,
         number: int,
-        request: Request,
-        prompt: Prompt,
+        call: ModelCall,
         sampling: Sampling,
         transcript: Transcript,
         engine: EngineContext,
@@ -54,8 +43,10 @@ class SampledAnswer:
         """`number` is the call's number in its session."""
         self.number = number
         self.id = f"{transcript.session_id}-{number}"
-        self.request = request
-        self.prompt = prompt
+        self.call = call
+        self.request = call.request
+        self.prompt = call.prompt
+        """Prompt of the call; its ids are completed by an engine that renders it."""
         self.sampling = sampling
         self.received = time.time()
         self.pieces: list[Piece] = []
@@ -63,7 +54,7 @@ class SampledAnswer:
         self._transcript = transcript
         self._engine = engine
         self._sampled = SampledTokens()
-        self._forced = engine.force_tool_call(request)
+        self._forced = engine.force_tool_call(call.request)
         """Ids that make the answer begin with a tool call; they are context, not sampled."""
         self._resumed = _NO_IDS
         """Ids sampled by the earlier call that this call resumes."""
@@ -82,7 +73,7 @@ class SampledAnswer:
             stops=self.sampling.stop,
             forced=self._forced if len(self._forced) else None,
             tools=self.request.tools,
-            malformed=self.request.malformed,
+            malformed=self.call.malformed,
             forbidden=self.request.tool_choice.mode is ChoiceMode.NONE,
         )
 
@@ -106,11 +97,6 @@ class SampledAnswer:
     def matched_stop(self) -> str | None:
         """The stop string that ended the text, where ids are parsed here."""
         return self._decoder.matched_stop if self._decoder is not None else None
-
-    @property
-    def kind(self) -> TraceKind:
-        """Kind of the call."""
-        return classify_call(self.request, declares_tools=self._transcript.declares_tools)
 
     @property
     def usage(self) -> Usage:
@@ -214,17 +200,8 @@ class SampledAnswer:
             self._sampled.stop = self._decoder.matched_stop
 
     # ----------------------------------------------------------------------- results
-    def record(
-        self,
-        outcome: CallOutcome,
-        message: Message | None,
-        replicas: Sequence[str],
-        sent_at: float | None,
-    ) -> TokenSequence:
-        """Append the call to the recording; return the ids of its prompt and answer.
-
-        `replicas` are those that answered; the first request was sent at Unix time `sent_at`.
-        """
+    def record(self, outcome: CallOutcome, message: Message | None, life: AnswerLife) -> None:
+        """Append the call to the recording."""
         engine = self._engine
         request = self.request
         sampled = self._sampled
@@ -236,10 +213,10 @@ class SampledAnswer:
             parent=self.prompt.parent,
             branch=self.prompt.branch,
             echo_changes=self.prompt.echo_changes,
-            kind=self.kind,
+            kind=classify_call(request, declares_tools=self._transcript.declares_tools),
             thread=request.thread.id,
             parent_thread=request.thread.parent,
-            dialect=request.dialect,
+            dialect=self.call.dialect.name,
             mode=wire.mode if sampled.length or not sampled.unreported_tokens else Mode.TEXT,
             logprob_meaning=wire.logprob_meaning,
             thinking_retention=engine.rendering.thinking_retention if engine.rendering else "",
@@ -264,13 +241,11 @@ class SampledAnswer:
             outcome=outcome,
             malformed=None if self._decoder is None else self._decoder.malformed,
             engine=wire.name,
-            replicas=tuple(replicas),
-            timings=Timings(self.received, sent_at, sampled.first_at, sampled.last_at),
+            replicas=tuple(life.replicas),
+            timings=Timings(self.received, life.sent_at, sampled.first_at, sampled.last_at),
         )
         call = call if self._replayed is None else mark_replayed(call, self._replayed)
-        tokens = self._context().extend(ids)
-        self._transcript.append(call, tokens)
-        return tokens
+        self._transcript.append(call, self._context().extend(ids), self.prompt)
 
     def make_response(self, outcome: CallOutcome, message: Message) -> Response:
         """Make the response for the client."""

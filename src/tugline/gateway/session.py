@@ -8,8 +8,10 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -21,28 +23,29 @@ from tugline.gateway.answer import ENDED, AnswerState
 from tugline.gateway.choice import Choice
 from tugline.gateway.completion import Completion
 from tugline.gateway.context import EngineContext
+from tugline.gateway.model_call import ModelCall, Prompt
 from tugline.gateway.policy import (
     InFlight,
-    check_request,
     contract_for,
     find_engine_failure,
     find_kind,
     resolve_sampling,
 )
-from tugline.gateway.prefix import WholePrompt
-from tugline.gateway.prompt import Prompt
 from tugline.gateway.sampled_answer import SampledAnswer
-from tugline.gateway.terms import SessionState
+from tugline.gateway.terms import SessionState, SessionTerms
 from tugline.gateway.transcript import Transcript
+from tugline.gateway.turns import Conversation
 from tugline.recording import file as recordings
 from tugline.recording.file import Writer
 from tugline.recording.records import Header, RecordedEventKind
 from tugline.types import MalformedCalls, SpentLimit
 from tugline.web.serve import Http
 
+T = TypeVar("T")
+_RETRY = "x-stainless-retry-count"
 _MANY_OBJECTS = 1000
 """Number of JSON objects from which a request is parsed in a thread."""
-_options = attrgetter("dialect", "sampling", "n", "tool_choice", "constraint", "thread", "logprobs")
+_options = attrgetter("sampling", "n", "tool_choice", "constraint", "thread", "logprobs")
 """Getter of a request's options, beside its prompt."""
 _log = log.get("gateway.session")
 
@@ -58,12 +61,12 @@ class LiveSession:
         header: Header,
         writer: Writer,
         engine: EngineContext,
+        terms: SessionTerms,
         *,
-        spent_status: int,
         clock: Clock,
         on_hang: Callable[[float], None],
     ) -> None:
-        """`spent_status` is the HTTP status of a spent budget; `clock` measures the time budget.
+        """`clock` measures the time budget.
 
         `on_hang` is called with the seconds for which an engine hung; they are not charged.
         """
@@ -72,6 +75,7 @@ class LiveSession:
         self.id = header.session.id
         self.secret_digest = b""
         self.transcript = Transcript(self.id, engine, writer)
+        self.transcript.declares_tools = terms.offers_tools
         self.log_context = log.bound()
         """Ids bound to the session's log events, taken from the caller that opened it."""
         self.running: set[Completion] = set()
@@ -88,7 +92,7 @@ class LiveSession:
         self._engine = engine
         self._clock = clock
         self._contract = contract_for(header.task.sampling, header.session.sample)
-        self._spent_status = spent_status
+        self._terms = terms
         self._opened = clock()
         self._next_number = 0
         """Number of the next call; numbers of failed calls are not used again."""
@@ -150,79 +154,84 @@ class LiveSession:
             msg = f"{error}: this model's maximum context length is {window} tokens"
             raise errors.ContextOverflow(msg, param="messages", window=window) from error
 
-    async def prepare(
-        self, dialect: Dialect, incoming: HttpRequest
-    ) -> tuple[Request, Prompt, bool]:
-        """Parse a request and make its prompt, in a thread if this may take long.
-
-        The third value is whether lone surrogates were repaired in the body. Raises `RequestError`
-        before anything is sampled.
-        """
+    async def prepare(self, dialect: Dialect, incoming: HttpRequest) -> ModelCall:
+        """Parse a request and make its prompt. Raises `RequestError` before anything is sampled."""
         body = incoming.body
-        limit = self._engine.settings.large_body
+        turns = self.transcript.turns
         async with self._preparing:
             known = self.transcript.parse_cache.known_bytes(body)
-            if len(body) - known < limit and body.count(b"{", known) < _MANY_OBJECTS:
-                with contextlib.suppress(WholePrompt):
-                    self.transcript.turns.may_render = len(body) < limit
-                    return self._prepare(dialect, incoming, known)
-            self.transcript.turns.may_render = True
-            async with self._engine.large:
-                return await asyncio.to_thread(self._prepare, dialect, incoming, known)
-
-    def _prepare(
-        self, dialect: Dialect, incoming: HttpRequest, known: int
-    ) -> tuple[Request, Prompt, bool]:
-        mended = mend_surrogates(incoming.body, known)
-        repaired = mended is not incoming.body
-        incoming = msgspec.structs.replace(incoming, body=mended)
-        wire = self._engine.upstream.wire
-        try:
-            request = dialect.parse(incoming, self.transcript.parse_cache)
-            check_request(request, wire.mode, wire.features)
-            self._engine.check_length(request, len(mended) - known)
-            self._engine.check_tool_choice(request)
-            self.transcript.declares_tools = self.transcript.declares_tools or bool(request.tools)
-            if request.prompt is not None:
-                prompt = self.transcript.turns.match_text(request.prompt, request.thread)
-            else:
-                thread = msgspec.structs.replace(request.thread, kind=find_kind(request))
-                prompt = self.transcript.turns.match(request.messages, request.tools, thread)
-        except RecursionError as error:
-            raise errors.RequestError("the request is nested too deeply") from error
-        finally:
-            self.transcript.parse_cache.release_body()
+            size = len(body) - known
+            objects = body.count(b"{", known)
+            try:
+                parse = partial(self._parse, dialect, incoming, known)
+                request, prompt, repaired = await self._run(parse, size, objects)
+                if isinstance(prompt, Conversation):
+                    branch = partial(turns.branch, prompt, request.tools)
+                    prompt = await self._run(branch, len(body), objects)
+            except RecursionError as error:
+                raise errors.RequestError("the request is nested too deeply") from error
         carried = dialect.carries_malformed(request)
-        request = msgspec.structs.replace(
-            request,
-            thread=prompt.thread,
-            dialect=dialect.name,
+        return ModelCall(
+            dialect=dialect,
+            request=msgspec.structs.replace(request, thread=prompt.thread),
+            prompt=prompt,
             malformed=self._task.malformed if carried else MalformedCalls.TEXT,
+            retry=incoming.headers.get(_RETRY, "0") != "0",
+            repaired=repaired,
         )
-        return request, prompt, repaired
 
-    async def complete(self, request: Request, prompt: Prompt, *, retry: bool) -> Completion:
-        """Start sampling, or return the completion that this request repeats.
+    async def _run(self, work: Callable[[], T], size: int, objects: int) -> T:
+        """Do work on so many bytes and JSON objects, in a thread if this may take long."""
+        if size < self._engine.settings.large_body and objects < _MANY_OBJECTS:
+            return work()
+        async with self._engine.large:
+            return await asyncio.to_thread(work)
 
-        `retry` is whether the client declares the request a retry. Raises `RequestError`.
+    def _parse(
+        self, dialect: Dialect, incoming: HttpRequest, known: int
+    ) -> tuple[Request, Prompt | Conversation, bool]:
+        """Parse a request, and make its prompt if it extends a recorded call.
+
+        The first `known` bytes are those of an earlier request. The third value is whether lone
+        surrogates were repaired.
         """
-        key = _request_key(request, prompt)
-        earlier = self._find_repeated(key, stream=request.stream, retry=retry)
+        transcript = self.transcript
+        body = mend_surrogates(incoming.body, known)
+        repaired = body is not incoming.body
+        incoming = msgspec.structs.replace(incoming, body=body)
+        try:
+            request = dialect.parse(incoming, transcript.parse_cache)
+            self._engine.check_request(request, len(body) - known)
+            transcript.declares_tools = transcript.declares_tools or bool(request.tools)
+            if request.prompt is not None:
+                prompt = transcript.turns.match_text(request.prompt, request.thread)
+                return request, prompt, repaired
+            kind = find_kind(request, self._terms)
+            thread = msgspec.structs.replace(request.thread, kind=kind)
+            found = transcript.turns.extend(request.messages, request.tools, thread)
+        finally:
+            transcript.parse_cache.release_body()
+        return request, found, repaired
+
+    async def complete(self, call: ModelCall) -> Completion:
+        """Start sampling, or return what this call repeats. Raises `RequestError`."""
+        key = _request_key(call)
+        earlier = self._find_repeated(key, call)
         if earlier is not None and earlier.state is AnswerState.ABANDONED:
             await earlier.wait_recorded()  # then it can be resumed
-            earlier = self._find_repeated(key, stream=request.stream, retry=retry)
+            earlier = self._find_repeated(key, call)
         if earlier is not None and earlier.state is not AnswerState.BROKEN_OFF:
             self.transcript.note(RecordedEventKind.REPEATED, call=earlier.choices[0].number)
             return earlier
-        window = self._check_size(request, prompt)
-        await self._wait_for_budget(request.n)
+        count = call.request.n
+        window = self._check_size(call)
+        await self._wait_for_budget(count)
         if earlier is not None and earlier.state is not AnswerState.BROKEN_OFF:
-            # Another request was faster.
-            return await self.complete(request, prompt, retry=retry)
+            return await self.complete(call)  # another request was faster
         with contextlib.ExitStack() as taken:
-            self._admit(request.n)
-            taken.enter_context(self._answers_in_flight.hold())(request.n)
-            choices = self._make_choices(request, prompt, window)
+            self._admit(count)
+            taken.enter_context(self._answers_in_flight.hold())(count)
+            choices = self._make_choices(call, window)
             if earlier is not None:
                 choices[0].resume(earlier.choices[0])
             completion = Completion(key, choices, self._engine.settings)
@@ -230,7 +239,7 @@ class LiveSession:
             taken.callback(self.running.discard, completion)
             given_back = taken.pop_all().close
         completion.task.add_done_callback(lambda _task: given_back())
-        repeatable = [call for call in self._recent if not self._is_extended(call)]
+        repeatable = [old for old in self._recent if not self._is_extended(old)]
         self._recent = [*repeatable, completion][-self._engine.settings.recent_calls :]
         return completion
 
@@ -250,29 +259,28 @@ class LiveSession:
             if not (await asyncio.wait(tasks, timeout=within_s, return_when="FIRST_COMPLETED"))[0]:
                 return
 
-    def _check_size(self, request: Request, prompt: Prompt) -> int | None:
+    def _check_size(self, call: ModelCall) -> int | None:
         """Return the tokens that the window leaves for an answer. Raises `RequestError`."""
-        if request.n > (most := self._engine.settings.session_answers):
-            raise errors.RequestError(f"n={request.n} is too many; the bound is {most}", param="n")
-        length = self._engine.count_prompt(request, prompt.tokens)
-        return self._engine.remaining_window(length)
+        count = call.request.n
+        if count > (most := self._engine.settings.session_answers):
+            raise errors.RequestError(f"n={count} is too many; the bound is {most}", param="n")
+        return self._engine.remaining_window(self._engine.count_prompt(call))
 
-    def _make_choices(self, request: Request, prompt: Prompt, window: int | None) -> list[Choice]:
+    def _make_choices(self, call: ModelCall, window: int | None) -> list[Choice]:
+        request = call.request
         left = self.tokens_left
         limits = window, None if left is None else left // request.n
         policy = self._task.sampling_policy
         choices: list[Choice] = []
         for number in range(self._next_number, self._next_number + request.n):
             sampling = resolve_sampling(request.sampling, self._contract, policy, limits, number)
-            content = SampledAnswer(
-                number, request, prompt, sampling, self.transcript, self._engine
-            )
+            content = SampledAnswer(number, call, sampling, self.transcript, self._engine)
             choices.append(Choice(content, self.transcript, self._engine))
         self._next_number += request.n
         return choices
 
-    def _find_repeated(self, key: bytes, *, stream: bool, retry: bool) -> Completion | None:
-        """Return the call that a request repeats; None if it is a request for another sample.
+    def _find_repeated(self, key: bytes, call: ModelCall) -> Completion | None:
+        """Return the completion that a call repeats; None if it asks for another sample.
 
         An equal request is a repetition if its client declares a retry, if the first answer was
         not delivered, or if the first was streamed and this one is not. Equal requests of two
@@ -283,7 +291,7 @@ class LiveSession:
             if old.key != key or over or self._is_extended(old):
                 continue
             undelivered = old.readers == 0 and old.state is not AnswerState.DELIVERED
-            if retry or undelivered or (old.request.stream and not stream):
+            if call.retry or undelivered or (old.request.stream and not call.request.stream):
                 return old
         return None
 
@@ -314,7 +322,7 @@ class LiveSession:
             return
         self._refused_by = spent
         msg = f"the session has used its {words}; this is the end of its budget"
-        raise errors.BudgetExhausted(msg, status=self._spent_status)
+        raise errors.BudgetExhausted(msg, status=self._terms.spent_status)
 
     # ----------------------------------------------------------------------- recording
     def note_refusal(self, error: errors.TuglineError, status: int) -> None:
@@ -339,7 +347,7 @@ def _lacks(left: int | None, count: int) -> bool:
     return left is not None and left < count
 
 
-def _request_key(request: Request, prompt: Prompt) -> bytes:
+def _request_key(call: ModelCall) -> bytes:
     """Digest a request's meaning and options; equal for its repetitions."""
-    options = msgspec.msgpack.encode(_options(request))
-    return hashlib.blake2b(options, key=prompt.digest, digest_size=16).digest()
+    options = msgspec.msgpack.encode((call.dialect.name, *_options(call.request)))
+    return hashlib.blake2b(options, key=call.prompt.digest, digest_size=16).digest()

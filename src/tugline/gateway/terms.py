@@ -1,5 +1,6 @@
 """What a gateway needs to know to open a session, and what it reports about one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,10 @@ class SessionTerms:
     """HTTP status of a refusal for a spent budget: the one on which the harness stops."""
     offers_tools: bool = False
     """Whether the harness declares tools in its main calls; a call without is a side call."""
+    compaction_phrases: Sequence[str] = ()
+    """Phrases in the harness's prompts that ask for a summary of the conversation."""
+    side_phrases: Sequence[str] = ()
+    """Phrases in the prompts of the harness's side calls."""
     workdir: str = ""
     """Working folder in the sandbox, recorded for a replay."""
     home: str = ""

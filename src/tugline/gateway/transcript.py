@@ -9,7 +9,8 @@ from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import CaptureError
 from tugline.gateway.context import EngineContext
-from tugline.gateway.prefix import CallTree
+from tugline.gateway.model_call import Prompt
+from tugline.gateway.prefix import CallTree, can_be_extended
 from tugline.recording.file import Writer
 from tugline.recording.records import RecordedEvent, RecordedEventKind
 from tugline.types import Call
@@ -47,15 +48,18 @@ class Transcript:
         self.declares_tools = self.declares_tools or any(call.tools for call in calls)
         self.turns.restore(calls)
 
-    def append(self, call: Call, tokens: TokenSequence) -> None:
-        """Write a call. This copies into the page cache, which is faster than using a thread.
+    def append(self, call: Call, tokens: TokenSequence, prompt: Prompt) -> None:
+        """Write a call; later calls can extend it, unless it broke off or is a side call.
 
-        `tokens` are the ids of prompt and answer.
+        `tokens` are the ids of prompt and answer. Writing copies into the page cache, which is
+        faster than using a thread.
         """
         self.writer.append(call, tokens)
         self.calls += 1
         self.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens
         self._traffic.add(call, len(tokens) - len(call.sampled_ids))
+        if call.answer is not None and can_be_extended(call):
+            self.turns.add(prompt, call.number, tokens, call.answer)
 
     def note(self, kind: RecordedEventKind, detail: str = "", *, call: int | None = None) -> None:
         """Record an event; never fails and never waits for the disk."""

@@ -174,6 +174,8 @@ class Conversation:
     digests: list[MessageDigest] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
     """``chain[k]`` is the digest of the tools and the first `k` messages."""
+    refused: bool = False
+    """Whether the template cannot append the new messages to the turn that they extend."""
 
     def cut(self, count: int) -> Conversation:
         """Return the first `count` messages; `self`, to be extended, if those are all."""

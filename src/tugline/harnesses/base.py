@@ -16,6 +16,17 @@ from tugline.sandbox.base import Exit, Mount, Sandbox
 
 MAX_ARGUMENT = 131_000
 """Maximum bytes of an argument: Linux allows 128 KiB; the rest is for an option's name."""
+COMPACTION_PHRASES = (
+    "CRITICAL: Respond with TEXT ONLY",
+    "produce the <state_snapshot>",
+    "generate the updated <state_snapshot>",
+    "evaluate the <state_snapshot>",
+    "history is being compacted",
+    "provide a concise summary of our conversation so far",
+)
+"""Phrases in the compaction prompts of Claude Code, Qwen Code, Gemini CLI, Copilot and Continue."""
+SIDE_PHRASES = ("Git commit messages", "summarize this partial conversation")
+"""Phrases in the side calls of aider, which never declares tools."""
 _SETUP_S = 300.0
 _SETUP_TAIL = 400
 _FATAL_SIGNALS = frozenset(
@@ -61,6 +72,10 @@ class Harness(ABC):
     """
     offers_tools: bool = False
     """Whether all calls of the task's conversation declare tools; others are side requests then."""
+    compaction_phrases: Sequence[str] = COMPACTION_PHRASES
+    """Phrases in the program's prompts that ask for a summary of the conversation."""
+    side_phrases: Sequence[str] = SIDE_PHRASES
+    """Phrases in the prompts of its side requests."""
     log_globs: Sequence[str] = ()
     """Glob patterns of the program's log files, relative to the agent's home."""
     mounts: tuple[Mount, ...] = ()

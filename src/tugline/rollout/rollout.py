@@ -306,6 +306,8 @@ class _Rollout:
         terms = SessionTerms(
             spent_status=self.harness.spent_status,
             offers_tools=self.harness.offers_tools,
+            compaction_phrases=self.harness.compaction_phrases,
+            side_phrases=self.harness.side_phrases,
             workdir=str(sandbox.workdir),
             home=str(sandbox.home),
         )

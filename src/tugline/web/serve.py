@@ -245,10 +245,10 @@ class _Encoding(RequestError):
     code = "unsupported_encoding"
 
 
-class HttpRequest:
-    """An HTTP request."""
+class Http:
+    """An HTTP request and its response."""
 
-    def __init__(self, scope: Message, receive: Receive) -> None:
+    def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: str = scope["query_string"].decode("latin-1")
@@ -257,12 +257,15 @@ class HttpRequest:
         self.headers: dict[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
+        self.started = False
+        """Whether the headers of the response were sent."""
         self.disconnected = False
         """Whether the client disconnected before the whole reply was sent."""
         self._complete = False
         self._more = True
         """Whether more of the request's body is expected."""
         self._receive = receive
+        self._send = send
         self.lost: asyncio.Future[None] = scope.get("lost") or asyncio.Future()
         """Future that is done when the connection is lost."""
 
@@ -316,16 +319,7 @@ class HttpRequest:
                 raise _too_large(size, limit)
             keep(part)
 
-
-class Http(HttpRequest):
-    """An HTTP request and its response."""
-
-    def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
-        super().__init__(scope, receive)
-        self.started = False
-        """Whether the headers were sent."""
-        self._send = send
-
+    # ----------------------------------------------------------------------- response
     async def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         """Send a whole JSON reply."""
         await self._start(status, {"content-length": str(len(body)), **(headers or {})})

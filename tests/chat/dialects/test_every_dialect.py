@@ -25,6 +25,7 @@ from chat.dialects.wires import (
     TalkWire,
     Wire,
     finished,
+    neutral,
     sse,
 )
 from tugline import errors
@@ -178,7 +179,10 @@ def test_requests_are_parsed_into_neutral_requests(case: dict[str, Any]) -> None
     meant = msgspec.convert({"model": "m", **case["means"]}, Request)
     for body in case["bodies"]:
         sent = wire.request(body, case.get("path"), headers=case.get("headers", {}))
-        assert replace(wire.dialect.parse(sent, ParseCache()), echo=b"") == meant
+        parsed = wire.dialect.parse(sent, ParseCache())
+        assert neutral(parsed) == meant
+        own = case.get("own", {})
+        assert {name: getattr(parsed, name) for name in own} == own
 
 
 @pytest.mark.parametrize(
@@ -194,7 +198,7 @@ def test_fields_set_their_part_of_the_neutral_request(row: dict[str, Any]) -> No
     request = wire.parse(body | fields, headers=row.get("headers", {}))
     meant = msgspec.convert({"model": "m", **row["means"]}, Request)
     parts = {name: getattr(meant, name) for name in row["means"]}
-    assert request == replace(plain, echo=request.echo, **parts)
+    assert neutral(request) == replace(neutral(plain), **parts)
 
 
 # --------------------------------------------------------------------------- responses

@@ -50,6 +50,11 @@ SHELL = st.tuples(st.just("local_shell"), COMMANDS | ARGUMENTS)
 AGENTS = st.tuples(st.sampled_from(["agents__spawn", "unknown"]), ARGUMENTS | TEXT)
 
 
+def neutral(request: Request) -> Request:
+    """A request without what is its dialect's own."""
+    return Request(**{name: getattr(request, name) for name in Request.__struct_fields__})
+
+
 def finished(message: Message, **more: Any) -> Response:
     """A finished response that says `message`."""
     fields = {"finish": Finish.STOP, "usage": Usage(31, 7, 20, 2), **more}

@@ -106,6 +106,11 @@ class _MessagesBody(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_MessagesBody)
 
 
+class _MessagesRequest(Request, frozen=True, kw_only=True, gc=False):
+    begins_thread: bool = False
+    """Whether later requests may continue the conversation by the response's id."""
+
+
 class Anthropic(base.Dialect):
     """``POST /v1/messages``, its token count, and the list of models."""
 
@@ -126,6 +131,12 @@ class Anthropic(base.Dialect):
         """Only in a stream, whose clients keep an input that is not JSON."""
         return request.stream
 
+    def keep(self, request: Request, response: Response, cache: decoding.ParseCache) -> None:
+        """Keep the conversation of a thread."""
+        if isinstance(request, _MessagesRequest) and request.begins_thread:
+            conversation = (*request.messages, response.message)
+            cache.conversations[response.id] = conversation, request.tools
+
     def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
         """See `Dialect.parse`."""
         counting = self.match(request) is base.Action.COUNT
@@ -142,7 +153,7 @@ class Anthropic(base.Dialect):
         if not counting:
             decoding.refuse_prefill(messages)
         choice = body.tool_choice or _ToolChoiceBody("auto")
-        return Request(
+        return _MessagesRequest(
             model=body.model,
             messages=messages,
             tools=tools,
@@ -158,7 +169,7 @@ class Anthropic(base.Dialect):
             parallel=not choice.disable_parallel_tool_use,
             constraint=_parse_constraint(body),
             thread=_find_thread(request.headers),
-            kept_from=None if body.thread is None else 0,
+            begins_thread=body.thread is not None,
             reasoning=body.thinking is None or body.thinking.type != "disabled",
         )
 

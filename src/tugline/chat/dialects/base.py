@@ -136,6 +136,9 @@ class Dialect(ABC):
     def parse(self, request: HttpRequest, cache: ParseCache) -> Request:
         """Parse a request, also for `Action.COUNT`. Raises `RequestError` naming the field."""
 
+    def keep(self, request: Request, response: Response, cache: ParseCache) -> None:  # noqa: B027 - most have no such ids
+        """Keep what later requests may name by the id of `response`; by default nothing."""
+
     @abstractmethod
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
         """Encode the whole reply as one body; `responses` has length ``request.n``."""

@@ -32,7 +32,6 @@ from tugline.types.task import INT32, MaxTokens, Temperature, TopP
 from tugline.web.sse import encode_event
 
 _ROUTE = re.compile(r"/models/(.+):(generateContent|streamGenerateContent|countTokens)")
-_SSE = b"sse"
 _STATUS = {
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",
@@ -88,8 +87,17 @@ _body = msgspec.json.Decoder(_GenerateContentBody)
 _config = msgspec.json.Decoder(_Config)
 
 
+class ContentRequest(Request, frozen=True, kw_only=True, gc=False):
+    """A request for content."""
+
+    sse: bool = False
+    """Whether a streamed response is sent as events, else as one JSON list."""
+
+
 class ContentStream(base.Stream):
     """Encoder of a streamed response; each chunk is a whole response object with the new parts."""
+
+    request: ContentRequest
 
     def __post_init__(self) -> None:
         self._head = {"modelVersion": self.request.model, "responseId": self.response_id}
@@ -100,11 +108,7 @@ class ContentStream(base.Stream):
     @property
     def content_type(self) -> str:
         """Content type: events with ``alt=sse``, else one streamed JSON list."""
-        return super().content_type if self._sse else "application/json"
-
-    @property
-    def _sse(self) -> bool:
-        return self.request.echo == _SSE
+        return super().content_type if self.request.sse else "application/json"
 
     def start(self, usage: Usage) -> bytes:
         """Return nothing: the first chunk is the first piece."""
@@ -127,7 +131,7 @@ class ContentStream(base.Stream):
     def fail(self, error: TuglineError) -> bytes:
         """Encode the bare error object: Gemini CLI treats one in a ``data:`` line as the end."""
         body = self.dialect.build_error(error)
-        return base.encode(body) + b"\n\n" if self._sse else self._last_chunk(body)
+        return base.encode(body) + b"\n\n" if self.request.sse else self._last_chunk(body)
 
     def keep_alive(self) -> bytes:
         """Return nothing: Gemini CLI fails on anything but chunks."""
@@ -136,12 +140,12 @@ class ContentStream(base.Stream):
     def _chunk(self, data: dict[str, Any]) -> bytes:
         body = base.encode(data)
         self._chunks += 1
-        if self._sse:
+        if self.request.sse:
             return encode_event(body)
         return (b"[" if self._chunks == 1 else b",\n") + body
 
     def _last_chunk(self, data: dict[str, Any]) -> bytes:
-        return self._chunk(data) + (b"" if self._sse else b"]")
+        return self._chunk(data) + (b"" if self.request.sse else b"]")
 
 
 class Google(base.Dialect):
@@ -202,7 +206,7 @@ class Google(base.Dialect):
         tool_config = _either(body.tool_config, body.choice_snake)
         choice = decoding.decode(tool_config, decoding.ANY, "toolConfig")
         thinking = google_messages.to_camel(config.thinking_config or {})
-        return Request(
+        return ContentRequest(
             model=model,
             messages=messages,
             tools=cache.parse_tools(body.tools, google_messages.parse_tools),
@@ -220,7 +224,7 @@ class Google(base.Dialect):
             constraint=_parse_constraint(config),
             thread=base.session_thread(request.headers),
             reasoning=thinking.get("includeThoughts") is not False,
-            echo=_SSE if "sse" in parse_qs(request.query).get("alt", ()) else b"",
+            sse="sse" in parse_qs(request.query).get("alt", ()),
         )
 
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:

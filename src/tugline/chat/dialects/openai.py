@@ -18,6 +18,7 @@ from tugline.chat.model_call import (
     Constraint,
     ConstraintKind,
     ContentBuilder,
+    Request,
     Response,
     ThreadInfo,
     ToolChoice,
@@ -153,8 +154,17 @@ def _first(headers: Mapping[str, str], names: Sequence[str]) -> str | None:
 
 
 # --------------------------------------------------------------------------- choices
+class ChoiceRequest(Request, frozen=True, kw_only=True, gc=False):
+    """A request for choices."""
+
+    usage_in_stream: bool = False
+    """Whether to stream token counts."""
+
+
 class ChoiceStream(base.Stream):
     """Encoder of choices as server-sent events; fields shared by all events are encoded once."""
+
+    request: ChoiceRequest
 
     label: ClassVar[tuple[str, str]]
     """The ``object`` of the events, and the prefix of their id."""

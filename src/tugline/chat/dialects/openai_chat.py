@@ -120,7 +120,7 @@ class OpenAIChat(openai.OpenAIDialect):
         decoding.check_refusals(body, _REFUSALS)
         tools = cache.parse_tools(body.tools, _parse_tool)
         limit = body.max_completion_tokens
-        return Request(
+        return openai.ChoiceRequest(
             model=body.model, messages=items.fold(_fold_message), tools=tools,
             sampling=body.build_sampling(body.max_tokens if limit is None else limit, body.stop),
             stream=bool(body.stream),
@@ -269,13 +269,20 @@ class _TextBody(openai.ChoiceFields, kw_only=True):
 _text_decoder = decoding.decoder_with_refusals(_TextBody, _TEXT_REFUSALS)
 
 
+class _TextRequest(openai.ChoiceRequest, frozen=True, kw_only=True, gc=False):
+    echo: str = ""
+    """Prompt that the response repeats."""
+
+
 class _TextStream(openai.ChoiceStream):
     """Encoder of responses as server-sent events; log probabilities come with the last one."""
+
+    request: _TextRequest
 
     label = "text_completion", "cmpl"
 
     def start(self, usage: Usage) -> bytes:
-        return b"".join(self._add(i, self.request.echo.decode()) for i in range(self.request.n))
+        return b"".join(self._add(i, self.request.echo) for i in range(self.request.n))
 
     def add(self, piece: Piece, index: int = 0) -> bytes:
         return self._add(index, piece.text if isinstance(piece, TextDelta) else "")
@@ -304,17 +311,18 @@ class OpenAICompletions(openai.OpenAIDialect):
         if body.echo and (body.logprobs is not None or not isinstance(prompt, str)):
             advice = " with logprobs, or with a prompt of ids; it must be false"
             raise decoding.unsupported(value=True, path="echo", advice=advice)
-        return Request(
+        return _TextRequest(
             model=body.model, prompt=prompt, logprobs=body.logprobs is not None,
             sampling=body.build_sampling(body.max_tokens or 16, body.stop), n=body.n or 1,
             stream=bool(body.stream), usage_in_stream=bool(options and options.include_usage),
-            echo=str(prompt).encode() if body.echo else b"",
+            echo=str(prompt) if body.echo else "",
             thread=openai.find_thread(request.headers),
         )  # fmt: skip
 
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
         """Encode a ``text_completion`` object with one choice per response."""
-        texts = [request.echo.decode() + response.message.content for response in responses]
+        echo = request.echo if isinstance(request, _TextRequest) else ""
+        texts = [echo + response.message.content for response in responses]
         choices = [Raw(_encode_text(*choice)) for choice in zip(count(), texts, responses)]
         return openai.encode_choices(_TextStream.label, responses, choices)
 

@@ -20,9 +20,9 @@ from tugline.chat.dialects import base, decoding, openai
 from tugline.chat.dialects.responses_input import ItemFolder, list_tools, parse_tools
 from tugline.chat.dialects.responses_output import (
     Echo,
+    ResponsesRequest,
     ResponseStream,
     build_compaction,
-    decode_echo,
 )
 from tugline.chat.model_call import Request, Response, ThreadInfo
 from tugline.errors import RequestError
@@ -131,7 +131,7 @@ class OpenAIResponses(openai.OpenAIDialect):
         if body.previous_response_id is not None:
             stored = cache.recall(body.previous_response_id, "previous_response_id")[0]
             messages = (*messages[:first], *stored, *messages[first:])
-        return Request(
+        return ResponsesRequest(
             model=body.model,
             messages=messages,
             tools=tools,
@@ -142,15 +142,20 @@ class OpenAIResponses(openai.OpenAIDialect):
             constraint=openai.parse_constraint(text.format if text else None, "text.format"),
             thread=thread,
             echo=_build_echo(body, [*items, *after[:-1]][first:] if compact else None),
-            kept_from=None if compact or body.store is False else first,
+            stored_from=None if compact or body.store is False else first,
         )
+
+    def keep(self, request: Request, response: Response, cache: decoding.ParseCache) -> None:
+        """Keep the conversation, without instructions, unless the client sent ``store: false``."""
+        if isinstance(request, ResponsesRequest) and request.stored_from is not None:
+            conversation = (*request.messages[request.stored_from :], response.message)
+            cache.conversations[response.id] = conversation, request.tools
 
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
         """Encode a ``response`` or a ``response.compaction`` object."""
         response = responses[0]
-        echo = decode_echo(request)
-        if echo.compact is not None:
-            return build_compaction(response, echo.compact)
+        if isinstance(request, ResponsesRequest) and request.echo.compact is not None:
+            return build_compaction(response, request.echo.compact)
         stream = ResponseStream(self, request, response.id, response.created)
         return stream.build_whole(response)
 
@@ -174,10 +179,10 @@ def _encode_item(role: str, text: str) -> bytes:
     return base.encode({"role": role, "content": text})
 
 
-def _build_echo(body: _ResponsesBody, compacted: Sequence[bytes] | None) -> bytes:
-    """Encode the part of the request that the response repeats."""
+def _build_echo(body: _ResponsesBody, compacted: Sequence[bytes] | None) -> Echo:
+    """Build the part of the request that the response repeats."""
     if compacted is not None:
-        return base.encode(Echo(compact=_find_user_items(compacted)))
+        return Echo(compact=_find_user_items(compacted))
     fields = {name: getattr(body, name) for name in _ECHOED} | {
         "metadata": {} if body.metadata == decoding.ABSENT else body.metadata,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -189,7 +194,7 @@ def _build_echo(body: _ResponsesBody, compacted: Sequence[bytes] | None) -> byte
         "truncation": "disabled",
     }
     sealed = _SEALED in (body.include or ())
-    return base.encode(Echo(fields=Raw(base.encode(fields)), sealed=sealed))
+    return Echo(fields=Raw(base.encode(fields)), sealed=sealed)
 
 
 def _find_user_items(items: Sequence[bytes]) -> list[Raw]:

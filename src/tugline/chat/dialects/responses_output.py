@@ -33,8 +33,8 @@ Item = dict[str, Any]
 """Output item, ready to be encoded."""
 
 
-class Echo(msgspec.Struct):
-    """Part of a request that its response needs; `Request.echo` in JSON."""
+class Echo(msgspec.Struct, frozen=True, gc=False):
+    """Part of a request that its response needs."""
 
     fields: msgspec.Raw = msgspec.Raw(b"{}")
     """JSON object of the fields that the response repeats."""
@@ -44,12 +44,12 @@ class Echo(msgspec.Struct):
     """User messages that the reply of ``/responses/compact`` repeats; else None."""
 
 
-_echo = msgspec.json.Decoder(Echo)
+class ResponsesRequest(Request, frozen=True, kw_only=True, gc=False):
+    """A request of this API."""
 
-
-def decode_echo(request: Request) -> Echo:
-    """Decode `Request.echo`."""
-    return _echo.decode(request.echo) if request.echo else Echo()
+    echo: Echo = Echo()
+    stored_from: int | None = None
+    """Index of the first message stored under the response's id; None if nothing is stored."""
 
 
 # --------------------------------------------------------------------------- parts of an item
@@ -132,8 +132,10 @@ class ResponseStream(Stream):
     encoded once.
     """
 
+    request: ResponsesRequest
+
     def __post_init__(self) -> None:
-        self._echo = decode_echo(self.request)
+        self._echo = self.request.echo
         self._tools = {tool.name: tool for tool in self.request.tools}
         self._output: list[Item] = []
         self._sequence = 0

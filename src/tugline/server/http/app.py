@@ -41,7 +41,7 @@ from tugline.server.http.route import (
     respond,
 )
 from tugline.server.metrics import ServerMetrics
-from tugline.web.serve import HttpRequest, serve
+from tugline.web.serve import Http, serve
 
 ROUTES = (*handlers.ROUTES, *feeds.ROUTES)
 THREAD_BYTES = 256 << 10
@@ -88,7 +88,7 @@ class Api:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
-        request = HttpRequest(scope, receive)
+        request = Http(scope, receive, send)
         began = time.perf_counter()
         name = "unknown"
         try:
@@ -110,7 +110,7 @@ class Api:
         except TuglineError as error:  # in a stream, which ends incomplete
             _log.warning("stream broke off", route=name, error=str(error))
 
-    def _find(self, request: HttpRequest, path: str) -> tuple[Route, str]:
+    def _find(self, request: Http, path: str) -> tuple[Route, str]:
         """Return the route of a raw path (an escaped slash is no separator), and the path's id."""
         for pattern, routes in self._paths.items():
             if match := pattern.fullmatch(path):
@@ -121,7 +121,7 @@ class Api:
                 raise Refusal(msg, "method", known=known)
         raise Refusal(f"nothing is at {path[:200]}; see /openapi.json", "no-route")
 
-    async def _call(self, route: Route, request: HttpRequest, ident: str) -> Response:
+    async def _call(self, route: Route, request: Http, ident: str) -> Response:
         """Authorize and decode a request, and call its handler."""
         caller = Caller()
         if route.roles:
@@ -150,7 +150,7 @@ class Api:
         role = {"tugline-role": caller.role} if caller.role else {}
         return Response(msgspec.json.encode(result), route.status, role, media_type=JSON)
 
-    def _note_change(self, caller: Caller, request: HttpRequest, body: Any) -> None:
+    def _note_change(self, caller: Caller, request: Http, body: Any) -> None:
         """Append to the audit log; the write only reaches the page cache, so it needs no thread."""
         line = {
             "at": datetime.now(UTC),
@@ -167,7 +167,7 @@ class Api:
         except OSError as error:  # the change is made, so the request succeeds
             _log.error("audit log not written", error=str(error), **entry)
 
-    async def _read_body(self, request: HttpRequest, route: Route) -> Any:
+    async def _read_body(self, request: Http, route: Route) -> Any:
         """Read and decode the body, with limits on size and time."""
         encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding != "identity":

@@ -34,7 +34,7 @@ from tugline.server.metrics import ServerMetrics
 from tugline.server.store import nodes
 from tugline.server.store.database import Database
 from tugline.types.task import Task, Tenant
-from tugline.web.serve import HttpRequest
+from tugline.web.serve import Http
 
 Q = TypeVar("Q")
 B = TypeVar("B")
@@ -251,7 +251,7 @@ class ApiCall(Generic[Q, B]):
     metrics: ServerMetrics
     waits: Waits
     caller: Caller
-    request: HttpRequest
+    request: Http
     id: str
     """Id in the path; empty for a path without one."""
     query: Q

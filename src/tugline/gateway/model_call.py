@@ -1,11 +1,14 @@
-"""The prompt of a model call, and its position among the recorded calls."""
+"""A model call that is ready to be sampled: its request, and its prompt among recorded calls."""
+
+from dataclasses import dataclass
 
 import msgspec
 
-from tugline.chat.model_call import UNNAMED, ThreadInfo
+from tugline.chat.dialects.base import Dialect
+from tugline.chat.model_call import UNNAMED, Request, ThreadInfo
 from tugline.chat.tokens import TokenSequence
 from tugline.gateway.turns import MessageDigest, Turn
-from tugline.types import Branch, EchoChange, Message
+from tugline.types import Branch, EchoChange, MalformedCalls, Message
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -29,3 +32,18 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tools: bytes
     thread: ThreadInfo = UNNAMED
     """Thread named by the harness, or inferred for a known sub-agent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall:
+    """A parsed request, its prompt, and the dialect in which it is answered."""
+
+    dialect: Dialect
+    request: Request
+    prompt: Prompt
+    malformed: MalformedCalls
+    """How a malformed tool call of the response is delivered."""
+    retry: bool
+    """Whether the client declares the request a retry of an earlier one."""
+    repaired: bool
+    """Whether lone surrogates were repaired in the body."""
