@@ -25,9 +25,10 @@ from recording.view.synthetic import (
     tokenizer,
     view,
 )
+from tugline.recording.file import read
 from tugline.recording.records import RecordedEvent, RecordedEventKind
 from tugline.recording.view.html_page import pack_recording, render_page
-from tugline.recording.view.session_view import TokenText, ViewedSession
+from tugline.recording.view.session_view import TokenText, ViewedSession, view_session
 from tugline.types import Image, Message, Role
 
 pytestmark = pytest.mark.browser
@@ -192,7 +193,7 @@ async def test_a_models_text_is_never_markup(tab: Tab) -> None:
     assert await tab.js("document.scripts.length") == 2
 
 
-async def test_images_in_messages_are_shown(tab: Tab, tmp_path: Path) -> None:
+async def test_images_in_messages_are_visible(tab: Tab, tmp_path: Path) -> None:
     """The content security policy allows those in the file."""
     script = Script(tmp_path)
     images = (Image(PIXEL), Image("https://example.com/a.png"))
@@ -340,6 +341,21 @@ async def test_the_page_fits_windows_of_any_width(
     edges = "['.list', '.detail'].map(pane => document.querySelector(pane).getBoundingClientRect())"
     below = await tab.js(f"(([list, detail]) => detail.top >= list.bottom)({edges})")
     assert below is (width == 600)
+
+
+async def test_the_page_of_a_damaged_recording_states_the_damage(tab: Tab, tmp_path: Path) -> None:
+    """With the calls before the damage, and without a result."""
+    path = small(tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) * 2 // 3])
+    session = view_session(path, read(path, salvage=True))
+    file = path.with_suffix(".html")
+    file.write_text(render_page(session, TokenText(tokenizer())), encoding="utf-8")
+    await tab.open(file)
+    text = await tab.js("document.querySelector('header').innerText")
+    assert "no result" in text
+    assert "bytes at the end were cut off" in text
+    assert 0 < await tab.js(f"{TURNS}.length") == len(session.calls) < 6
 
 
 @pytest.mark.parametrize("events", [0, 1])

@@ -1,10 +1,9 @@
 """Render a session as a self-contained HTML file: no network, no other file.
 
-The page is ``pages/session.html``, which ``make console`` builds from the components of the server's
-console. Its data is one block: gzip of a length, the view as JSON and the arrays, in base64, so
-that no text of a model can end the block or be parsed as markup. Only the tokens of a trace that
-its parent does not have are stored, so the file grows with the session's tokens, not with turns
-times tokens (I7).
+The page is ``pages/session.html``, which ``make console`` builds from the server's console. Its
+data is one block: gzip of a length, the view as JSON and the arrays, in base64, so that no text of
+a model can end the block or be parsed as markup. Only the tokens of a trace that its parent does
+not have are stored, so the file grows with the session's tokens, not with turns times tokens (I7).
 
 A run is a folder of such files, with a table of its sessions (``pages/run.html``).
 """
