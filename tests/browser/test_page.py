@@ -205,20 +205,22 @@ async def test_images_in_messages_are_visible(tab: Tab, tmp_path: Path) -> None:
     assert "image: https://example.com/a.png" in await tab.js(TEXT)
 
 
-@pytest.mark.parametrize("pane", ["turns", "tokens"])
+@pytest.mark.parametrize("pane", ["turns", "tokens with the focus", "tokens at full height"])
 async def test_search_finds_a_distant_word(tab: Tab, tmp_path: Path, pane: str) -> None:
-    """After `/` and the word, the match is shown; Escape ends the search."""
+    """After `/` and the word, the match is in sight; Escape ends the search."""
     file, session = write_page(long(tmp_path, turns=40, base=500))
     await tab.open(file)
     await tab.until(DRAWN)
-    if pane == "tokens":
+    if pane == "tokens with the focus":
         await tab.js(f"{TOKENS_BOX}.focus()")
+    elif pane == "tokens at full height":
+        await tab.key("v")
     await tab.key("/")
     for letter in LAST_WORD:
         await tab.key(letter)
     found = "[...document.querySelectorAll('output')].map(each => each.innerText.trim()).join('')"
     await tab.until(f"{found} === '1 of 1'")
-    if pane == "tokens":
+    if pane != "turns":
         text = tokenizer().decode(encode(LAST_WORD)[:1])
         await tab.until(f"{TOKEN_FACTS}.includes('call {session.calls[-1].number}')")
         assert f"“{text}”" in await tab.js(TOKEN_FACTS)
@@ -226,6 +228,10 @@ async def test_search_finds_a_distant_word(tab: Tab, tmp_path: Path, pane: str) 
         assert await tab.js("document.querySelector('mark').textContent") == LAST_WORD
         assert await tab.js(CHOSEN) == str(session.calls[-1].number)
         assert await tab.js(f"{TURNS}.length") == 1
+        panes = "['mark', '.detail .body']"
+        edges = f"{panes}.map(name => document.querySelector(name).getBoundingClientRect())"
+        in_sight = "mark.top >= body.top && mark.bottom <= body.bottom"
+        assert await tab.js(f"(([mark, body]) => {in_sight})({edges})")
     await tab.key("Escape")
     await tab.until(f"{found} === ''")
     assert await tab.js("document.querySelector('mark')") is None
