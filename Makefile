@@ -108,7 +108,7 @@ bench: $(STAMP) ## the gateway against a bare proxy, the embedded engine against
 	@$(BIN)/tugline bench gateway $(ARGS)
 	@$(BIN)/python benchmarks/engine/load.py
 
-console: $(STAMP) ## rebuild the files of the browser console (needs Node; they are committed)
+console: $(STAMP) ## rebuild the console and the pages of `tugline view --html` (needs Node; the files are committed)
 	@cd console && npm ci --silent
 	@cd console && npm run --silent types >/dev/null && npm run --silent check && npm run --silent build
 

@@ -70,11 +70,10 @@ class Tab:
 
     async def open(self, path: Path) -> None:
         """Open the file of a session's page and wait until it is ready."""
-        await self.send("Page.navigate", url=path.as_uri())
-        await self.until("window.tugline !== undefined")
+        await self.visit(path.as_uri())
 
     async def visit(self, url: str) -> None:
-        """Open a page of the console and wait until it is ready."""
+        """Open a page and wait until it is ready."""
         await self.send("Page.navigate", url=url)
         await self.until("document.querySelector('h1')")
 

@@ -9,6 +9,13 @@ import pytest
 from browser.chromium import Tab, chromium
 from served import TOKENS, Served, serve
 
+TURNS = "[...document.querySelectorAll('[aria-label=Turns] [role=option]:not([aria-disabled])')]"
+"""Calls in the list of turns."""
+DRAWN = "performance.getEntriesByName('tokens drawn').length"
+TOKENS_BOX = "document.querySelector('[aria-label=Tokens] [role=region]')"
+"""The tokens of a trace, which can have the focus."""
+TOKEN_FACTS = "document.querySelector('[aria-label=Tokens] [aria-live]').innerText"
+"""The text, id, position ... of the selected token."""
 AXE = Path(__file__).resolve().parents[2] / "console/node_modules/axe-core/axe.min.js"
 
 

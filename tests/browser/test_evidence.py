@@ -7,13 +7,14 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 import msgspec
 import pytest
 
 from browser.busy import append_log, commit
 from browser.chromium import Tab
-from browser.conftest import check_accessibility
+from browser.conftest import DRAWN, TOKEN_FACTS, TOKENS_BOX, TURNS, check_accessibility
 from commands import run_program
 from recording.view.synthetic import HOSTILE, LAST_WORD, Script, encode, long, small, whole
 from served import TOKENS, Served
@@ -85,9 +86,6 @@ async def open_page(tab: Tab, rig: Rig, path: str, ready: str) -> str:
     return await tab.js("document.querySelector('main').innerText")
 
 
-DRAWN = "performance.getEntriesByName('tokens drawn').length"
-
-
 async def test_a_session_has_turns_ledger_and_tabs(tab: Tab, rig: Rig) -> None:
     """And outcome, reward, colours and messages."""
     work = await commit_group(rig)
@@ -98,7 +96,7 @@ async def test_a_session_has_turns_ledger_and_tabs(tab: Tab, rig: Rig) -> None:
     for expected in ("completed", "reward 1", "+0.500 against the group's mean 0.500", "4 to 5"):
         assert expected in text, text
     assert "sampled =" in text
-    assert await tab.js("document.querySelectorAll('.turns button').length") == 6
+    assert await tab.js(f"{TURNS}.length") == 6
     await tab.key("]")
     await tab.until("location.search.includes('turn=1')")
     text = await tab.js("document.querySelector('.body').innerText")
@@ -121,9 +119,9 @@ async def test_a_session_has_turns_ledger_and_tabs(tab: Tab, rig: Rig) -> None:
         await tab.until(f"location.search.includes('tab={name}')")
         has_text = f"document.querySelector('.body').innerText.includes({json.dumps(content)})"
         await tab.until(has_text)
-    await tab.js("document.querySelector('.box').focus()")
+    await tab.js(f"{TOKENS_BOX}.focus()")
     await tab.key("Home")
-    await tab.until("document.querySelector('.facts').innerText.includes('position 0')")
+    await tab.until(f"{TOKEN_FACTS}.includes('position 0')")
 
 
 def test_entropy_is_the_mean_surprise_around_a_token() -> None:
@@ -143,15 +141,19 @@ def test_entropy_is_the_mean_surprise_around_a_token() -> None:
 
 
 async def test_turns_are_found_by_their_text(tab: Tab, rig: Rig) -> None:
-    """Only turns with the text in a message or an answer are listed; the address has the query."""
+    """Turns with the text are listed, and the first is shown; the address has the search."""
     name = (await commit_group(rig))[0].session.id
-    await open_page(tab, rig, f"/sessions/{name}", "document.querySelector('.turns input')")
+    await open_page(tab, rig, f"/sessions/{name}", "document.querySelector('[data-search]')")
     await tab.key("/")
     for letter in LAST_WORD:
         await tab.key(letter)
-    await tab.until("document.querySelectorAll('.turns button').length === 1")
-    assert await tab.js("document.querySelector('.turns button').id") == "turn-5"
-    assert await tab.js("location.search") == f"?q={LAST_WORD}"
+    await tab.until(f"{TURNS}.length === 1")
+    assert await tab.js(f"{TURNS}[0].querySelector('strong').innerText") == "5"
+    query = dict(parse_qsl(await tab.js("location.search.slice(1)")))
+    assert (query["q"], query["turn"]) == (LAST_WORD, "5")
+    assert await tab.js("document.querySelector('mark').innerText") == LAST_WORD
+    await tab.key("Escape")
+    await tab.until(f"{TURNS}.length === 6")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -161,7 +163,8 @@ async def test_every_page_is_accessible(tab: Tab, rig: Rig, theme: str) -> None:
     await tab.js(f"localStorage.setItem('theme', '{theme}')")
     for path in (
         "/sessions/mend-0?turn=1",
-        "/sessions/mend-2?colour=advantage",
+        "/sessions/mend-2?colour=advantage&list=traces",
+        "/sessions/mend-0?view=tokens",
         *(f"/sessions/mend-0?tab={name}" for name in ("patch", "tests", "log", "timings", "json")),
         "/groups/mend",
         "/compare/mend-0/mend-1",
@@ -203,10 +206,10 @@ async def test_a_running_session_is_updated_live(tab: Tab, rig: Rig) -> None:
     recording = small(rig.recordings)
     trajectory = rebuild(read(recording))
     name = work.session.id
-    await open_page(tab, rig, f"/sessions/{name}", "document.querySelector('.turns')")
-    assert await tab.js("document.querySelectorAll('.turns button').length") == 0
+    await open_page(tab, rig, f"/sessions/{name}", "document.querySelector('.list')")
+    assert await tab.js(f"{TURNS}.length") == 0
     rig.store_recording(work, recording)
-    await tab.until("document.querySelectorAll('.turns button').length === 6")
+    await tab.until(f"{TURNS}.length === 6")
     await rig.commit(work, trajectory, reward=Reward(0.25))
     await tab.until("document.querySelector('main').innerText.includes('reward 0.25')")
 
@@ -346,6 +349,6 @@ async def test_a_long_session_is_drawn_quickly(
             f"{total:.0f} ms after the navigation\n"
         )
     assert await tab.js("document.getElementsByTagName('*').length") < 4000
-    await tab.js("document.querySelector('.box').focus()")
+    await tab.js(f"{TOKENS_BOX}.focus()")
     await tab.key("End")
-    await tab.until(f"document.querySelector('.facts').innerText.includes('position {last:,}')")
+    await tab.until(f"{TOKEN_FACTS}.includes('position {last:,}')")

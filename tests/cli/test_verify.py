@@ -110,7 +110,7 @@ def test_a_run_that_is_too_large_has_the_first_pages(
     """The other sessions have their figures in the table, and the reason for no page."""
     for name in ("a", "b", "c"):
         small(tmp_path / "run", name=name)
-    monkeypatch.setattr(html_page, "_MAX_RUN", 100_000)
+    monkeypatch.setattr(html_page, "_MAX_RUN", 200_000)
     view(str(tmp_path / "run"), html=tmp_path / "out")
     summary = "3 sessions, 1 pages, 0.1 MB; 2 without a page, as the rows say"
     assert summary in capsys.readouterr().out

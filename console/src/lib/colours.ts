@@ -104,10 +104,12 @@ export function colourTokens(trace: Trace, by: Colour, scale: Scale): Colouring 
   }
   if (by === "version") {
     for (const span of trace.spans) {
-      classes.fill(1 + (scale.versions.indexOf(span.version) % 8), span.start, span.end);
+      classes.fill(1 + (scale.versions.indexOf(span.version) % theme.version.length), span.start, span.end);
     }
-    const shown = scale.versions.slice(0, 8);
-    shown.forEach((version, i) => add(`version ${version}`, theme.version[i]!));
+    theme.version.slice(0, scale.versions.length).forEach((fill, i) => {
+      const same = scale.versions.filter((_, at) => at % theme.version.length === i);
+      add(`version ${same.join(", ")}`, fill);
+    });
     return { classes, swatches };
   }
   if (by === "advantage") {

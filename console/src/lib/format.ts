@@ -2,6 +2,10 @@
 const integer = new Intl.NumberFormat("en");
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 
+/** A count with all digits. */
+export const exact = (n: number): string => integer.format(n);
+
+/** A count of large numbers in short, as "250K". */
 export const count = (n: number): string => (n < 100_000 ? integer.format(n) : compact.format(n));
 
 export const percent = (part: number, whole: number): string =>
@@ -17,6 +21,14 @@ export function seconds(s: number): string {
   return s < 172_800 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86_400)} d`;
 }
 
+/** Seconds with decimals, for times within a session. */
+export const decimals = (s: number | null): string =>
+  s === null ? "–" : `${s.toFixed(s < 10 ? 2 : 1)} s`;
+
+/** A log probability with a minus sign. */
+export const logprob = (value: number): string =>
+  (value === 0 ? 0 : value).toFixed(3).replace("-", "−");
+
 export const ago = (moment: number, now: number): string =>
   now - moment < 10 ? "now" : seconds(Math.round(now - moment));
 
@@ -24,6 +36,9 @@ export const moment = (unix: number): string => new Date(1000 * unix).toLocaleSt
 
 /** "1 node", "2 nodes". */
 export const plural = (n: number, noun: string): string => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
+
+/** "1 token", "250,000 tokens". */
+export const tokens = (n: number): string => `${exact(n)} token${n === 1 ? "" : "s"}`;
 
 /** Text of an agent without colour codes; characters that hide or reorder text are escaped. */
 export const visible = (text: string): string =>

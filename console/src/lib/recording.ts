@@ -1,6 +1,6 @@
 // The recording of a session: turns with their texts and times, and the text of tokens.
 
-import type { Ledger, Span, Trace } from "./trajectory";
+import type { Failure, Ledger, Reward, Span, Trace } from "./trajectory";
 
 export interface Message {
   role: string;
@@ -31,8 +31,14 @@ export interface Turn {
   total_s: number | null;
   tools: string[];
   trace: number | null;
+  replicas: string[];
   ledger: Ledger;
-  detail: { messages: Message[]; answer: Message | null; offered: string[] };
+  detail: {
+    messages: Message[];
+    answer: Message | null;
+    sampling: Record<string, unknown>;
+    offered: string[];
+  };
 }
 
 export interface SessionEvent {
@@ -42,13 +48,46 @@ export interface SessionEvent {
   detail: string;
 }
 
-export interface Recording {
+/** What the recording says of its session, its turns and its end: the format of `tugline view --json`. */
+interface SessionView {
+  /** Path of the recording. */
+  recording: string;
+  damage: string;
+  torn_bytes: number;
+  /** Unix seconds; other times count from it. */
+  started: number;
+  /** Null if the first record is lost. */
+  header: Header | null;
+  /** Null if the session has not ended. */
+  result: RecordedResult | null;
   turns: Turn[];
   events: SessionEvent[];
-  started: number;
-  damage: string;
-  buildError: string;
+  builder: string;
+  build_error: string;
   ledger: Ledger;
+}
+
+export interface Header {
+  session: { id: string; sample: number };
+  task: { id: string; harness: { name: string } };
+  model: string;
+  engine: string;
+  mode: string;
+  template: string;
+  thinking_retention: string;
+  forked_from: string;
+}
+
+export interface RecordedResult {
+  status: string;
+  reward: Reward | null;
+  report: Record<string, unknown>;
+  failure: Failure | null;
+  spent: string | null;
+  seconds: Record<string, number>;
+}
+
+export interface Recording extends SessionView {
   traces: Trace[];
   texts: Texts;
 }
@@ -58,32 +97,25 @@ interface Slice {
   count: number;
 }
 
+interface TraceView {
+  kind: string;
+  parent: number | null;
+  shared: number;
+  thread: string | null;
+  exact: boolean;
+  length: number;
+  spans: Span[];
+}
+
 interface Page {
-  session: {
-    turns: Turn[];
-    events: SessionEvent[];
-    started: number;
-    damage: string;
-    build_error: string;
-    ledger: Ledger;
-    header: { tokenizer: string } | null;
-    traces: {
-      kind: string;
-      parent: number | null;
-      shared: number;
-      thread: string | null;
-      exact: boolean;
-      length: number;
-      spans: Span[];
-    }[];
-  };
+  session: SessionView & { traces: TraceView[] };
   ids: number[];
   texts: (string | number[])[];
   tokens: Slice[];
   logprobs: Slice[];
 }
 
-/** Decode an answer of `/v1/sessions/ID/recording`: gzip of a length, JSON and arrays. */
+/** Decode a recording from the server or the page of a session: gzip of a length, JSON and arrays. */
 export async function decodeRecording(packed: Blob): Promise<Recording> {
   const stream = packed.stream().pipeThrough(new DecompressionStream("gzip"));
   const block = await new Response(stream).arrayBuffer();
@@ -98,14 +130,12 @@ export async function decodeRecording(packed: Blob): Promise<Recording> {
     const sampled = new Float32Array(block, offset(logprobs), logprobs.count);
     traces.push(assemble(view, own, sampled, traces, page.ids));
   });
-  const { turns, events, started, damage, build_error: buildError, ledger } = page.session;
-  const texts = new Texts(page.ids, page.texts);
-  return { turns, events, started, damage, buildError, ledger, traces, texts };
+  return { ...page.session, traces, texts: new Texts(page.ids, page.texts) };
 }
 
 /** Assemble a trace from the prefix shared with its parent and its own tokens. */
 function assemble(
-  view: Page["session"]["traces"][number],
+  view: TraceView,
   own: Int32Array,
   sampled: Float32Array,
   before: readonly Trace[],

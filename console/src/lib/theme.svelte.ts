@@ -1,8 +1,19 @@
 /** Light or dark theme: that of the system, until the user chooses one. */
+const KEY = "theme";
 const system = matchMedia("(prefers-color-scheme: dark)");
 
+let chosen = read();
+
+/** The theme that the user chose before; null without a storage, as in a sandboxed frame. */
+function read(): string | null {
+  try {
+    return localStorage.getItem(KEY);
+  } catch {
+    return null;
+  }
+}
+
 function isDark(): boolean {
-  const chosen = localStorage.getItem("theme");
   return chosen === null ? system.matches : chosen === "dark";
 }
 
@@ -14,7 +25,12 @@ export function showTheme(): void {
 }
 
 export function toggleTheme(): void {
-  localStorage.setItem("theme", theme.dark ? "light" : "dark");
+  chosen = theme.dark ? "light" : "dark";
+  try {
+    localStorage.setItem(KEY, chosen);
+  } catch {
+    // it lasts until the page is closed
+  }
   showTheme();
 }
 

@@ -21,12 +21,16 @@ interface Word {
   ends: boolean;
 }
 
-interface Theme {
-  text: string;
-  muted: string;
-  line: string;
-  accent: string;
-  raised: string;
+const THEME = ["text", "muted", "line", "accent", "raised", "match", "good", "bad", "agent"] as const;
+export type Theme = Record<(typeof THEME)[number], string>;
+
+/** How the tokens of a trace are drawn. */
+export interface Look {
+  colouring: Colouring;
+  /** The selected token; -1 for none. */
+  selected: number;
+  /** 1 for each token with a part of a search match. */
+  marked: Uint8Array | null;
 }
 
 /** Words by token text, for texts that are not plain; shared by all traces. */
@@ -48,10 +52,8 @@ function wordOf(piece: string): Word {
 /** The theme's colours, for a canvas. */
 export function readTheme(element: Element): Theme {
   const style = getComputedStyle(element);
-  const of = (name: string) => style.getPropertyValue(`--${name}`).trim();
-  return {
-    text: of("text"), muted: of("muted"), line: of("line"), accent: of("accent"), raised: of("raised"),
-  };
+  const colours = THEME.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]);
+  return Object.fromEntries(colours) as Theme;
 }
 
 /** Clear a canvas, adapt it to its displayed size, and return a context in CSS pixels. */
@@ -177,24 +179,28 @@ export class TokenRows {
     this.fill(this.columns);
   }
 
-  /** The token at a position of the canvas, or null; unfolds a fold. */
+  /** Unfold the fold at a position of the canvas; returns whether there is one. */
+  unfoldAt(y: number): boolean {
+    const row = Math.floor(y / ROW);
+    if (!this.folds.has(row)) return false;
+    this.unfold(this.from[row]!);
+    return true;
+  }
+
+  /** The token at a position of the canvas, in the margin the first one of the row; null for none. */
   tokenAt(x: number, y: number): number | null {
     const row = Math.floor(y / ROW);
-    if (row < 0 || row >= this.from.length) return null;
-    if (this.folds.has(row)) {
-      this.unfold(this.from[row]!);
-      return null;
-    }
+    if (row < 0 || row >= this.from.length || this.folds.has(row)) return null;
     let right = GUTTER;
     for (let k = this.from[row]!; k < this.to[row]!; k++) {
       right += wordOf(this.pieces[k]!).cells * this.advance;
-      if (x < right && x >= GUTTER) return k;
+      if (x < right) return k;
     }
     return null;
   }
 
   /** Draw the visible rows from `top` on, in pixels. */
-  draw(canvas: HTMLCanvasElement, top: number, colouring: Colouring, selected: number): void {
+  draw(canvas: HTMLCanvasElement, top: number, look: Look): void {
     const pen = openCanvas(canvas);
     const theme = readTheme(canvas);
     pen.font = FONT;
@@ -202,7 +208,7 @@ export class TokenRows {
     const first = Math.max(0, Math.floor(top / ROW));
     const last = Math.min(this.from.length, Math.ceil((top + canvas.clientHeight) / ROW));
     for (let row = first; row < last; row++) {
-      this.drawRow(pen, theme, row, row * ROW - top, colouring, selected);
+      this.drawRow(pen, theme, row, row * ROW - top, look);
     }
   }
 
@@ -211,8 +217,7 @@ export class TokenRows {
     theme: Theme,
     row: number,
     y: number,
-    { classes, swatches }: Colouring,
-    selected: number,
+    { colouring: { classes, swatches }, selected, marked }: Look,
   ): void {
     const from = this.from[row]!;
     const to = this.to[row]!;
@@ -235,11 +240,12 @@ export class TokenRows {
       const { text, cells } = wordOf(this.pieces[k]!);
       const width = cells * this.advance;
       const { fill, ink, line } = swatches[classes[k]!]!;
-      if (fill) {
-        pen.fillStyle = fill;
+      const match = marked?.[k] === 1;
+      if (fill || match) {
+        pen.fillStyle = match ? theme.match : fill;
         pen.fillRect(x, y + 1, width, ROW - 2);
       }
-      pen.fillStyle = ink;
+      pen.fillStyle = match ? theme.text : ink;
       if (line) {
         const step = line === "solid" ? width : 3;
         for (let at = 0; at < width; at += 2 * step) {

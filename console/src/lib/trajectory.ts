@@ -179,6 +179,14 @@ export function spanOf(trace: Trace): Int32Array {
   return found;
 }
 
+/** The call that sampled a token, or the first call whose prompt has it; undefined if there is none. */
+export const callOf = (trace: Trace, k: number): number | undefined =>
+  trace.spans.find((span) => span.end > k)?.call;
+
+/** Number of trained tokens. */
+export const countTrained = (trace: Trace): number =>
+  trace.spans.reduce((sum, span) => sum + (span.masked === null ? span.end - span.start : 0), 0);
+
 /** The tokens of a model call in the traces. */
 export interface CallTokens {
   call: number;

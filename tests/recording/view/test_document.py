@@ -2,7 +2,9 @@
 
 import base64
 import gzip
+import hashlib
 import re
+from importlib.resources import files
 from pathlib import Path
 
 import msgspec
@@ -18,22 +20,44 @@ def page(path: Path, builder: str | None = None) -> str:
     return render_page(view(path, builder), TokenText(tokenizer()))
 
 
+def allow(content: str) -> str:
+    """The source of a content security policy that allows an inline script or style."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
 def test_the_page_is_self_contained(tmp_path: Path) -> None:
-    """It has no address, and its content security policy forbids requests."""
+    """It has no address; its policy allows its own script and style, images in it, nothing else."""
     text = page(small(tmp_path))
-    policy = r"""<meta http-equiv="Content-Security-Policy"\s+content="default-src 'none';"""
-    assert re.search(policy, text)
-    assert not re.search(r"<\w[^>]*\s(src|href|action)\s*=|https?://|@import|url\(", text)
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy"\s+content="([^"]*)"', text)
+    (script,) = re.findall(r'<script type="module">(.*?)</script>', text, re.DOTALL)
+    (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    assert policy.split("; ") == [
+        "default-src 'none'",
+        f"script-src {allow(script)}",
+        f"style-src {allow(style)}",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+    markup = text.replace(script, "")
+    assert not re.search(r"<\w[^>]*\s(src|href|action)\s*=|https?://|@import|url\(", markup)
+
+
+def test_the_page_without_a_session_is_small() -> None:
+    """Each session's file has it, so a run of a thousand sessions has it a thousand times."""
+    pages = files("tugline.recording.view") / "pages"
+    assert len((pages / "session.html").read_bytes()) <= 120_000
 
 
 def test_no_text_of_a_session_is_markup(tmp_path: Path) -> None:
     """All text is inside the block of data; the title has the session's name, escaped."""
-    script = Script(tmp_path, name="<s> & co")
-    script.call(encode("one"), "</script><b>")
+    script = Script(tmp_path, name="<s> & {{ data }}")
+    script.call(encode("one"), "</script><!-- <script> \u2028 <b>")
     script.writer.close()
     text = page(script.path)
     assert text.count("</script>") == 2
-    assert "<title>&lt;s&gt; &amp; co - Tugline</title>" in text
+    assert "<title>&lt;s&gt; &amp; {{ data }} - Tugline</title>" in text
+    assert re.search(r'id="data">[A-Za-z0-9+/=]+</script>', text)
     assert "<b>" not in text
 
 

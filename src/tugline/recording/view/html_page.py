@@ -1,11 +1,11 @@
 """Render a session as a self-contained HTML file: no network, no other file.
 
-The page's parts are files in ``page/``. Its data is one block: gzip of a length, the view as JSON
-and the arrays, in base64, so that no text of a model can end the block or be parsed as markup. Only
-the tokens of a trace that its parent does not have are stored, so the file grows with the session's
-tokens, not with turns times tokens (I7).
+The page is ``pages/session.html``, which ``make console`` builds from the server's console. Its
+data is one block: gzip of a length, the view as JSON and the arrays, in base64, so that no text of
+a model can end the block or be parsed as markup. Only the tokens of a trace that its parent does
+not have are stored, so the file grows with the session's tokens, not with turns times tokens (I7).
 
-A run is a folder of such files, with a table of its sessions.
+A run is a folder of such files, with a table of its sessions (``pages/run.html``).
 """
 
 import base64
@@ -40,8 +40,8 @@ _MAX_IMAGE_URL = 256 * 1024
 _MAX_RUN = 500_000_000
 """Maximum size of all pages of a run in bytes, so that the folder can be shared."""
 _NO_IDS = np.empty(0, np.int32)
-_PLACEHOLDER = re.compile(r"\{\{ ([\w.]+) \}\}")
-"""Placeholder of the title, the data or a file of ``page/``."""
+_PLACEHOLDER = re.compile(r"\{\{ (title|data|count|rows) \}\}")
+"""Placeholder of a page."""
 
 
 class ArraySlice(msgspec.Struct, frozen=True):
@@ -70,7 +70,7 @@ def render_page(session: ViewedSession, texts: TokenText) -> str:
     view = session.view
     name = view.header.session.id if view.header else view.recording
     data = base64.b64encode(_encode_block(session, texts)).decode()
-    return _fill("page.html", title=html.escape(f"{name} - Tugline"), data=data)
+    return _fill("session.html", title=html.escape(f"{name} - Tugline"), data=data)
 
 
 def write_run(
@@ -122,14 +122,9 @@ def _describe(view: SessionView) -> list[str]:
     ]
 
 
-def _fill(template: str, **parts: str) -> str:
-    folder = files("tugline.recording.view") / "page"
-
-    def fill(placeholder: re.Match[str]) -> str:
-        part = placeholder[1]
-        return parts[part] if part in parts else (folder / part).read_text(encoding="utf-8")
-
-    return _PLACEHOLDER.sub(fill, (folder / template).read_text(encoding="utf-8"))
+def _fill(page: str, **parts: str) -> str:
+    text = (files("tugline.recording.view") / "pages" / page).read_text(encoding="utf-8")
+    return _PLACEHOLDER.sub(lambda placeholder: parts[placeholder[1]], text)
 
 
 def pack_recording(path: Path) -> bytes:
