@@ -1,4 +1,4 @@
-"""``tugline bench`` and ``tugline plan``."""
+"""``tugline bench``: options are passed on, and an installation has no benchmarks."""
 
 from __future__ import annotations
 

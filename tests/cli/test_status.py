@@ -21,7 +21,7 @@ from live_server import task as a_task
 from observed import CALL, Observed, observed, task
 from rig import until
 from served import TOKENS
-from tugline.cli.status import render
+from tugline.cli.tables import make_overview
 from tugline.client.api import Client
 from tugline.client.overview import Monitor
 from tugline.errors import ServerError
@@ -84,7 +84,7 @@ async def test_an_overview_has_queue_stages_tasks_and_failures(tmp_path: Path) -
                 overview = await monitor.read()
         console = Console(width=140, color_system=None)
         with console.capture() as screen:
-            console.print(render(overview))
+            console.print(make_overview(overview))
     assert first.sessions_per_minute == overview.sessions_per_minute == 3, (
         "nothing is counted twice"
     )

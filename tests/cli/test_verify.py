@@ -14,7 +14,7 @@ from commands import run_command
 from recording.verify.recorded import changed, read_in, rewritten, work
 from recording.view.synthetic import small, tokenizer
 from served import flip_bit
-from tugline.cli.verify import view
+from tugline.cli.view import view
 from tugline.recording.view import html_page
 
 verify = partial(run_command, "verify")
