@@ -67,12 +67,9 @@ def test_the_main_help_has_each_command_in_its_group() -> None:
     """A row has the command and its summary; what develops Tugline itself is left out."""
     help_ = run_command("--help", env={"COLUMNS": "120"}).stdout
     for title, commands in GROUPS.items():
-        rows = [
-            re.search(rf"^│ {name} +{re.escape(commands[name])}", help_, re.MULTILINE)
-            for name in commands
-        ]
-        shown = title != DEVELOP
-        assert [f"─ {title} ─" in help_, *map(bool, rows)] == [shown] * (1 + len(rows))
+        rows = [rf"│ {name} +{re.escape(summary)}" for name, summary in commands.items()]
+        found = [re.search(pattern, help_) is not None for pattern in (rf"─ {title} ─", *rows)]
+        assert {*found} == {title != DEVELOP}
     check = run_command("harness", "check", "--help").stdout
     assert re.search(rf"─ {DEVELOP} ─+╮\n│ --all ", check)
 
