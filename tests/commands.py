@@ -18,10 +18,9 @@ from typing import Any
 from tugline.cli.app import COMMANDS, main
 
 TUGLINE = Path(sys.executable).with_name("tugline")
-_WITH_TORCH = {"demo", "train"}
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
-    ["__main__", "tugline.cli.app", *(f"tugline.cli.{name}" for name in {*COMMANDS} - _WITH_TORCH)]
+    ["__main__", "tugline.cli.app", *(f"tugline.cli.{name}" for name in COMMANDS)]
 )
 
 

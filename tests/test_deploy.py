@@ -171,7 +171,7 @@ def test_every_command_is_parsed() -> None:
         assert argv[0] in COMMANDS, where
         given = ["--server=x", "--token=x"] if argv[0] == "node" and where != "sbatch" else []
         given += ["--token=x"] if argv[0] == "node" and where == "sbatch" else []
-        make_app(argv[0]).parse_args([*argv, *given], exit_on_error=False, print_error=False)
+        make_app().parse_args([*argv, *given], exit_on_error=False, print_error=False)
 
 
 def test_every_setting_exists(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_the_ray_cluster_is_consistent() -> None:
     assert {"name": "settings", "configMap": {"name": "tugline-node"}} in head["volumes"]
     (command,) = re.findall(r"^ *tugline (node .*)$", script, re.MULTILINE)
     argv = [*shlex.split(command), "--token=x"]
-    make_app("node").parse_args(argv, exit_on_error=False, print_error=False)
+    make_app().parse_args(argv, exit_on_error=False, print_error=False)
     file = DEPLOY / "kubernetes" / "node-settings.yaml"
     placing = load_settings(file, server={}, node={}, engine={}).ray
     assert placing.max == workers["maxReplicas"]

@@ -30,8 +30,8 @@ import psutil
 from msgspec.structs import replace
 
 import tugline
-from tugline.cli.bench import BUSY, DATABASE_S, Workload
 from tugline.cli.harness_check import cases_of
+from tugline.cli.plan import BUSY, DATABASE_S, Workload
 from tugline.client.api import Client
 from tugline.inference.server import create_app
 from tugline.protocol import EventKind

@@ -1,4 +1,4 @@
-"""``tugline status``, ``results``, ``logs`` and ``cancel``."""
+"""``tugline status`` of a server, of a task and of a session."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.conftest import TUGLINE, Shell, end
-from live_server import commit
+from cli.conftest import TUGLINE, Shell
 from live_server import task as a_task
 from observed import CALL, Observed, observed, task
 from rig import until
 from served import TOKENS
-from tugline.cli.status import render
+from tugline.cli.tables import make_overview
 from tugline.client.api import Client
 from tugline.client.overview import Monitor
 from tugline.errors import ServerError
 from tugline.protocol import NodeRegistration, NodeState
-from tugline.recording.trajectories import read_folder
 from tugline.server.http.app import Api, serve_api
 from tugline.types import Status
 
@@ -84,7 +82,7 @@ async def test_an_overview_has_queue_stages_tasks_and_failures(tmp_path: Path) -
                 overview = await monitor.read()
         console = Console(width=140, color_system=None)
         with console.capture() as screen:
-            console.print(render(overview))
+            console.print(make_overview(overview))
     assert first.sessions_per_minute == overview.sessions_per_minute == 3, (
         "nothing is counted twice"
     )
@@ -147,73 +145,3 @@ async def test_watch_refreshes_a_terminal_until_interrupted(tmp_path: Path) -> N
                 program.kill()
                 await program.wait()
             os.close(terminal)
-
-
-async def test_a_consumer_continues_where_it_stopped(shell: Shell) -> None:
-    """Each result is printed once."""
-    await shell.live.control.submit([a_task("a", samples=2)])
-    await shell.live.finish()
-    first = await shell.run("results", "--consumer", "me", "--json")
-    assert [json.loads(line)["session"] for line in first.stdout.splitlines()] == ["a-0", "a-1"]
-    again = await shell.run("results", "--consumer", "me")
-    assert (again.returncode, again.stdout, again.stderr) == (0, "", "nothing new\n")
-
-
-async def test_results_are_saved_as_a_folder_that_trainers_read(shell: Shell) -> None:
-    """A second call adds new results."""
-    for name in ("a", "b"):
-        await shell.live.control.submit([a_task(name)])
-        await shell.live.finish()
-        done = await shell.run("results", "--out", "kept")
-        assert [line.split()[1] for line in done.stdout.splitlines()] == [f"{name}-0"]
-    assert "saved in kept: 1 new, 2 in all" in done.stderr
-    kept = shell.folder / "kept"
-    lines = (kept / "results.jsonl").read_text().splitlines()
-    assert [json.loads(line)["session"] for line in lines] == ["a-0", "b-0"]
-    assert [each.session for each in read_folder(kept / "trajectories")] == ["a-0", "b-0"]
-
-
-async def test_a_log_is_printed_and_followed(shell: Shell) -> None:
-    """Printed unchanged; ``-f`` ends with the session."""
-    async with shell.lease(a_task("a")) as (node, [work]):
-        epoch = work.session.epoch
-        await node.log("a-0", epoch, 0, b"one\n")
-        following = await shell.start("logs", "-f", "a-0")
-        assert await following.stdout.readline() == b"one\n"
-        await node.log("a-0", epoch, 4, b"two\n")
-        assert await following.stdout.readline() == b"two\n"
-        await commit(node, work)
-        await end(following)
-
-
-async def test_a_terminal_gets_no_escape_sequences(shell: Shell) -> None:
-    """An agent cannot set the title, move the cursor or hide text; a pipe gets the raw bytes."""
-    logged = b"a\x1b]0;owned\x07b\xc2\x9b2Jc\xe2\x80\xaed\te \xff\n"
-    async with shell.lease(a_task("a")) as (node, [work]):
-        await node.log("a-0", work.session.epoch, 0, logged)
-    terminal, side = os.openpty()
-    try:
-        command = (TUGLINE, "logs", "a-0")
-        output = await asyncio.create_subprocess_exec(*command, cwd=shell.folder, stdout=side)
-        assert await asyncio.wait_for(output.wait(), 40) == 0
-        text = os.read(terminal, 4096).decode()
-    finally:
-        os.close(side)
-        os.close(terminal)
-    assert text == "a\\x1b]0;owned\\x07b\\x9b2Jc\\u202ed\te \ufffd\r\n"
-    piped = await shell.start("logs", "a-0")
-    assert await piped.stdout.read() == logged
-    assert (await shell.run("logs", "a-0", "--tail", "1")).stdout == "\n"
-
-
-async def test_tasks_and_sessions_are_cancelled(shell: Shell) -> None:
-    """The sessions that ended are printed; with an unknown name nothing is cancelled."""
-    await shell.live.control.submit([a_task("a", samples=3), a_task("b")])
-    done = await shell.run("cancel", "a-1", "b", "--json")
-    ended = {name: report["ended"] for name, report in json.loads(done.stdout).items()}
-    assert ended == {"a-1": ["a-1"], "b": ["b-0"]}
-    assert (await shell.run("cancel", "a")).stdout == "a: 2 ended, 1 final before\n"
-    await shell.live.control.submit([a_task("d")])
-    unknown = await shell.run("cancel", "d", "c")
-    assert (unknown.returncode, "neither a task nor a session 'c'" in unknown.stderr) == (2, True)
-    assert (await shell.run("cancel", "d")).stdout == "d: 1 ended\n", "nothing was cancelled before"

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands import run_command
-from tugline.cli.output import background_stderr
-from tugline.cli.up import echo
+from tugline.cli.output import background_stderr, echo
 
 
 def test_a_failed_start_leaves_no_address(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def find_mistake(line: str, *, whole: bool) -> str:
         return "no such command"
     whole = whole and "..." not in line
     try:
-        make_app(arguments[0]).parse_args(arguments, exit_on_error=False, print_error=False)
+        make_app().parse_args(arguments, exit_on_error=False, print_error=False)
     except MissingArgumentError as error:
         return str(error) if whole else ""
     except CycloptsError as error:

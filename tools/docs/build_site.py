@@ -23,9 +23,10 @@ import venv
 from pathlib import Path
 
 from config_table import describe
+from cyclopts.docs import generate_markdown_docs
 
 import tugline
-from tugline.cli.app import COMMANDS, make_app
+from tugline.cli.app import make_app
 from tugline.config import Config
 from tugline.demo.run import DemoSettings
 from tugline.launch.settings import Settings
@@ -103,11 +104,8 @@ def stage(pages: Path) -> None:
 
 def describe_commands() -> str:
     """Return a page with the help of every command."""
-    parts = ["# The command line\n"]
-    for name in COMMANDS:
-        text = make_app(name).generate_docs(output_format="markdown")
-        parts.append(text[text.index(f"## tugline {name}") :])
-    return "\n".join(parts)
+    text = generate_markdown_docs(make_app(), generate_toc=False)
+    return text.replace("# tugline\n", "# The command line\n", 1)
 
 
 def describe_files() -> str:

@@ -1,25 +1,18 @@
-"""``tugline export`` and ``rebuild``: write recorded sessions to files for trainers.
+"""``tugline export``: write recorded sessions to files for other tools and trainers."""
 
-`rebuild` builds byte-identical trajectories; the exit code is 1 if one could not be built.
-"""
-
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 from cyclopts import Parameter
-from rich.console import Console
-from rich.progress import Progress
 
+from tugline.cli.key_values import parse_builder, parse_options, parse_pairs
 from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote, Required
-from tugline.cli.output import format_counts, make_table, print_report, print_text
+from tugline.cli.output import format_counts, make_progress, make_table, print_report, print_text
 from tugline.errors import UsageError
 from tugline.exports.base import TraceFilter, make_exporter
 from tugline.exports.pipeline import Export, ExportSummary, Selection, Split, run
-from tugline.recording.trajectories import INDEX, Index, rebuild_all
 from tugline.schema import copy_fields
 from tugline.types import PluginSpec, Status, TraceKind
 
@@ -53,7 +46,7 @@ class Filters:
     def select_sessions(self) -> Selection:
         """Parse the conditions of sessions. Raises `UsageError`."""
         status = frozenset(self.status or ())
-        tags = _parse_pairs(self.tag, "--tag")
+        tags = parse_pairs(self.tag, "--tag")
         return copy_fields(Selection, self, status=status, tags=tags)
 
 
@@ -90,11 +83,11 @@ def export(
         force: Overwrite existing files.
     """
     plan = Export(
-        exporter=make_exporter(PluginSpec(form, _parse_options(given, "--with"))),
+        exporter=make_exporter(PluginSpec(form, parse_options(given, "--with"))),
         out=out,
         selection=filters.select_sessions(),
         filter=TraceFilter(frozenset(filters.kind or ()), filters.exact_only, filters.max_length),
-        builder=_parse_builder(builder, option),
+        builder=parse_builder(builder, option),
         split=_parse_split(split, seed),
         force=force,
     )
@@ -104,13 +97,8 @@ def export(
     print_report(summary, lambda: _show(summary), as_json=as_json)
 
 
-def _make_progress() -> Progress:
-    console = Console(stderr=True)
-    return Progress(console=console, transient=True, disable=not console.is_terminal)
-
-
 def _run(plan: Export, paths: list[Path]) -> ExportSummary:
-    with _make_progress() as progress:
+    with make_progress() as progress:
         bars = {phase: progress.add_task(phase, total=None) for phase in ("reading", "writing")}
         return run(
             plan,
@@ -119,48 +107,12 @@ def _run(plan: Export, paths: list[Path]) -> ExportSummary:
         )
 
 
-def rebuild(
-    session: str,
-    /,
-    *,
-    out: Path,
-    builder: str | None = None,
-    option: list[str] | None = None,
-    salvage: bool = False,
-    remote: Remote = DEFAULT_SERVER,
-    as_json: Json = False,
-) -> None:
-    """Build trajectories from recorded sessions alone, for a trainer to load.
-
-    Args:
-        session: A recording file, a folder of them, or the id of a session.
-        out: New folder for <session>.traj and index.json.
-        builder: Builder to use (default: the builder of each task).
-        option: key=value option of the builder; repeatable.
-        salvage: Build from the part of a damaged file before the damage.
-    """
-    root = Path(session)
-    spec = _parse_builder(builder, option)
-    with remote.find_recordings(session) as paths, _make_progress() as progress:
-        bar = progress.add_task("rebuilding", total=len(paths))
-        index = rebuild_all(
-            paths,
-            root if root.is_dir() else paths[0].parent,
-            out,
-            spec,
-            salvage=salvage,
-            on_file=lambda: progress.advance(bar),
-        )
-    failed = any(entry.error for entry in index.entries)
-    print_report(index, lambda: _show_index(index, out), as_json=as_json, failed=failed)
-
-
 # --------------------------------------------------------------------------- values of options
 def _parse_split(text: str | None, seed: int) -> Split | None:
     if text is None:
         return None
     try:
-        shares = {k: float(v) for k, v in _parse_pairs(text.split(","), "--split").items()}
+        shares = {k: float(v) for k, v in parse_pairs(text.split(","), "--split").items()}
     except ValueError as error:
         msg = f"--split {text!r} must be names and shares, such as train=0.9,test=0.1"
         raise UsageError(msg) from error
@@ -172,37 +124,6 @@ def _parse_split(text: str | None, seed: int) -> Split | None:
         msg = f"--split {text!r}: a name is part of a file name; use letters, digits, _ and -"
         raise UsageError(msg)
     return Split(shares=shares, seed=seed)
-
-
-def _parse_builder(name: str | None, options: Iterable[str] | None) -> PluginSpec | None:
-    """Parse ``--builder`` and its ``--option key=value``."""
-    given = _parse_options(options, "--option")
-    if given and name is None:
-        msg = f"--option {next(iter(options or ()))} is for a builder; name it with --builder"
-        raise UsageError(msg)
-    return None if name is None else PluginSpec(name, given)
-
-
-def _parse_options(texts: Iterable[str] | None, flag: str) -> dict[str, Any]:
-    """Parse ``key=value`` options of a plug-in; a value is JSON if valid, else text."""
-    return {key: _parse_value(text) for key, text in _parse_pairs(texts, flag).items()}
-
-
-def _parse_pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
-    """Parse ``key=value`` texts of a repeatable flag. Raises `UsageError`."""
-    pairs = {}
-    for text in texts or ():
-        key, equals, pairs[key] = text.partition("=")
-        if not key or not equals:
-            raise UsageError(f"{flag} {text!r} must be key=value")
-    return pairs
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return text
 
 
 # --------------------------------------------------------------------------- on the terminal
@@ -220,17 +141,3 @@ def _show(summary: ExportSummary) -> None:
     if summary.rows_left_out:
         print_text(f"of these, rows left out: {format_counts(summary.rows_left_out)}")
     print_text(*summary.errors, stderr=True)
-
-
-def _show_index(index: Index, out: Path) -> None:
-    built = [entry for entry in index.entries if entry.file]
-    for entry in index.entries:
-        if entry.error or entry.note:
-            print_text(f"{entry.recording}: {entry.error or entry.note}")
-    print_text(
-        f"{len(built)} of {len(index.entries)} recordings to {out}/{INDEX}: "
-        f"{sum(entry.traces for entry in built)} traces, "
-        f"{sum(entry.tokens for entry in built)} tokens, "
-        f"{sum(entry.ledger.trained for entry in built)} of "
-        f"{sum(entry.ledger.sampled for entry in built)} sampled tokens trained"
-    )

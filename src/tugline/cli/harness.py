@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from cyclopts import App, Parameter
+from cyclopts import App, Group, Parameter
 from rich.console import Console
 from rich.table import Column
 from rich.text import Text
@@ -24,8 +24,9 @@ from tugline.plugins import find, list_names
 from tugline.schema import decode, parse_json
 from tugline.types import PluginSpec
 
-harness = App(help="Agent programs that can be run.")
+harness = App(name="harness")
 
+_DEVELOP = Group("Develop Tugline", sort_key=1)
 Version = Annotated[str | None, Parameter(help="An exact version, instead of the pinned one.")]
 
 
@@ -200,7 +201,7 @@ def check(
     name: str | None = None,
     /,
     *,
-    every: Annotated[bool, Parameter("--all")] = False,
+    every: Annotated[bool, Parameter("--all", group=_DEVELOP)] = False,
     version: Version = None,
     own: Own = PRESETS,
     runtime: str = "auto",

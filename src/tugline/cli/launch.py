@@ -17,7 +17,7 @@ from cyclopts import App, Parameter
 
 from tugline.cli.options import LOOK_S, Count, Json, Remote
 from tugline.cli.output import print_report, print_text
-from tugline.cli.status import render
+from tugline.cli.tables import make_overview
 from tugline.cli.task import read_checked
 from tugline.cli.train import train
 from tugline.client.overview import Monitor
@@ -31,7 +31,7 @@ JOB = "slurm-job"
 VARIABLES = re.findall(r'^: "\$\{(\w+):=', SCRIPT.read_text(), re.MULTILINE)
 """Environment variables of the script; an empty variable has its default."""
 
-launch = App(help="Start a run on a cluster, and show its state.")
+launch = App(name="launch")
 
 
 @launch.command
@@ -143,7 +143,7 @@ async def _show_status(run: Path, *, as_json: bool) -> None:
             async with Remote(folder=run / "server").connect(LOOK_S) as client:
                 overview = await Monitor(client).read()
     line = ", ".join(f"{name} {value}" for name, value in report.items() if value)
-    parts = (line, render(overview)) if overview else (line,)
+    parts = (line, make_overview(overview)) if overview else (line,)
     print_report({**report, "overview": overview}, lambda: print_text(*parts), as_json=as_json)
 
 

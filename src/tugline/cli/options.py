@@ -12,11 +12,9 @@ from cyclopts.validators import Number
 
 from tugline.client.api import Client
 from tugline.client.sync import SyncClient
-from tugline.errors import ServerError, UsageError
+from tugline.errors import Missing, ServerError, UsageError
+from tugline.protocol import SessionView, TaskView
 from tugline.recording.folder import list_recordings, resolve
-
-INTERRUPTED = 130
-"""Exit code of a command that was interrupted."""
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
 """Positive integer."""
@@ -24,6 +22,8 @@ NotNegative = Annotated[float, Parameter(validator=Number(gte=0))]
 Required = Annotated[str, Parameter(required=True)]
 """Positional argument that must be given at least once."""
 Json = Annotated[bool, Parameter("--json", help="Print JSON.")]
+DATA = Path("tugline-data")
+Folder = Annotated[Path, Parameter("--dir", help="Folder of all data.")]
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "warm_start_model"
 """Tiny model that is served or trained by default."""
 _DEADLINE_S = 10.0
@@ -85,6 +85,16 @@ class Remote:
 
 DEFAULT_SERVER = Remote()
 """Server given by the environment or the working folder."""
+
+
+async def find_by_id(client: Client, name: str) -> TaskView | SessionView:
+    """Read the task or session with this id. Raises `Missing` if there is neither."""
+    with contextlib.suppress(Missing):
+        return await client.task(name)
+    try:
+        return await client.session(name)
+    except Missing as error:
+        raise Missing(f"there is neither a task nor a session {name!r} at {client.url}") from error
 
 
 def make_new_folder(keep: Path) -> None:

@@ -96,6 +96,11 @@ def print_text(*parts: RenderableType, style: str = "", stderr: bool = False) ->
         console.print(part, style=style, soft_wrap=isinstance(part, str))
 
 
+def echo(line: str) -> None:
+    """Print a line for people on stderr."""
+    print_text(line, stderr=True)
+
+
 def make_table(columns: Sequence[Column | str], rows: Iterable[Sequence[object]]) -> Table:
     """Create a table without lines; cells are literal text, or `Text` with a style."""
     table = Table(*columns, box=None)
@@ -120,6 +125,12 @@ def make_bar(console: Console) -> Progress:
         console=console,
         disable=not console.is_terminal,
     )
+
+
+def make_progress() -> Progress:
+    """Create a progress bar that disappears at its end; it is shown only on a terminal."""
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 
 class SessionProgress:

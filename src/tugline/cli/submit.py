@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tugline.cli.options import DEFAULT_SERVER, Json, Remote
 from tugline.cli.output import SessionProgress, print_json, print_text
-from tugline.cli.status import make_tasks_table
+from tugline.cli.tables import make_tasks_table
 from tugline.cli.task import Paths, read_checked
 from tugline.client.api import Client
 from tugline.client.overview import find_failure

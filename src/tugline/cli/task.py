@@ -31,7 +31,7 @@ from tugline.server.validation import check_task
 from tugline.task_files import make_template
 from tugline.types import Cause, PluginSpec, Task, is_pass
 
-task = App(help="Task files and task sets.")
+task = App(name="task")
 VALIDATION = "validation"
 """Tag for the state of validation."""
 

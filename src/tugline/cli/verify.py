@@ -1,22 +1,19 @@
-"""``tugline verify`` and ``view``: check recorded sessions, and show a session.
+"""``tugline verify``: check recorded sessions.
 
-`verify` exits with 0 if all checks that could be made passed, with 1 if a check failed or a
-recording is unreadable. `view` writes to the terminal, as JSON or as HTML.
+The exit code is 0 if all checks that could be made passed, 1 if a check failed or a recording is
+unreadable.
 """
 
-import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from tugline.cli.options import DEFAULT_SERVER, Json, Remote
 from tugline.cli.output import COLOURS, format_counts, make_table, print_report, print_text
-from tugline.errors import CaptureError, UsageError
+from tugline.errors import CaptureError
 from tugline.recording.file import read
-from tugline.recording.tokenizer_file import load_tokenizer
 from tugline.recording.verify.engine import Scorer, connect_scorer
 from tugline.recording.verify.session import (
     TOLERANCE,
@@ -27,12 +24,7 @@ from tugline.recording.verify.session import (
     verify_session,
 )
 from tugline.recording.verify.text import TextVerifier
-from tugline.recording.view.html_page import render_page, write_run
-from tugline.recording.view.session_view import TokenText, ViewedSession, encode_json, view_session
-from tugline.recording.view.terminal import CONTINUATION_STYLES, Terminal
-
-_WIDTH = 120
-"""Width of a session's lines if the output is not a terminal."""
+from tugline.recording.view.terminal import CONTINUATION_STYLES
 
 
 async def verify(
@@ -128,54 +120,3 @@ def _show_summary(summary: VerifySummary) -> None:
         f"turns: {turns or 'none'}; checks: {checks or 'none'}",
         style="red" if summary.failed else "green",
     )
-
-
-# --------------------------------------------------------------------------- view
-def view(
-    session: str,
-    /,
-    *,
-    builder: str | None = None,
-    turn: int | None = None,
-    tokenizer: Path | None = None,
-    as_json: Json = False,
-    html: Path | None = None,
-    salvage: bool = False,
-    remote: Remote = DEFAULT_SERVER,
-) -> None:
-    """Show what happened in a session: turns, tokens, forks, ledger and timings.
-
-    Args:
-        session: A recording file, or the id of a session; with --html also a folder of recordings.
-        builder: Show the traces of this builder (default: the task's builder).
-        turn: Show only this call, with its messages.
-        tokenizer: Path of tokenizer.json, if there is none beside the recording.
-        html: Write an HTML page to this file; for a folder of recordings, write a page per session
-            and an index into this new folder.
-        salvage: Show the part of a damaged file before the damage.
-    """
-
-    def load(path: Path) -> tuple[ViewedSession, TokenText]:
-        recording = read(path, salvage=salvage)
-        header = recording.header
-        texts = TokenText(load_tokenizer(path, header, tokenizer) if header else None)
-        return view_session(path, recording, builder), texts
-
-    if html is not None and Path(session).is_dir() and turn is None and not as_json:
-        print(write_run(Path(session), html, load))
-        return
-    with remote.find_recording(session) as path:
-        session_view, texts = load(path)
-    numbers = [each.call for each in session_view.view.turns]
-    if turn is not None and turn not in numbers:
-        known = f"its calls are {numbers[0]} to {numbers[-1]}" if numbers else "it has no calls"
-        raise UsageError(f"--turn {turn}: there is no such call in {path}; {known}")
-    if html is not None:
-        html.write_text(render_page(session_view, texts), encoding="utf-8")
-        print_text(f"wrote {html} ({html.stat().st_size / 1e3:,.0f} kB)", stderr=as_json)
-    if as_json:
-        print(encode_json(session_view, turn).decode())
-    elif html is None:
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
-        terminal = Terminal(console, session_view, texts)
-        terminal.print_session() if turn is None else terminal.print_turn(turn)

@@ -74,6 +74,15 @@ class _BatchingTransport:
         return getattr(self._transport, name)
 
 
+class _Server(uvicorn.Server):
+    """Server that leaves the signals to the process that it runs in."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
 class _BoundedHttp(HttpToolsProtocol):
     """HTTP/1.1 protocol with a timeout and a size limit for headers."""
 
@@ -212,8 +221,8 @@ async def serve(
         sock.close()
         msg = f"certificate {tls and tls[0]} and key {tls and tls[1]} cannot be used: {error}"
         raise UsageError(msg) from error
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server._serve([sock]))  # noqa: SLF001 - `serve` would take over signals
+    server = _Server(config)
+    task = asyncio.create_task(server.serve([sock]))
     try:
         while not server.started:
             if task.done():

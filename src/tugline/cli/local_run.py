@@ -1,0 +1,55 @@
+"""A run of tasks on this machine, without a server, with its results in a folder."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from tugline.aio import handle_signals
+from tugline.cli.node_options import NodeOptions, add_default_engine
+from tugline.cli.output import SessionProgress
+from tugline.cli.process import keep_running
+from tugline.datasets.base import INSTANCE, SPLIT, TASKSET
+from tugline.launch.local import run_in_folder
+from tugline.protocol import ResultView
+from tugline.types import Task
+
+
+def run_with_progress(
+    tasks: Sequence[Task],
+    local: NodeOptions,
+    out: Path,
+    console: Console,
+    *,
+    more_samples: bool = False,
+) -> list[ResultView]:
+    """Run sessions without a result in `out`, with progress. Raises `SystemExit` if stopped."""
+    settings = add_default_engine(local.load())
+    progress = SessionProgress(console, sum(task.samples for task in tasks))
+    views: list[ResultView] = []
+
+    def add(view: ResultView, _: int) -> None:
+        failure = view.failure.message if view.failure else ""
+        progress.add(view.session, view.reward, failure)
+
+    async def main() -> None:
+        this = asyncio.current_task()
+        with progress.bar, handle_signals(lambda: None if this is None else this.cancel()):
+            views.extend(await run_in_folder(tasks, settings, out, add, more_samples=more_samples))
+
+    try:
+        keep_running(main, local.log_file)
+    except SystemExit:
+        console.print(f"stopped; the same command resumes in {out}")
+        raise
+    return views
+
+
+def read_tags(tasks: list[Task]) -> Mapping[str, Mapping[str, str]]:
+    """Return the tags of each task, except those that identify it."""
+    own = {INSTANCE, SPLIT, TASKSET}
+    return {
+        task.id: {name: value for name, value in task.tags.items() if name not in own}
+        for task in tasks
+    }

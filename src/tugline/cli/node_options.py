@@ -1,0 +1,90 @@
+"""Options of commands that run sessions on this machine, and the settings that they give.
+
+Flags override the configuration file, which has all settings.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+from msgspec.structs import replace
+
+from tugline.cli.options import DEMO_MODEL
+from tugline.cli.output import echo
+from tugline.errors import UsageError
+from tugline.launch.settings import Flags, Settings, load_settings
+from tugline.types import Mode
+
+Processes = int | Literal["auto"] | None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """Options of commands that run sessions on this machine."""
+
+    config: Path | None = None
+    """YAML or TOML file with any setting."""
+    engine: list[str] | None = None
+    """URL of the engine; repeat for replicas."""
+    model: str | None = None
+    """Name of the model at the engine (default: the first); without --engine: model folder."""
+    tokenizer: Path | None = None
+    """With --engine: path of the model's tokenizer.json, for exact mode."""
+    renderer: str | None = None
+    """Chat template for exact mode, such as qwen3."""
+    api_key_env: str | None = None
+    """With --engine: environment variable with the engine's API key."""
+    messages_only: bool = False
+    """Use an API that reports no token ids."""
+    slots: int | None = None
+    """Number of concurrent agents."""
+    log_file: Annotated[Path | None, Parameter("--log")] = None
+    """File for a log of JSON lines."""
+
+    def load(
+        self,
+        *,
+        server: Flags | None = None,
+        name: str | None = None,
+        processes: int | str | None = None,
+    ) -> Settings:
+        """Load the settings from their file and these flags. Raises `UsageError`."""
+        engine = {
+            "urls": self.engine or None,
+            "tokenizer": self.tokenizer,
+            "renderer": self.renderer,
+            "api_key_env": self.api_key_env,
+            "mode": Mode.TEXT.value if self.messages_only else None,
+        }
+        node = {"slots": self.slots, "name": name, "processes": processes}
+        settings = load_settings(self.config, server=server or {}, node=node, engine=engine)
+        if self.model is None:
+            return settings
+        if settings.engine.urls:
+            return replace(settings, engine=replace(settings.engine, served_name=self.model))
+        return replace(settings, engine=replace(settings.engine, model=Path(self.model)))
+
+
+DEFAULT_NODE = NodeOptions()
+"""Options that override nothing."""
+
+
+def add_default_engine(settings: Settings) -> Settings:
+    """Serve the demo's tiny model if no engine is given.
+
+    Raises `UsageError` if file and flags contradict each other.
+    """
+    engine = settings.engine
+    elsewhere = engine.urls or settings.ray.engine_actors
+    if elsewhere and engine.model:
+        msg = "engine.model is for an engine in this process; beside engine.urls give served_name"
+        raise UsageError(msg)
+    if engine.tokenizer and not elsewhere:
+        msg = "--tokenizer is for an engine at a URL; a model folder has its own tokenizer"
+        raise UsageError(msg)
+    if elsewhere or engine.model:
+        return settings
+    echo("no engine given: serving the demo's tiny model (--engine URL for a real one)")
+    return replace(settings, engine=replace(engine, model=DEMO_MODEL))
