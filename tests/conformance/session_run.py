@@ -18,7 +18,7 @@ from tugline.sandbox.base import Exit, Sandbox, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
 from tugline.testing import CONTEXT_WINDOW, Reply, Script, serve_scripted_model
 from tugline.types import Call, Limits, PluginSpec, Session, Task
-from tugline.web.serve import Message, Receive, Send
+from tugline.web.http import Message, Receive, Send
 
 _MODEL = "tugline-policy"
 _SESSION = Session(id="check-0", task="check", sample=0)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tugline.launch.garbage import managed_gc
-from tugline.web.serve import Http, raise_file_limit, serve
+from tugline.web.http import Http
+from tugline.web.serve import raise_file_limit, serve
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 

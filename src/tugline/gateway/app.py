@@ -35,7 +35,8 @@ from tugline.recording.folder import file_name
 from tugline.recording.records import RecordedEventKind, RecordedResult
 from tugline.types import Call, Mode, Session, Task
 from tugline.web.engine_http import ModelCard
-from tugline.web.serve import Http, Message, Receive, Send, serve
+from tugline.web.http import Http, Message, Receive, Send
+from tugline.web.serve import serve
 
 _PATH = re.compile(
     r"(?:/s/(?P<session>[^/]+))?(?:/(?P<version>v1(?:alpha|beta)?\d*))?(?P<rest>/.*)"

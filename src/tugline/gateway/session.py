@@ -39,7 +39,7 @@ from tugline.recording import file as recordings
 from tugline.recording.file import Writer
 from tugline.recording.records import Header, RecordedEventKind
 from tugline.types import MalformedCalls, SpentLimit
-from tugline.web.serve import Http
+from tugline.web.http import Http
 
 T = TypeVar("T")
 _RETRY = "x-stainless-retry-count"

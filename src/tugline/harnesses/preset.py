@@ -35,7 +35,8 @@ from tugline.harnesses.npm import Npm
 from tugline.sandbox.base import Exit, Runtime, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
 from tugline.schema import decode
-from tugline.web.serve import Http, Message, Receive, Send, serve
+from tugline.web.http import Http, Message, Receive, Send
+from tugline.web.serve import serve
 
 Window = Annotated[int, msgspec.Meta(ge=1)]
 """Context window of an engine, in tokens."""

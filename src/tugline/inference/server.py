@@ -23,7 +23,7 @@ from tugline.errors import ClientGone, EngineError, NotFound, RequestError, Tugl
 from tugline.inference import base
 from tugline.schema import copy_fields
 from tugline.types import Logprobs
-from tugline.web.serve import Http, Message, Receive, Send
+from tugline.web.http import Http, Message, Receive, Send
 from tugline.web.sse import DONE, encode_event
 
 _MAX_BODY = 256 << 20

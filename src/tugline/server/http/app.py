@@ -41,7 +41,8 @@ from tugline.server.http.route import (
     respond,
 )
 from tugline.server.metrics import ServerMetrics
-from tugline.web.serve import Http, serve
+from tugline.web.http import Http
+from tugline.web.serve import serve
 
 ROUTES = (*handlers.ROUTES, *feeds.ROUTES)
 THREAD_BYTES = 256 << 10

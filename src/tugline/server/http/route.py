@@ -34,7 +34,7 @@ from tugline.server.metrics import ServerMetrics
 from tugline.server.store import nodes
 from tugline.server.store.database import Database
 from tugline.types.task import Task, Tenant
-from tugline.web.serve import Http
+from tugline.web.http import Http
 
 Q = TypeVar("Q")
 B = TypeVar("B")
