@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from cyclopts import App
 
-from commands import TUGLINE, run_command, run_program, run_python
 from recording.view.synthetic import small
+from support.commands import TUGLINE, run_command, run_program, run_python
 from tugline.cli.app import COMMANDS, MODULES, make_app
 from tugline.cli.output import make_table, print_text
 

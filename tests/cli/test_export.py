@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from commands import run_command, run_python
 from exports.made import record
 from recording.view.synthetic import small
+from support.commands import run_command, run_python
 from tugline.recording.trajectories import read_folder
 
 
