@@ -13,7 +13,7 @@ import pytest
 import structlog
 from hypothesis import settings
 
-from live_server import LiveServer
+from support.restartable_server import LiveServer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts what runs in the background with this signal ignored, and so would its children.

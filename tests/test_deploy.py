@@ -19,7 +19,7 @@ import msgspec
 import pytest
 import yaml
 
-from commands import run_program
+from support.commands import run_program
 from tugline.cli.app import COMMANDS, make_app
 from tugline.launch.settings import load_settings
 from tugline.server.http.route import Tokens

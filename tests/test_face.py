@@ -7,7 +7,7 @@ from importlib import metadata
 import pytest
 
 import tugline
-from commands import run_python
+from support.commands import run_python
 
 NAMES = [
     "Boundary", "Callback", "Client", "Conflict", "Failure", "Group", "GroupResults", "Invalid",

@@ -18,7 +18,7 @@ from config_table import describe
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from commands import run_program, run_python
+from support.commands import run_program, run_python
 from tugline import errors
 from tugline.cli.app import COMMANDS
 from tugline.config import Config

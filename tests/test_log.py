@@ -16,7 +16,7 @@ import pytest
 import structlog
 from msgspec.structs import replace
 
-from observed import CALL, observed, task
+from support.deployment import CALL, observed, task
 from tugline import log
 from tugline.server.store import sessions
 from tugline.web.serve import serve

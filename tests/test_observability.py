@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.core import Metric
 
-from observed import observed
+from support.deployment import observed
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = ROOT / "examples" / "grafana" / "tugline.json"

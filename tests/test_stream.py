@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from commands import run_program
-from graded import finish
-from live_server import LiveServer
-from served import TOKENS
+from support.commands import run_program
+from support.groups import finish
+from support.restartable_server import LiveServer
+from support.server import TOKENS
 from tugline.stream import GradedGroup, GroupStream
 
 CONSUMER = """

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from observed import CALL, observed, task
+from support.deployment import CALL, observed, task
 from tugline.errors import UsageError
 from tugline.node.telemetry import ENDPOINTS, Rollout, Tracer, open_tracer
 from tugline.types import Boundary, Failure, Ledger, Session, Trajectory

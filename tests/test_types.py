@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calls import make_call
+from support.calls import make_call
 from tugline.types import (
     HANDLING,
     Call,

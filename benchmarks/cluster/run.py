@@ -32,8 +32,8 @@ from light import Fleet
 
 sys.path.append(str(Path(__file__).parents[1] / "server"))
 from measures import task
-
 from rig import Api, Server, fail, note, postgres
+
 from tugline.web.serve import raise_file_limit
 
 SLOTS = 64

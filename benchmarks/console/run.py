@@ -37,8 +37,8 @@ sys.path += [str(ROOT / "benchmarks" / "server"), str(ROOT / "tests" / "browser"
 
 from chromium import chromium  # noqa: E402 - the folders above
 from measures import task  # noqa: E402
-
 from rig import Api, Server, note, postgres  # noqa: E402
+
 from tugline.server.store import results, sessions, tasks  # noqa: E402
 from tugline.server.store.base import Tx  # noqa: E402
 from tugline.server.store.database import open_database  # noqa: E402

@@ -16,9 +16,9 @@ from urllib.request import urlopen
 import numpy as np
 from load import SessionClient, closed_loop, open_loop
 from processes import cpu_of
+from rig import Mode, Rig, fail, note
 from script import Bodies
 
-from rig import Mode, Rig, fail, note
 from tugline.recording import file as recordings
 
 SLICES = 5

@@ -33,8 +33,8 @@ from engine import SPACING_S
 from load import UnexpectedResponse
 from measures import SIZES, Size
 from processes import ChildFailed
-
 from rig import MODES, Mode, Rig, fail, launch, note, record_echoes
+
 from tugline.web.serve import raise_file_limit
 
 PARTS = ("results", "growth", "nodes", "open", "memory")

@@ -20,8 +20,8 @@ from typing import Any
 
 import aiohttp
 from measures import task
-
 from rig import Api, Server, note
+
 from tugline.protocol import LeaseRequest, NodeRegistration
 
 _WAIT_S = 60

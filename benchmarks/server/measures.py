@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-
 from rig import Api, Program, Server, engine, fail, note
+
 from tugline.protocol import LeaseRequest, NodeRegistration
 from tugline.recording.trajectories import pack
 from tugline.types import Group, Ledger, PluginSpec, Reward, Status, Task, Trajectory

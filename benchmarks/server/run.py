@@ -25,7 +25,6 @@ import aiohttp
 import uvloop
 from long_polls import long_polls
 from measures import SIZES, Size, dispatch, pipeline, queue
-
 from rig import Server, note, postgres
 
 STORES = ("sqlite", "postgres")

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from attacked import IMAGE, Arena
-from containers import podman
-from sandboxes import WITH_PYTHON
+from support.attacks import IMAGE, Arena
+from support.containers import podman
+from support.sandbox import WITH_PYTHON
 from tugline.types import Workspace
 
 __all__ = ["podman"]

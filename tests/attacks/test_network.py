@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-import served
-from attacked import Arena, python, shell, token
-from rig import Rig, rig, says
+from support.attacks import Arena, python, shell, token
+from support.gateway import Rig, rig, says
+from support.server import TOKENS, serve
 from tugline.sandbox.base import Sandbox
 from tugline.types import PluginSpec, Session, Task
 
@@ -66,9 +66,9 @@ async def send_to_gateway(
 async def test_reach_the_control_plane(any_arena: Arena) -> None:
     """It is unreachable even with a valid token."""
     folder = any_arena.folder
-    serving = served.serve(f"sqlite:{folder}/store.db", folder / "server")
+    serving = serve(f"sqlite:{folder}/store.db", folder / "server")
     async with serving as server, any_arena.open() as sandbox:
-        codes = await send(sandbox, [("GET", f"{server.url}/v1/tasks", served.TOKENS.client)])
+        codes = await send(sandbox, [("GET", f"{server.url}/v1/tasks", TOKENS.client)])
     assert (codes == ["200"]) is not any_arena.isolated, codes
 
 

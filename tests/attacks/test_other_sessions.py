@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from attacked import Arena, python, shell, token
-from sandboxes import wait_until_running
+from support.attacks import Arena, python, shell, token
+from support.sandbox import wait_until_running
 from tugline.aio import run_beside
 
 READ = """

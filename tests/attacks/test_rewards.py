@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-import judging
-from attacked import Arena, running, shell, token
-from repositories import git
-from rig import until
+from support import evaluation
+from support.attacks import Arena, running, shell, token
+from support.gateway import until
+from support.repositories import git
 from tugline.errors import SandboxError
 from tugline.evaluators.base import Evaluator
 from tugline.evaluators.harbor import HarborEvaluator
@@ -53,10 +53,10 @@ async def earned(
         end = await sandbox.run(("sh", "-c", script), env=env, timeout_s=10)
         assert not end.timed_out
         patch = await sandbox.diff()
-    task = judging.task(files, workspace)
+    task = evaluation.task(files, workspace)
     spec = SandboxSpec(workspace=workspace, mounts=evaluator.mounts(task))
     folder = arena.folder / f"evaluator-{number}"
-    judge = judging.Judge(folder, task, timeout_s=20.0, runtime=arena.runtime, spec=spec)
+    judge = evaluation.Judge(folder, task, timeout_s=20.0, runtime=arena.runtime, spec=spec)
     outcome = judge.outcome(patch.files)
     # On a busy machine there may be no verdict; the server would run the session again.
     for _ in range(3):

@@ -13,8 +13,8 @@ import platform
 import psutil
 import pytest
 
-from attacked import Arena, python
-from waiting import until
+from support.attacks import Arena, python
+from support.polling import until
 
 _LIBC = """
 import ctypes, errno, os, resource, signal, socket, subprocess, sys, time

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attacked import Arena, python, shell
+from support.attacks import Arena, python, shell
 from tugline.types import Cause
 
 MAPPED = """

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-import judging
-from attacked import Arena
-from judging import Judge
+from support import evaluation
+from support.attacks import Arena
+from support.evaluation import Judge
 from tugline.evaluators.base import Evaluator, Verdict
 from tugline.evaluators.swebench import SweBenchEvaluator
 from tugline.evaluators.tests import TestsEvaluator
@@ -51,7 +51,7 @@ async def give_verdict(
 ) -> Verdict:
     """The verdict on `work`, in sandboxes that begin with `base`."""
     workspace = Workspace(folder="/srv/shop", image=arena.workspace.image)
-    task = judging.task(workspace=workspace)
+    task = evaluation.task(workspace=workspace)
     spec = SandboxSpec(workspace=Workspace(image=workspace.image))
     place = arena.folder / folder
     judge = Judge(place, task, base, timeout_s=60.0, runtime=arena.runtime, spec=spec)

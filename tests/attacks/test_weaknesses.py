@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from attacked import Arena
+from support.attacks import Arena
 from tugline import log
 from tugline.rollout.parts import Parts
 from tugline.types import PluginSpec

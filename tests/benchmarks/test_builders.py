@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.programs import ROOT, measure
-from calls import make_call, make_header, write_calls
+from support.calls import make_call, make_header, write_calls
 from tugline.types import Branch, Call, EchoChange, PluginSpec, TraceKind
 
 END = 9

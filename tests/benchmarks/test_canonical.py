@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from canonical import Canonical
 
-from calls import make_call as call
-from drawn_sessions import whole
+from support.calls import make_call as call
+from support.random_sessions import whole
 from tugline.traces.base import PrefixMerging
 from tugline.types import Call, Finish, Trace
 

@@ -5,7 +5,7 @@ import io
 import msgspec
 import zstandard
 
-from served import Served
+from support.server import Served
 from tugline.protocol import HeldSession, NodeRegistered, Work
 from tugline.types import (
     Boundary,

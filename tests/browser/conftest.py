@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from browser.chromium import Tab, chromium
-from served import TOKENS, Served, serve
+from support.server import TOKENS, Served, serve
 
 TURNS = "[...document.querySelectorAll('[aria-label=Turns] [role=option]:not([aria-disabled])')]"
 """Calls in the list of turns."""

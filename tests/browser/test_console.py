@@ -17,7 +17,7 @@ import pytest
 from browser.busy import HOSTILE, fill
 from browser.chromium import Tab
 from browser.conftest import act_as_client, check_accessibility, enter_token
-from served import TOKENS, Served, result
+from support.server import TOKENS, Served, result
 from tugline.server.store.base import Tx
 
 pytestmark = pytest.mark.browser

@@ -15,9 +15,9 @@ import pytest
 from browser.busy import append_log, commit
 from browser.chromium import Tab
 from browser.conftest import DRAWN, TOKEN_FACTS, TOKENS_BOX, TURNS, check_accessibility
-from commands import run_program
 from recording.view.synthetic import HOSTILE, LAST_WORD, Script, encode, long, small, whole
-from served import TOKENS, Served
+from support.commands import run_program
+from support.server import TOKENS, Served
 from tugline.protocol import NodeRegistered, Work
 from tugline.recording.file import read
 from tugline.recording.trajectories import rebuild

@@ -13,7 +13,6 @@ import pytest
 
 from browser.chromium import Tab, chromium
 from browser.conftest import DRAWN, TOKEN_FACTS, TOKENS_BOX, TURNS, check_accessibility
-from commands import run_program
 from recording.view.synthetic import (
     HOSTILE,
     LAST_WORD,
@@ -25,6 +24,7 @@ from recording.view.synthetic import (
     tokenizer,
     view,
 )
+from support.commands import run_program
 from tugline.recording.file import read
 from tugline.recording.records import RecordedEvent, RecordedEventKind
 from tugline.recording.view.html_page import pack_recording, render_page

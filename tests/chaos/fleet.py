@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from chaos.wire import Api
-from tiny import tokenizer
+from support.tokenizer import tokenizer
 
 HERE = Path(__file__).parent
 GROUP = 4

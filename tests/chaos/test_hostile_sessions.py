@@ -46,8 +46,8 @@ def make_hostile(folder: Path) -> list[dict[str, Any]]:
     """Twenty sessions whose failures look like those of a node."""
     damage = ["python3", "agent.py", str(folder)]
     nowhere = {"engine": "unix:///nonesuch.sock", "image": "x"}
-    out_of_order = {"name": "bad_parts:OutOfOrder"}
-    ending = {"name": "bad_parts:Ending", "options": {"by": "cancellation"}}
+    out_of_order = {"name": "support.failing_plugins:OutOfOrder"}
+    ending = {"name": "support.failing_plugins:Ending", "options": {"by": "cancellation"}}
     return [
         make_task("impossible-limit", 4, limits={"init_s": 0.001}),
         make_task("endless-loop", 4, evaluator={"name": "tests", "options": LOOP}),
@@ -58,10 +58,10 @@ def make_hostile(folder: Path) -> list[dict[str, Any]]:
             harness={"name": "shell", "options": {"command": damage}},
             files={"agent.py": AGENT + DAMAGE},
         ),
-        make_task("odd-report", 1, evaluator={"name": "bad_parts:Unencodable"}),
+        make_task("odd-report", 1, evaluator={"name": "support.failing_plugins:Unencodable"}),
         make_task("ending-evaluator", 1, evaluator=ending),
         make_task("no-container-engine", 2, runtime={"name": "container", "options": nowhere}),
-        make_task("broken-builder", 3, builder={"name": "bad_parts:Broken"}),
+        make_task("broken-builder", 3, builder={"name": "support.failing_plugins:Broken"}),
         make_task("broken-harness", 2, harness=out_of_order),
     ]
 

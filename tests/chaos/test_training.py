@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from chaos.fleet import HERE, TUGLINE, Fleet
-from training_run import check_totals, write_config
+from support.training import check_totals, write_config
 from tugline.trainers.config import CHECKPOINTS
 
 KINDS = ("trainer", "engine", "server", "node0")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiny import OFFLINE, SPECIALS, rendering, tokenizer
+from support.tokenizer import OFFLINE, SPECIALS, rendering, tokenizer
 from tugline.chat.model_call import ChoiceMode, Piece, ReasoningDelta, TextDelta, ToolChoice
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import Rendering

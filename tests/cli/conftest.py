@@ -15,9 +15,9 @@ import msgspec
 import pytest
 import structlog
 
-from commands import TUGLINE, run_command
-from live_server import LiveServer, leased
-from served import TOKENS
+from support.commands import TUGLINE, run_command
+from support.restartable_server import LiveServer, leased
+from support.server import TOKENS
 from tugline import log
 from tugline.cli.app import main
 from tugline.client.nodes import NodeClient

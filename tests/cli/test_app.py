@@ -14,8 +14,8 @@ import pytest
 from cyclopts import App
 
 import tugline
-from commands import TUGLINE, run_command, run_program, run_python
 from recording.view.synthetic import small
+from support.commands import TUGLINE, run_command, run_program, run_python
 from tugline.cli import app
 from tugline.cli.app import COMMANDS, DEVELOP, GROUPS, make_app
 from tugline.cli.output import make_table, print_text

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Run
-from commands import TUGLINE, run_program
+from support.commands import TUGLINE, run_program
 from tugline.cli import bench
 
 

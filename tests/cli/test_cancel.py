@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from cli.conftest import Shell
-from live_server import task
+from support.restartable_server import task
 
 
 async def test_tasks_and_sessions_are_cancelled(shell: Shell) -> None:

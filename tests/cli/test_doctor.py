@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 from cli.conftest import Shell
-from commands import TUGLINE, run_program
-from live_server import task
-from served import TOKENS
+from support.commands import TUGLINE, run_program
+from support.restartable_server import task
+from support.server import TOKENS
 from tugline.client.nodes import NodeClient
 from tugline.protocol import NodeRegistration
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from commands import run_command, run_python
 from exports.made import record
+from support.commands import run_command, run_python
 
 
 def test_the_summary_counts_every_filter(tmp_path: Path) -> None:

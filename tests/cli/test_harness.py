@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import run_command
+from support.commands import run_command
 from tugline.harnesses.install import install_dir, install_once
 from tugline.plugins import BUILT_IN
 

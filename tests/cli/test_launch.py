@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cli.conftest import Run, Shell
-from training_run import write_config
+from support.training import write_config
 
 PROGRAMS = Path(__file__).parent / "slurm"
 TASK = (

@@ -6,7 +6,7 @@ import asyncio
 import os
 
 from cli.conftest import TUGLINE, Shell, end
-from live_server import commit, task
+from support.restartable_server import commit, task
 
 
 async def test_a_log_is_printed_and_followed(shell: Shell) -> None:

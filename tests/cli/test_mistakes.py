@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Run
-from commands import run_command
 from recording.view.synthetic import small
+from support.commands import run_command
 
 MISTAKEN = Path(__file__).parent / "mistaken"
 """Input files of the wrong commands."""

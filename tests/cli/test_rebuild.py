@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from commands import run_command
 from recording.view.synthetic import small
+from support.commands import run_command
 from tugline.recording.trajectories import read_folder
 
 

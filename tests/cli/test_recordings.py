@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from cli.conftest import Shell
-from live_server import commit, task
 from recording.view.synthetic import small
+from support.restartable_server import commit, task
 
 UNKNOWN = "tugline: there is no recording 'nobody', and no session of that id below runs/; "
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from commands import run_command
 from replay.played import TURNS, observed, record, see_wallaby, tampered
+from support.commands import run_command
 
 
 def tugline(*options: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cli.conftest import Run
-from commands import run_command
 from launch.processes import World, task, world, write
-from training_run import write_config
+from support.commands import run_command
+from support.training import write_config
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.recording.trajectories import RESULTS, read_folder

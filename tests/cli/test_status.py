@@ -16,10 +16,10 @@ import pytest
 from rich.console import Console
 
 from cli.conftest import TUGLINE, Shell
-from live_server import task as a_task
-from observed import CALL, Observed, observed, task
-from rig import until
-from served import TOKENS
+from support.deployment import CALL, Observed, observed, task
+from support.gateway import until
+from support.restartable_server import task as a_task
+from support.server import TOKENS
 from tugline.cli.tables import make_overview
 from tugline.client.api import Client
 from tugline.client.overview import Monitor

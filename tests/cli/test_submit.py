@@ -7,7 +7,7 @@ import json
 import signal
 
 from cli.conftest import Shell, end
-from leased import result, until
+from support.control_plane import result, until
 from tugline.server.store import stats, tasks
 from tugline.types import Cause
 

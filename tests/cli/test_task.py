@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from commands import run_command
-from containers import podman
-from repositories import git
+from support.commands import run_command
+from support.containers import podman
+from support.repositories import git
 from tugline.cli.task import read_checked
 from tugline.errors import ConfigError
 from tugline.plugins import find

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from cli.conftest import Run, end, kill_when, start
-from commands import TUGLINE
+from support.commands import TUGLINE
+from support.training import check_totals, write_config
 from trainers.test_sft import write_run
-from training_run import check_totals, write_config
 from tugline.inference.load import load
 from tugline.trainers.config import CHECKPOINTS, MODEL
 from tugline.trainers.sinks import METRICS, read_lines

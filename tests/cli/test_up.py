@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import run_command
+from support.commands import run_command
 from tugline.cli.output import background_stderr, echo
 
 

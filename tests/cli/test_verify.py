@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from commands import run_command
 from recording.verify.recorded import changed, read_in, rewritten, work
 from recording.view.synthetic import small
+from support.commands import run_command
 
 verify = partial(run_command, "verify")
 

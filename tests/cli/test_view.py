@@ -9,9 +9,9 @@ from urllib.parse import unquote
 
 import pytest
 
-from commands import run_command
 from recording.view.synthetic import small, tokenizer
-from served import flip_bit
+from support.commands import run_command
+from support.server import flip_bit
 from tugline.cli.view import view
 from tugline.recording.view import html_page
 

@@ -8,8 +8,8 @@ from contextlib import aclosing
 
 import pytest
 
-from live_server import LiveServer, commit, held, leased, task
-from served import TOKENS, damage_results
+from support.restartable_server import LiveServer, commit, held, leased, task
+from support.server import TOKENS, damage_results
 from tugline.client.api import Client
 from tugline.client.nodes import NodeClient
 from tugline.errors import FencedError, Invalid, Missing, ServerError, UsageError

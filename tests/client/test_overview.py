@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from observed import observed
-from served import TOKENS
+from support.deployment import observed
+from support.server import TOKENS
 from tugline.client.api import Client
 from tugline.client.overview import examine
 from tugline.server.http.app import Api, serve_api

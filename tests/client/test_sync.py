@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from live_server import LiveServer, task
-from served import TOKENS
+from support.restartable_server import LiveServer, task
+from support.server import TOKENS
 from tugline.client.api import Client
 from tugline.client.sync import SyncClient
 from tugline.errors import Missing, UsageError

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos.fleet import free_ports, until
-from commands import run_program
+from support.commands import run_program
 
 NODES = ("n1", "n2", "n3")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "squeue", "scontrol")

@@ -19,9 +19,9 @@ import pytest
 
 from chaos.fleet import free_ports, make_task, until
 from cluster.slurm import Slurm, find_obstacle, slurm
-from commands import TUGLINE
-from tiny import tokenizer
-from training_run import write_config
+from support.commands import TUGLINE
+from support.tokenizer import tokenizer
+from support.training import write_config
 from tugline.cli.launch import SCRIPT
 from tugline.trainers.sinks import METRICS, read_lines
 

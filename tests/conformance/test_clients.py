@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from conformance.programs import exact, install_from_npm
-from rig import RENDERING, Play, Rig, rig, says
+from support.gateway import RENDERING, Play, Rig, rig, says
 from tugline.errors import HarnessError
 from tugline.harnesses.npm import find_node
 from tugline.sandbox.processes import run_command

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from conformance.programs import CALLS, THINKS, exact, install, run, run_on_node
-from rig import RENDERING, Play, in_turn, rig
+from support.gateway import RENDERING, Play, in_turn, rig
 from tugline.errors import HarnessError
 from tugline.testing import Reply
 from tugline.types import Branch, CallOutcome, Ids

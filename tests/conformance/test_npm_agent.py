@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import TUGLINE, run_program
+from support.commands import TUGLINE, run_program
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "npm_agent"

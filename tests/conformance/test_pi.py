@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from commands import run_command
 from conformance.worker import check
+from support.commands import run_command
 from tugline.cli.harness_check import cases_of
 
 pytestmark = pytest.mark.pi

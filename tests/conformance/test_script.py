@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from calls import make_call
 from conformance import worker
 from conformance.session_run import SessionRun, WireRecord
 from conformance.worker import stages_of
+from support.calls import make_call
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import Rendering
 from tugline.cli.harness_check import CASES, LAST_WORDS, Case, cases_of, check

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conformance.programs import THINKS, exact, run_on_node
-from rig import in_turn, rig, says, until
+from support.gateway import in_turn, rig, says, until
 from tugline.testing import Reply
 from tugline.types import CallOutcome, Ids
 

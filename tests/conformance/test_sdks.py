@@ -15,7 +15,7 @@ from google.genai import errors, types
 
 from conformance.programs import CALLS, THINKS, exact
 from conformance.sdk_clients import APIS, READ, Api
-from rig import Constrained, Play, Rig, in_turn, rig, says
+from support.gateway import Constrained, Play, Rig, in_turn, rig, says
 from tugline.gateway.policy import CallSettings
 from tugline.testing import Reply
 from tugline.types import Branch, EchoChange, Role, TraceKind

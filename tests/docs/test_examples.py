@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from cyclopts import CycloptsError, MissingArgumentError
 
-from commands import run_command
+from support.commands import run_command
 from tugline.cli.app import COMMANDS, make_app
 from tugline.datasets.base import TaskTemplate
 from tugline.datasets.files import SetFile

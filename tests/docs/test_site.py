@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import run_program
+from support.commands import run_program
 from tugline.cli.app import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]

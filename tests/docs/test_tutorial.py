@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from chaos.fleet import until
-from commands import run_program
+from support.commands import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "tugline train train.yaml --out runs/first"

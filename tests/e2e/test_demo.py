@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from cli.conftest import end, kill_when, start
-from commands import TUGLINE
-from training_run import check_totals
+from support.commands import TUGLINE
+from support.training import check_totals
 from tugline.launch.server import STORE
 from tugline.recording import file as recordings
 from tugline.recording.folder import list_recordings

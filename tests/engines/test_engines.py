@@ -18,8 +18,8 @@ from engines import servers
 from engines.conftest import FURTHEST, Served
 from engines.tool_model import RECITE, TOOLS, WINDOW
 from inference.tiny_model import truth
-from leased import a_task, until
 from recording.verify.recorded import read_in
+from support.control_plane import a_task, until
 from tugline.chat.engines import ROUTES
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer

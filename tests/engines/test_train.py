@@ -9,7 +9,7 @@ from rich.console import Console
 
 from engines import servers
 from engines.tool_model import Folders
-from training_run import write_config
+from support.training import write_config
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import read_config
 from tugline.trainers.loop import train

@@ -13,9 +13,9 @@ import zstandard
 
 from engines.servers import ROOT, installed
 from exports.made import export, record, two_turns
-from graded import ONCE, finish, trajectory
-from live_server import LiveServer, task
-from served import TOKENS
+from support.groups import ONCE, finish, trajectory
+from support.restartable_server import LiveServer, task
+from support.server import TOKENS
 from tugline.client.nodes import NodeClient
 from tugline.protocol import LeaseRequest, NodeRegistration
 from tugline.stream import GradedGroup, GroupStream

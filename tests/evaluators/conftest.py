@@ -1,4 +1,4 @@
-from containers import podman
-from sandboxes import driver
+from support.containers import podman
+from support.sandbox import driver
 
 __all__ = ["driver", "podman"]

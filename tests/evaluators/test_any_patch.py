@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from judging import Judge, task
+from support.evaluation import Judge, task
 from tugline.evaluators.tests import TestsEvaluator
 from tugline.types import Workspace
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from commands import run_program
-from judging import Judge, task
-from sandboxes import WITH_PYTHON, Driver, run_shell
+from support.commands import run_program
+from support.evaluation import Judge, task
+from support.sandbox import WITH_PYTHON, Driver, run_shell
 from tugline.evaluators.tests import TestsEvaluator
 from tugline.sandbox.base import Mount, Sandbox
 from tugline.sandbox.patch import FileChange

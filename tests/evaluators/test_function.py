@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from judging import Judge, task
+from support.evaluation import Judge, task
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.evaluators.function import FunctionEvaluator

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from containers import DEBIAN
+from support.containers import DEBIAN
 from tugline.datasets.base import Solution
 from tugline.evaluators.harbor import parse_rewards
 from tugline.plugins import find

@@ -15,9 +15,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from calls import make_call
-from judging import Judge as Sandboxes
-from judging import task
+from support.calls import make_call
+from support.evaluation import Judge as Sandboxes
+from support.evaluation import task
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import SessionOutcome
 from tugline.evaluators.judge import Criterion, JudgeEvaluator, make_prompt, shorten

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from calls import make_call
-from judging import Judge, task
+from support.calls import make_call
+from support.evaluation import Judge, task
 from tugline.evaluators.base import SessionCompletedEvaluator
 from tugline.sandbox.base import Exit
 from tugline.types import Call, Cause, SpentLimit

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-import judging
-from sandboxes import WITH_PYTHON, Driver
+from support import evaluation
+from support.sandbox import WITH_PYTHON, Driver
 from tugline.evaluators.tests import TestsEvaluator
 from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
@@ -40,10 +40,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def judge(folder: Path, driver: Driver) -> judging.Judge:
+def judge(folder: Path, driver: Driver) -> evaluation.Judge:
     """A task on a repository with hidden tests."""
-    given = judging.task(workspace=Workspace(folder="/srv/shop"))
-    return judging.Judge(folder, given, CALC, runtime=driver.runtime, spec=driver.spec())
+    given = evaluation.task(workspace=Workspace(folder="/srv/shop"))
+    return evaluation.Judge(folder, given, CALC, runtime=driver.runtime, spec=driver.spec())
 
 
 @pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-import judging
-from sandboxes import WITH_PYTHON, Driver
+from support import evaluation
+from support.sandbox import WITH_PYTHON, Driver
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import Verdict
 from tugline.evaluators.script import parse_apart
@@ -42,7 +42,7 @@ ROW: dict[str, Any] = {
 }
 
 
-class Judge(judging.Judge):
+class Judge(evaluation.Judge):
     """Evaluates patches of FILES in sandboxes."""
 
     async def evaluate(self, files: Mapping[str, str | None], **options: Any) -> Verdict:
@@ -53,7 +53,7 @@ class Judge(judging.Judge):
 @pytest.fixture
 def judge(tmp_path: Path) -> Judge:
     """A judge with a folder of its own."""
-    return Judge(tmp_path, judging.task(), FILES, timeout_s=40)
+    return Judge(tmp_path, evaluation.task(), FILES, timeout_s=40)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ async def test_files_that_shadow_a_test_are_refused(driver: Driver, tmp_path: Pa
     The row's script imports from the top before it imports from the tests.
     """
     given = {"timeout_s": 40, "runtime": driver.runtime, "spec": driver.spec()}
-    judge = Judge(tmp_path, judging.task(), FILES, **given)
+    judge = Judge(tmp_path, evaluation.task(), FILES, **given)
     shadows = dict.fromkeys(SHADOWS, FAKE)
     assert (await judge.evaluate(shadows)).reward.value == 0.0
     verdict = await judge.evaluate({**shadows, **GOOD})

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from commands import run_program
-from containers import DEBIAN
-from sandboxes import read_log, run_shell
-from swe_toy import make, tasks, written
+from support.commands import run_program
+from support.containers import DEBIAN
+from support.sandbox import read_log, run_shell
+from support.swe_repository import make, tasks, written
 from tugline.datasets.base import Solution
 from tugline.datasets.swe import SweTaskSet
 from tugline.rollout.parts import Parts

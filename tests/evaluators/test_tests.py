@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from judging import Judge, task
-from sandboxes import WITH_PYTHON, Driver
+from support.evaluation import Judge, task
+from support.sandbox import WITH_PYTHON, Driver
 from tugline.errors import EvaluatorError, SandboxError
 from tugline.evaluators.own_pytest import find_tests
 from tugline.evaluators.tests import TestsEvaluator

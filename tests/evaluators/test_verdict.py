@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bad_parts import Ending
-from judging import task
+from support.evaluation import task
+from support.failing_plugins import Ending
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.verdict import MAX_VALUES, evaluate, make_plain

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from judging import Judge, task
-from rig import in_turn, rig
+from support.evaluation import Judge, task
+from support.gateway import in_turn, rig
 from tugline.errors import ConfigError, EvaluatorError, SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.weighted import WeightedEvaluator

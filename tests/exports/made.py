@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from msgspec.structs import replace
 
-from calls import make_call, make_header
+from support.calls import make_call, make_header
 from tugline.exports.base import make_exporter
 from tugline.exports.pipeline import Export, ExportSummary, run
 from tugline.recording.file import Writer

@@ -17,12 +17,12 @@ import pytest
 from msgspec.structs import replace
 from renderers import create_renderer
 
-from calls import read_calls
-from commands import run_program
 from exports.made import call, export, read_rows, record, two_turns
-from rig import ASK, RENDERING, in_turn, rig
+from support.calls import read_calls
+from support.commands import run_program
+from support.gateway import ASK, RENDERING, in_turn, rig
+from support.training import TRL_ON_CPU, load_tokenizer
 from trainers.sessions import tiny
-from training_run import TRL_ON_CPU, load_tokenizer
 from tugline.chat.templates.base import CONFIGS
 from tugline.errors import ConfigError
 from tugline.exports.base import SkipReason, TraceFilter

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rig import RENDERING, ids, rig, says
+from support.gateway import RENDERING, ids, rig, says
 from tugline.chat.engines.generate import Embedded
 from tugline.errors import EngineError
 from tugline.gateway.app import Gateway

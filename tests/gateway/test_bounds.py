@@ -17,8 +17,8 @@ import zstandard
 from starlette.requests import Request
 from starlette.responses import Response
 
-from faulty import Dialect, check, client, each_dialect, say, whole
-from rig import rig, rig_of, says, until
+from support.failing_engine import Dialect, check, client, each_dialect, say, whole
+from support.gateway import rig, rig_of, says, until
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.policy import CallSettings, InFlight
@@ -26,7 +26,7 @@ from tugline.types import Branch, Limits, Mode, SpentLimit
 from tugline.types.task import MIN_TEMPERATURE
 
 WINDOW = 4000
-"""Tokens, in `faulty.Faulty`; a body may have a megabyte and 16 bytes for each of them."""
+"""Tokens, in `support.failing_engine`; a body may have a megabyte and 16 bytes for each of them."""
 MAX_BODY = (1 << 20) + 16 * WINDOW
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rig import ASK, RENDERING, cut_once, ids, in_turn, rig, says, text_of, until
+from support.gateway import ASK, RENDERING, cut_once, ids, in_turn, rig, says, text_of, until
 from tugline.errors import EngineError
 from tugline.gateway.policy import CallSettings
 from tugline.recording.file import read

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rig import Play, ids, rig, says, text_of, until
+from support.gateway import Play, ids, rig, says, text_of, until
 from tugline.chat.engines.base import Delta
 from tugline.gateway.answer import AnswerState
 from tugline.gateway.policy import CallSettings

@@ -18,7 +18,7 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from faulty import (
+from support.failing_engine import (
     DIALECTS,
     Dialect,
     check,
@@ -30,7 +30,7 @@ from faulty import (
     status,
     whole,
 )
-from rig import ids
+from support.gateway import ids
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import Rendering
 from tugline.recording.file import Writer

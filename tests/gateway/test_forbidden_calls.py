@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from chat_engine import create_chat_app
-from rig import ASK, RENDERING, in_turn, rig, says
+from support.chat_engine import create_chat_app
+from support.gateway import ASK, RENDERING, in_turn, rig, says
 from tugline.chat.engines.base import EngineRequest, Feature, Post
 from tugline.chat.engines.chat import VllmChat
 from tugline.chat.engines.generate import Embedded

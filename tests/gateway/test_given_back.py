@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leased import a_task
-from rig import ASK, Rig, rig, says, until
+from support.control_plane import a_task
+from support.gateway import ASK, Rig, rig, says, until
 from tugline.errors import UsageError
 from tugline.gateway.policy import CallSettings
 from tugline.recording.file import Writer

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from faulty import chunk
-from peers import Peer, listen
-from rig import RENDERING, Rig, ids, rig, says, text_of, until
+from support.failing_engine import chunk
+from support.gateway import RENDERING, Rig, ids, rig, says, text_of, until
+from support.sockets import Peer, listen
 from tugline.gateway.answer import AT_ENGINE
 from tugline.gateway.choice import Choice
 from tugline.gateway.policy import CallSettings

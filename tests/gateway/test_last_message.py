@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chat_engine import create_chat_app
-from rig import ASK, RENDERING, Rig, in_turn, rig, says
+from support.chat_engine import create_chat_app
+from support.gateway import ASK, RENDERING, Rig, in_turn, rig, says
 from tugline.chat.engines.chat import VllmChat
 from tugline.testing import ScriptedEngine
 from tugline.traces.base import PrefixMerging

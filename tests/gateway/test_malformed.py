@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.test_usage import PATHS, ask
-from rig import ids, rig, says
+from support.gateway import ids, rig, says
 from tugline.recording.verify.text import TextVerifier
 from tugline.types import EchoChange, MalformedCalls, Session, ToolCall
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gateway import mutations
-from rig import in_turn, rig_of
+from support.gateway import in_turn, rig_of
 from tugline.errors import CaptureError
 from tugline.recording import file
 from tugline.recording.codec import Unpacker

@@ -13,9 +13,9 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from faulty import DIALECTS, chunk, client
-from peers import Peer, listen
-from rig import ids, rig, says, text_of, until
+from support.failing_engine import DIALECTS, chunk, client
+from support.gateway import ids, rig, says, text_of, until
+from support.sockets import Peer, listen
 from tugline.chat.engines.generate import Embedded
 from tugline.gateway.answer import AT_ENGINE, ENDED, TERMINAL, TRANSITIONS, AnswerState
 from tugline.gateway.gate import Gate

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from tiny import rendering, tokenizer
+from support.tokenizer import rendering, tokenizer
 from tugline.chat.model_call import ThreadInfo
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer

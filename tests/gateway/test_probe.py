@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from commands import run_command
-from rig import RENDERING, says
+from support.commands import run_command
+from support.gateway import RENDERING, says
 from tugline.errors import EngineError, UsageError
 from tugline.gateway.app import Gateway
 from tugline.gateway.probe import CheckOutcome, EngineReport, connect, probe

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rig import in_turn, rig
+from support.gateway import in_turn, rig
 from tugline.schema import read_jsonl
 from tugline.traces.base import PrefixMerging
 from tugline.types import Branch, Call, EchoChange, TraceKind

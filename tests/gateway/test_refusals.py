@@ -14,8 +14,17 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from faulty import DIALECTS, Dialect, check, chunk, client, each_dialect, status, whole
-from rig import ids, rig, says, until
+from support.failing_engine import (
+    DIALECTS,
+    Dialect,
+    check,
+    chunk,
+    client,
+    each_dialect,
+    status,
+    whole,
+)
+from support.gateway import ids, rig, says, until
 from tugline.errors import EngineError
 from tugline.gateway.policy import CallSettings
 from tugline.testing import Reply

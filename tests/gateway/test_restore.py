@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.test_text_completions import client
-from rig import ASK, RENDERING, Rig, in_turn, rig, says, until
+from support.gateway import ASK, RENDERING, Rig, in_turn, rig, says, until
 from tugline.gateway.policy import CallSettings
 from tugline.gateway.prefix import CallTree
 from tugline.traces.lineage import Continuation, trace_lineage

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 import structlog
 
-from rig import Rig, rig, says
+from support.gateway import Rig, rig, says
 from tugline import log
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import Rendering

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rig import ASK, rig, says
+from support.gateway import ASK, rig, says
 from tugline.gateway.policy import CallSettings
 from tugline.recording.records import RecordedEventKind
 from tugline.types import Finish, Limits, PluginSpec, Policy, Sampling, Session, SpentLimit, Task

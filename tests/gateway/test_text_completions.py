@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from exports.made import export, record
-from rig import RENDERING, Rig, ids, in_turn, rig, says, until
+from support.gateway import RENDERING, Rig, ids, in_turn, rig, says, until
 from tugline.exports.base import SkipReason
 from tugline.gateway.app import Gateway
 from tugline.gateway.policy import CallSettings
@@ -55,7 +55,7 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def client(folder: Path, *plays: Any, **options: Any) -> AsyncIterator[Client]:
-    """See `rig`."""
+    """See `support.gateway`."""
     async with rig(folder, *plays, **options) as it:
         made = Client(it)
         async with made.sdk:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rig import ASK, Play, Rig, ids, rig, rig_of, says, text_of, until
+from support.gateway import ASK, Play, Rig, ids, rig, rig_of, says, text_of, until
 from tugline.gateway.policy import CallSettings
 from tugline.testing import Reply
 from tugline.types import Call, Ids, Mode, TraceKind

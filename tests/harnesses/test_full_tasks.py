@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from containers import BUSYBOX, DEBIAN, podman  # noqa: F401 - a fixture
+from support.containers import BUSYBOX, DEBIAN, podman  # noqa: F401 - a fixture
 from tugline.cli.harness_check import CASES, Case, cases_of
 from tugline.gateway.app import Gateway
 from tugline.harnesses.preset import start_once

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-import harbor_stub
+from support import harbor
 from tugline.inference.server import create_app
 from tugline.recording import file as recordings
 from tugline.testing import (
@@ -75,7 +75,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[Any]:
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The recipe's module."""
-    harbor_stub.install(monkeypatch)
+    harbor.install(monkeypatch)
     monkeypatch.syspath_prepend(RECIPE)
     return importlib.import_module("tugline_harbor")
 

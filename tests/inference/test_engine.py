@@ -12,8 +12,8 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from inference.tiny_model import EOS, VOCAB, prompt, tiny, truth
-from random_models import mistral
-from rig import until
+from support.gateway import until
+from support.models import mistral
 from tugline.errors import ContextOverflow, EngineError, RequestError, UsageError
 from tugline.inference.base import GenerateRequest, SampledChunk, join
 from tugline.inference.engine import Engine

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from commands import run_python
 from inference.tiny_model import EOS, prompt, tiny, truth
-from tiny import tokenizer
+from support.commands import run_python
+from support.tokenizer import tokenizer
 from tugline.errors import UsageError
 from tugline.inference.load import load
 

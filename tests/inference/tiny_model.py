@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
-from random_models import log_probabilities, qwen3
+from support.models import log_probabilities, qwen3
 from tugline.types import Ids, Logprobs
 
 VOCAB = 512

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny import tokenizer
+from support.tokenizer import tokenizer
 from tugline.inference.server import create_app
 from tugline.testing import Reply, ScriptedEngine
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from chaos.fleet import Program, free_ports
-from commands import TUGLINE, run_command
-from tiny import tokenizer
+from support.commands import TUGLINE, run_command
+from support.tokenizer import tokenizer
 
 TESTS = Path(__file__).parents[1]
 AGENT = TESTS / "chaos" / "agent.py"

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from chaos.fleet import free_ports
 from launch.engine import create_engine
-from tiny import tokenizer
+from support.tokenizer import tokenizer
 from tugline.errors import EngineError, UsageError
 from tugline.launch.engine import open_engine
 from tugline.launch.settings import EngineSettings

@@ -17,7 +17,7 @@ import structlog
 import tugline
 from launch.engine import create_engine
 from launch.processes import AGENT, task
-from tiny import rendering
+from support.tokenizer import rendering
 from tugline.chat.engines.generate import Embedded
 from tugline.client.streams import Result
 from tugline.errors import ServerError

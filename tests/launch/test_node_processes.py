@@ -15,7 +15,8 @@ import pytest
 
 from launch.engine import create_engine
 from launch.processes import DATA, EXACT, World, task, write
-from rig import RENDERING
+from support.gateway import RENDERING
+from support.polling import until
 from tugline.chat.engines.generate import Embedded
 from tugline.errors import ServerError, UsageError
 from tugline.gateway.replicas import Upstream
@@ -29,7 +30,6 @@ from tugline.recording import file as recordings
 from tugline.recording.records import RecordedEventKind
 from tugline.types import Status, Task, Trajectory
 from tugline.web.serve import serve
-from waiting import until
 
 ANSWER = "so be it<|im_end|>"
 START_S = 90.0

@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from certificates import make_certificate
-from commands import TUGLINE, run_program
 from launch.processes import EXACT, World, task, write
+from support.certificates import make_certificate
+from support.commands import TUGLINE, run_program
 
 
 def _start(world: World, **settings: str) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from leased import until
-from served import TOKENS, Served, serve
+from support.control_plane import until
+from support.server import TOKENS, Served, serve
 from tugline.launch import tokens
 from tugline.server.store import nodes
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from observed import CALL
-from rig import rig, says
-from simulated_node import open_plane
+from support.deployment import CALL
+from support.gateway import rig, says
+from support.node import open_plane
+from support.polling import until
 from tugline.node.app import Node
 from tugline.node.settings import NodeSettings
 from tugline.rollout.parts import Parts
 from tugline.sandbox.bubblewrap import Bubblewrap
 from tugline.types import Group, Limits, PluginSpec, Task
-from waiting import until
 
 TAP = {"command": ["sh", "-c", "echo 'ok 1 - a'; echo 1..1"], "format": "tap"}
 LOOP = {"command": ["sleep", "60"], "format": "tap", "timeout_s": 0.5}
@@ -42,9 +42,9 @@ ENDS: dict[str, dict[str, Any]] = {
     "out of time in all": {"limits": Limits(total_s=0.2)},
     "tests out of time": {"evaluator": PluginSpec("tests", LOOP)},
     "no sandbox": {"runtime": NOWHERE},
-    "a broken builder": {"builder": PluginSpec("bad_parts:Broken")},
-    "a broken evaluator": {"evaluator": PluginSpec("bad_parts:Crashing")},
-    "a report that is no text": {"evaluator": PluginSpec("bad_parts:Unencodable")},
+    "a broken builder": {"builder": PluginSpec("support.failing_plugins:Broken")},
+    "a broken evaluator": {"evaluator": PluginSpec("support.failing_plugins:Crashing")},
+    "a report that is no text": {"evaluator": PluginSpec("support.failing_plugins:Unencodable")},
 }
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rig import Play, rig, says
-from simulated_node import make_task, open_bench
+from support.gateway import Play, rig, says
+from support.node import make_task, open_bench
+from support.polling import until
 from tugline.errors import SandboxError
 from tugline.node import health
 from tugline.node.health import SUSPICIOUS, Canary, Health
@@ -20,7 +21,6 @@ from tugline.rollout.parts import Parts
 from tugline.server.store import nodes
 from tugline.testing import Reply
 from tugline.types import Cause, Failure, Group, Ledger, Limits, PluginSpec, Status, Trajectory
-from waiting import until
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support.polling import until
 from tugline.node import housekeeping
 from tugline.node.housekeeping import COMMITTED, Housekeeping, Journal
 from tugline.node.settings import NodeSettings
@@ -17,7 +18,6 @@ from tugline.node.telemetry import Stats
 from tugline.rollout.parts import Parts
 from tugline.sandbox.local import LocalRuntime
 from tugline.sandbox.processes import start_time
-from waiting import until
 
 KB = 1 << 10
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import aiohttp
 
-from observed import CALL, observed, read, task, until
+from support.deployment import CALL, observed, read, task, until
 from tugline.node.admission import EngineLoad
 from tugline.types import Status
 from tugline.web.serve import serve

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from simulated_node import Bench, make_task, open_bench, open_plane
+from support.node import Bench, make_task, open_bench, open_plane
+from support.polling import until
 from tugline.errors import ServerError
 from tugline.node.active_sessions import CHUNK
 from tugline.node.housekeeping import COMMITTED
 from tugline.protocol import NodeRegistration, PauseMode
 from tugline.server.store import leases, nodes, results
 from tugline.types import Boundary, Cause, Group, Stale, Status
-from waiting import until
 
 
 async def test_sessions_are_rolled_out_evaluated_and_committed(tmp_path: Path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from observed import observed, read, task
+from support.deployment import observed, read, task
+from support.polling import until
 from tugline.node.telemetry import Rollout
 from tugline.server.store import stats
 from tugline.types import STAGES
-from waiting import until
 
 
 class MemoryTracer:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from calls import make_call
+from support.calls import make_call
 from tugline.recording.file import Writer
 from tugline.recording.records import RecordedEvent, RecordedEventKind
 from tugline.types import Call, Ids, Message, Role, Tool

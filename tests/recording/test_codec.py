@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from calls import make_call, write_calls
-from drawn_sessions import SESSIONS, Drawn
+from support.calls import make_call, write_calls
+from support.random_sessions import SESSIONS, Drawn
 from tugline.errors import CaptureError
 from tugline.recording.file import Writer, read
 from tugline.types import Call, Image, Message, Role, Sampling, Tool, ToolCall, VersionSpan, encode

@@ -15,9 +15,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calls import make_call, write_calls
-from commands import run_program
 from recording import killed_writer
+from support.calls import make_call, write_calls
+from support.commands import run_program
 from tugline.errors import CaptureError, EngineError
 from tugline.recording.file import MAGIC, Recording, Writer, read
 from tugline.recording.records import SampledTokens

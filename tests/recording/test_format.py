@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from calls import make_header
-from commands import run_program
 from recording.killed_writer import conversation
+from support.calls import make_header
+from support.commands import run_program
 from tugline.recording.file import MAGIC, VERSION, Writer
 from tugline.recording.records import RecordedEvent, RecordedEventKind
 from tugline.types import Image, Message, Role

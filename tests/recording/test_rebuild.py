@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from calls import write_calls
-from commands import TUGLINE, run_program
 from launch.test_local import local, make
 from recording.verify.recorded import work
-from served import flip_bit
+from support.calls import write_calls
+from support.commands import TUGLINE, run_program
+from support.server import flip_bit
 from tugline.errors import CaptureError, UsageError
 from tugline.recording import file as recordings
 from tugline.recording.file import write_result

@@ -28,7 +28,7 @@ from replay.played import (
     tampered,
     task,
 )
-from rig import until
+from support.gateway import until
 from tugline.errors import UsageError
 from tugline.plugins import find
 from tugline.recording.file import read

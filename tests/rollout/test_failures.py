@@ -16,10 +16,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from attacked import IMAGE, running, token
-from containers import left, podman
-from observed import CALL
-from rig import Reply, rig, says
+from support.attacks import IMAGE, running, token
+from support.containers import left, podman
+from support.deployment import CALL
+from support.gateway import Reply, rig, says
 from tugline import schema
 from tugline.errors import CaptureError, EngineError, UsageError
 from tugline.gateway.app import Opened

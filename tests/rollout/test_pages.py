@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from rig import rig, says
 from rollout.test_rollout import a_task, run_task
+from support.gateway import rig, says
 from tugline.plugins import BUILT_IN, find
 from tugline.sandbox.limits import ProgramLimits
 from tugline.types import PluginSpec

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from bad_parts import Uninstallable
-from observed import CALL
-from rig import in_turn, rig
 from rollout.test_failures import FILES
+from support.deployment import CALL
+from support.failing_plugins import Uninstallable
+from support.gateway import in_turn, rig
 from tugline.aio import PausableTimeout
 from tugline.errors import SandboxError
 from tugline.gateway.app import Gateway

@@ -1,4 +1,4 @@
-from containers import container, podman
-from sandboxes import driver, image, sandbox
+from support.containers import container, podman
+from support.sandbox import driver, image, sandbox
 
 __all__ = ["container", "driver", "image", "podman", "sandbox"]

@@ -1,4 +1,4 @@
-"""Behaviour of Apptainer alone, with itself and with a stand-in; see `sandboxes`."""
+"""Behaviour of Apptainer alone, with itself and with a stand-in; see `support.sandbox`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import Driver, read_log, run_shell
+from support.sandbox import Driver, read_log, run_shell
 from tugline.errors import ImageError
 from tugline.sandbox.apptainer import Apptainer
 from tugline.sandbox.base import SandboxSpec

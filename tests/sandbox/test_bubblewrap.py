@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from chaos.fleet import until as wait_until
-from commands import run_program
-from sandboxes import Driver, read_log, run_shell, users
+from support.commands import run_program
+from support.sandbox import Driver, read_log, run_shell, users
 from tugline.errors import SandboxError
 from tugline.sandbox.base import Mount, Sandbox, SandboxSpec
 from tugline.sandbox.bubblewrap import Bubblewrap

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from repositories import Clone, git
+from support.repositories import Clone, git
 from tugline.errors import UsageError, WorkspaceError
 from tugline.sandbox import repos
 from tugline.sandbox.cache import WorkspaceCache

@@ -17,8 +17,8 @@ import msgspec
 import pytest
 import uvloop
 
-from rig import until
-from sandboxes import (
+from support.gateway import until
+from support.sandbox import (
     DRIVERS,
     WITH_PYTHON,
     Driver,

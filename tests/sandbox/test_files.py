@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from commands import run_program
-from sandboxes import dig, open_files
+from support.commands import run_program
+from support.sandbox import dig, open_files
 from tugline.errors import DiskFull, SandboxError, UsageError
 from tugline.sandbox.files import open_folder, read_file, remove, write_files
 from tugline.sandbox.patch import FileChange

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from commands import run_program
-from repositories import Clone, git
+from support.commands import run_program
+from support.repositories import Clone, git
 from tugline.errors import WorkspaceError
 from tugline.sandbox.repos import end_history
 

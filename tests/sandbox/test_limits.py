@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sandboxes import dig
+from support.sandbox import dig
 from tugline.errors import SandboxError
 from tugline.sandbox.base import Exit
 from tugline.sandbox.hardening import bpf_filter

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from containers import DEBIAN
-from sandboxes import Driver
+from support.containers import DEBIAN
+from support.sandbox import Driver
 from tugline.errors import ConfigError, SandboxError, TuglineError, UsageError, WorkspaceError
 from tugline.plugins import find, make
 from tugline.sandbox.base import Mount, Runtime, SandboxSpec

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from commands import run_program
-from sandboxes import dig
+from support.commands import run_program
+from support.sandbox import dig
 from tugline.sandbox import overlay
 from tugline.sandbox.files import write_files
 from tugline.sandbox.overlay import OverlayWorkspace, unmount_all

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from certificates import make_certificate
 from chaos.fleet import until as wait_until
-from rig import until
-from sandboxes import open_files, page, serve
+from support.certificates import make_certificate
+from support.gateway import until
+from support.sandbox import open_files, page, serve
 from tugline.errors import ConfigError, SandboxNetworkError
 from tugline.sandbox import network
 from tugline.sandbox.network import (

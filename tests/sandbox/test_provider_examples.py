@@ -1,6 +1,6 @@
 """The examples of custom sandbox providers, with this machine as the remote one.
 
-`harbor_stub` stands in for Harbor.
+`support.harbor` stands in for Harbor.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import pytest
 
-import harbor_stub
-from sandboxes import (
+from support import harbor
+from support.sandbox import (
     kill_node,
     run_session,
     run_shell,
@@ -66,8 +66,8 @@ def provider(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Provider:
     """The example with this name."""
-    harbor_stub.install(monkeypatch)
-    monkeypatch.setattr(harbor_stub.BaseEnvironment, "started", [])
+    harbor.install(monkeypatch)
+    monkeypatch.setattr(harbor.BaseEnvironment, "started", [])
     for folder in (EXAMPLES, EXAMPLES / "harbor_environments"):
         monkeypatch.syspath_prepend(folder)
     return Provider(request.param, tmp_path)
@@ -87,8 +87,8 @@ async def test_a_session_runs(provider: Provider, tmp_path: Path) -> None:
         assert (await run_shell(sandbox, "kill -9 $$")).code == -9
         inside = "127.0.0.1" if provider.name == "remote" else "10.0.0.5"
         assert await sandbox.expose("http://127.0.0.1:81/s/x") == f"http://{inside}:81/s/x"
-        assert bool(harbor_stub.BaseEnvironment.started) is (provider.name == "harbor")
-    assert harbor_stub.BaseEnvironment.started == []
+        assert bool(harbor.BaseEnvironment.started) is (provider.name == "harbor")
+    assert harbor.BaseEnvironment.started == []
     assert provider.name == "harbor" or not list(provider.there.iterdir())
     left = {path.name for path in (tmp_path / "sandbox").iterdir()}
     assert left <= {"logs", "harbor", "harbor-trial"}
@@ -154,10 +154,10 @@ async def test_environments_of_killed_nodes_are_stopped(provider: Provider, tmp_
     async with provider.make().open(tmp_path / "sandbox", provider.spec()):
         record = (tmp_path / "sandbox" / "harbor.json").read_bytes()
     (tmp_path / "sandbox" / "harbor.json").write_bytes(record)
-    harbor_stub.BaseEnvironment.started.append(msgspec.json.decode(record)["session"])
+    harbor.BaseEnvironment.started.append(msgspec.json.decode(record)["session"])
     other = provider.make(environment="daytona")  # a node reaps without the options of a task
     assert [await asyncio.to_thread(other.reap, tmp_path) for _ in range(2)] == [1, 0]
-    assert harbor_stub.BaseEnvironment.started == []
+    assert harbor.BaseEnvironment.started == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes import Driver, read_log, run_shell
+from support.sandbox import Driver, read_log, run_shell
 from tugline.evaluators.script import format_patch
 from tugline.sandbox import overlay
 from tugline.sandbox.base import Sandbox

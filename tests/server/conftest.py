@@ -13,8 +13,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from leased import Clock, Earlier, Open
-from served import Served, make_control, serve
+from support.control_plane import Clock, Earlier, Open
+from support.server import Served, make_control, serve
 from tugline.server.control import ControlPlane
 from tugline.server.store import base, postgres, sqlite
 from tugline.server.store.base import STEPS

@@ -10,7 +10,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from leased import limited_files
+from support.control_plane import limited_files
 from tugline.errors import Missing, StoreError, UsageError
 from tugline.server.blobs import Blobs, LocalBlobs, open_blobs
 

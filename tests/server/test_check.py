@@ -8,9 +8,9 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from commands import run_command
 from recording.verify.recorded import work
-from served import Served, damage_results, flip_bit, serve
+from support.commands import run_command
+from support.server import Served, damage_results, flip_bit, serve
 
 
 async def check(folder: Path, *options: object) -> tuple[int, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from leased import Idler, Open, a_task, read_pages, result
+from support.control_plane import Idler, Open, a_task, read_pages, result
 from tugline.errors import Invalid, UsageError
 from tugline.protocol import CommitOutcome, NodeRegistration, TaskQuery, TaskState
 from tugline.server.control import ControlPlane

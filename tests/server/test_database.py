@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from leased import Earlier, limited_files
+from support.control_plane import Earlier, limited_files
 from tugline.errors import Missing, StoreError, UsageError
 from tugline.server.store.base import STEPS, Tx
 from tugline.server.store.database import Database, open_database

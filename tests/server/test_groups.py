@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from leased import Idler, Open, a_task, names
+from support.control_plane import Idler, Open, a_task, names
 from tugline.errors import Missing
 from tugline.protocol import Cancelled, ResultQuery, StopKind, TaskState
 from tugline.server.control import ControlPlane

@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from leased import Idler, Open, a_task, names, on_postgres, pass_time, result, statements
+from support.control_plane import (
+    Idler,
+    Open,
+    a_task,
+    names,
+    on_postgres,
+    pass_time,
+    result,
+    statements,
+)
 from tugline.errors import Conflict, FencedError
 from tugline.protocol import (
     CommitOutcome,

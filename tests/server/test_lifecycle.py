@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import pytest
 
-from leased import a_task
+from support.control_plane import a_task
 from tugline.errors import FencedError
 from tugline.protocol import (
     CommitOutcome,

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
-from leased import Idler, Open, a_task
-from observed import read
+from support.control_plane import Idler, Open, a_task
+from support.deployment import read
 from tugline.protocol import EventQuery
 from tugline.server.control import ControlPlane
 from tugline.server.metrics import ServerMetrics

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from leased import Open, a_task, finish, statements, submit
+from support.control_plane import Open, a_task, finish, statements, submit
 from tugline.errors import Invalid
 from tugline.protocol import Event, EventKind, EventQuery, ResultQuery, Results
 from tugline.server.blobs import LocalBlobs

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from leased import Idler, Open, a_task
+from support.control_plane import Idler, Open, a_task
 from tugline.errors import Missing
 from tugline.protocol import ResultQuery
 from tugline.server.control import ControlPlane

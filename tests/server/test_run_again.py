@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from leased import Idler, a_task, names
+from support.control_plane import Idler, a_task, names
 from tugline.errors import Missing
 from tugline.protocol import TaskState
 from tugline.server.control import ControlPlane

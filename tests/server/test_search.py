@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from leased import Earlier, Open, a_task, finish, read_pages, submit
+from support.control_plane import Earlier, Open, a_task, finish, read_pages, submit
 from tugline.errors import Missing
 from tugline.protocol import EventKind, EventQuery, SessionQuery
 from tugline.server.control import ControlPlane

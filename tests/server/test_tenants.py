@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from leased import Idler, Open, a_task, finish, on_postgres, statements, submit
+from support.control_plane import Idler, Open, a_task, finish, on_postgres, statements, submit
 from tugline.config import from_mapping
 from tugline.errors import ConfigError, QuotaExceeded
 from tugline.protocol import NodeRegistration

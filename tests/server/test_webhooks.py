@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from leased import a_task, finish, submit
+from support.control_plane import a_task, finish, submit
 from tugline.aio import run_beside
 from tugline.errors import Invalid
 from tugline.protocol import Delivery, DeliveryQuery, DeliveryState, EventKind, WebhookBody

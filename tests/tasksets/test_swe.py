@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swe_toy import make, tasks, written
+from support.swe_repository import make, tasks, written
 from tugline import plugins
 from tugline.datasets.base import TaskSet
 from tugline.datasets.swe import END, START, SweTaskSet, list_files

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from launch.processes import World
-from swe_toy import EXAMPLE, make, written
+from support.swe_repository import EXAMPLE, make, written
+from support.tokenizer import tokenizer
 from tasksets.test_swe import GYM
-from tiny import tokenizer
 from tugline.config import load
 from tugline.datasets.base import TaskTemplate
 from tugline.datasets.files import read_set

@@ -11,12 +11,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from commands import run_python
+from support.commands import run_python
+from support.polling import until
 from tugline.inference.server import create_app
 from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Ids
 from tugline.web.serve import serve
-from waiting import until
 
 GENERATE = "/inference/v1/generate"
 BODY = {"token_ids": [7, 8, 9], "sampling_params": {"logprobs": 0}, "request_id": "r1"}

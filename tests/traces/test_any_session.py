@@ -10,7 +10,7 @@ from canonical import Canonical
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drawn_sessions import SESSIONS, Drawn, whole
+from support.random_sessions import SESSIONS, Drawn, whole
 from tugline.traces.base import (
     Builder,
     PerRequest,

@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from calls import make_call as call
-from calls import read_calls
+from support.calls import make_call as call
+from support.calls import read_calls
 from tugline.errors import CaptureError, ConfigError
 from tugline.schema import read_jsonl
 from tugline.traces.base import PrefixMerging, make_builder

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3ForCausalLM
 
-from random_models import log_probabilities, qwen3
+from support.models import log_probabilities, qwen3
 from tugline.trainers.grpo.batch import Row, pack, plain_sample
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.forward import PolicyModel

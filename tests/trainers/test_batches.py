@@ -40,7 +40,7 @@ def make(folder: Path, **schedule: Any) -> TaskBatches:
         "tasks": {"taskset": {"name": "jsonl", "options": options}},
         "template": {
             "harness": {"name": "shell", "options": {"command": "true"}},
-            "evaluator": {"name": "function", "options": {"target": "training_run:by_chance"}},
+            "evaluator": {"name": "function", "options": {"target": "support.training:by_chance"}},
         },
         "schedule": {"tasks_per_step": SIZE, "choose": "pass_rate"} | schedule,
     }

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3ForCausalLM
 
-from random_models import qwen3
+from support.models import qwen3
 from trainers import ranks
 from trainers.sessions import run_policy, sample, tiny, weights
 from tugline.inference.base import GenerateRequest, join

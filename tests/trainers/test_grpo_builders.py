@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from msgspec.structs import replace
 
-from calls import make_call
-from drawn_sessions import session as draw_session
+from support.calls import make_call
+from support.random_sessions import session as draw_session
 from trainers.sessions import captured, session, tiny, weights
 from tugline.config import from_mapping
 from tugline.plugins import find, list_names

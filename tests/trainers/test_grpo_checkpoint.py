@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from leased import limited_files
+from support.control_plane import limited_files
 from trainers.sessions import groups, tiny, weights
 from tugline.errors import CheckpointError
 from tugline.trainers.grpo import checkpoint

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from random_models import SMALL
+from support.models import SMALL
 from trainers.sessions import VERSION, groups, recaptured, session, tiny, trace
 from tugline.errors import CaptureError, ConfigError
 from tugline.trainers.grpo.config import GrpoConfig

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from random_models import SMALL, mistral
+from support.models import SMALL, mistral
 from trainers.sessions import VERSION, captured, groups, run_policy, sample, session, tiny
 from tugline.errors import CaptureError, ConfigError
 from tugline.trainers.grpo.batch import Row, pack

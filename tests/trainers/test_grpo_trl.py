@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from support.training import TRL_ON_CPU, load_tokenizer
 from trainers.sessions import PROMPT, VERSION, captured, groups, recaptured, session, tiny
-from training_run import TRL_ON_CPU, load_tokenizer
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo

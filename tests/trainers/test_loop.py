@@ -17,8 +17,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-import training_run
-from training_run import write_config
+from support import training
+from support.training import write_config
 from tugline.errors import ConfigError, EngineError, UsageError
 from tugline.inference.load import load
 from tugline.schema import read_jsonl
@@ -141,7 +141,7 @@ async def test_a_finished_run_continues_with_more_steps(tmp_path: Path) -> None:
 async def test_alarms_are_logged_with_the_figures(tmp_path: Path) -> None:
     """With their cause: here, no session has a reward."""
     plan = {"steps": 1, "tasks_per_step": 1, "samples": 2}
-    never = {"evaluator": {"name": "function", "options": {"target": "training_run:never"}}}
+    never = {"evaluator": {"name": "function", "options": {"target": "support.training:never"}}}
     await run(write_config(tmp_path, schedule=plan, heldout=None, template=never), tmp_path / "run")
     notes = {row["note"]: row["text"] for row in rows(tmp_path / "run", "note")}
     assert notes.keys() == {"alarm no_signal", "alarm no_tokens"}
@@ -154,13 +154,15 @@ async def test_a_step_whose_sessions_all_failed_runs_again(
 ) -> None:
     """After a pause, up to `patience`; the run then ends with the cause, and can be resumed."""
     plan = {"steps": 1, "tasks_per_step": 1, "samples": 2, "patience": 0}
-    judged = {"evaluator": {"name": "function", "options": {"target": "training_run:unavailable"}}}
+    judged = {
+        "evaluator": {"name": "function", "options": {"target": "support.training:unavailable"}}
+    }
     config = write_config(tmp_path, schedule=plan, heldout={"samples": 1}, template=judged)
     folder = tmp_path / "run"
     for _ in range(2):
         with pytest.raises(EngineError, match=r"of 2 sessions, evaluator: .*the judge is away"):
             await run(config, folder)
-    monkeypatch.setattr(training_run, "UNAVAILABLE", [])  # the judge is back
+    monkeypatch.setattr(training, "UNAVAILABLE", [])  # the judge is back
     patient = write_config(tmp_path, schedule=plan | {"patience": 60}, template=judged)
     summary = await run(patient, folder)
     assert (summary.state.step, summary.state.failed) == (1, 0)

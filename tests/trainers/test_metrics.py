@@ -12,7 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from calls import make_call
+from support.calls import make_call
 from trainers.sessions import VERSION, groups, recaptured, tiny
 from tugline.inference.engine import Engine
 from tugline.inference.sampling import score

@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from commands import run_program
-from graded import finish
-from live_server import LiveServer
-from served import TOKENS
+from support.commands import run_program
+from support.groups import finish
+from support.restartable_server import LiveServer
+from support.server import TOKENS
 from trainers.sessions import sample as make_sample
 from tugline.types import Sample
 

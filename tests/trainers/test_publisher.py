@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from served import make_control
+from support.server import make_control
 from tugline.errors import EngineError
 from tugline.protocol import Barrier, PauseMode
 from tugline.server.control import ControlPlane

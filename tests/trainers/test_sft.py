@@ -14,10 +14,10 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from exports.made import export, record
-from random_models import log_probabilities
-from tiny import rendering
+from support.models import log_probabilities
+from support.tokenizer import rendering
+from support.training import make_model
 from trainers.sessions import tiny
-from training_run import make_model
 from tugline.chat.model_call import serialize_message
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import Rendering

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from served import TOKENS, serve
+from support.server import TOKENS, serve
 from tugline import protocol
 from tugline.client.sync import SyncClient
 from tugline.errors import UsageError

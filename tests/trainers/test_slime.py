@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from graded import finish
-from live_server import LiveServer
-from served import TOKENS
+from support.groups import finish
+from support.restartable_server import LiveServer
+from support.server import TOKENS
 from tugline.errors import UsageError
 
 RECIPE = Path(__file__).parents[2] / "examples" / "slime"

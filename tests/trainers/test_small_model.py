@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from commands import run_program
+from support.commands import run_program
 from tugline.sandbox.cache import cache_folder
 from tugline.trainers.sinks import METRICS, read_lines
 

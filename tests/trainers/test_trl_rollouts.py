@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from training_run import AGENT, TRL_ON_CPU, write_config
+from support.training import AGENT, TRL_ON_CPU, write_config
 from tugline.evaluators.base import SessionOutcome
 from tugline.inference.load import load
 from tugline.trainers.config import TrainConfig, read_config

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers import Peer, listen
+from support.sockets import Peer, listen
 from tugline.web.engine_http import EngineHttp, Reply
 
 

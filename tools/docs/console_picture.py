@@ -17,7 +17,7 @@ sys.path.append(str(ROOT / "tests"))
 
 from browser.busy import fill  # noqa: E402 - the folder above
 from browser.chromium import chromium  # noqa: E402
-from served import TOKENS, serve  # noqa: E402
+from support.server import TOKENS, serve  # noqa: E402
 from tugline.server.store.base import Tx  # noqa: E402
 
 WIDTH, HEIGHT = 1400, 757

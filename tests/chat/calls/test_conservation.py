@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiny import OFFLINE, SPECIALS, rendering, tokenizer
+from support.tokenizer import OFFLINE, SPECIALS, rendering, tokenizer
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.answers import AnswerSyntax
 from tugline.chat.templates.base import template

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from chat.calls.calls_drawn import VALUES, Drawn, drawn_tools, make_call
-from tiny import GPT_OSS, OFFLINE, rendering
+from support.tokenizer import GPT_OSS, OFFLINE, rendering
 from tugline.chat.calls.values import strip_space
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import Rendering

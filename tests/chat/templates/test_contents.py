@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from tiny import OFFLINE, SPECIALS, merging_tokenizer, rendering, tokenizer
+from support.tokenizer import OFFLINE, SPECIALS, merging_tokenizer, rendering, tokenizer
 from tugline.chat.model_call import ChoiceMode, ToolChoice
 from tugline.chat.templates.contents import ContentTokenizer
 from tugline.chat.templates.library import write_call

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from tiny import rendering
+from support.tokenizer import rendering
 from tugline.chat.model_call import Piece, TextDelta
 from tugline.chat.stream_parser import StreamParser
 from tugline.types import ToolCall

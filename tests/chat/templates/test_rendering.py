@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiny import OFFLINE, SPECIALS, merging_tokenizer, rendering, tokenizer
+from support.tokenizer import OFFLINE, SPECIALS, merging_tokenizer, rendering, tokenizer
 from tugline.chat.model_call import ChoiceMode, ToolChoice
 from tugline.chat.templates.base import CONFIGS, template
 from tugline.chat.templates.rendering import Rendering

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from calls import write_calls
 from inference.tiny_model import tiny
-from rig import ASK, RENDERING, Rig, in_turn, rig
+from support.calls import write_calls
+from support.gateway import ASK, RENDERING, Rig, in_turn, rig
 from tugline.inference.engine import Engine
 from tugline.inference.server import create_app
 from tugline.recording import file as recordings

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from calls import make_call, make_header, write_calls
 from recording.verify.recorded import LOOK, changed, one_changed, read_in, rewritten, verify, work
-from rig import RENDERING, ids, rig, says, until
+from support.calls import make_call, make_header, write_calls
+from support.gateway import RENDERING, ids, rig, says, until
 from tugline.chat.model_call import Piece, join_pieces
 from tugline.chat.stream_parser import StreamParser
 from tugline.gateway.policy import CallSettings

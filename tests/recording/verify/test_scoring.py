@@ -8,7 +8,7 @@ import pytest
 
 from inference.tiny_model import tiny
 from recording.verify.recorded import Modelled, changed, modelled, one_changed, read_in, rewritten
-from rig import rig, says
+from support.gateway import rig, says
 from tugline.errors import EngineError
 from tugline.recording.verify.engine import connect_scorer
 from tugline.recording.verify.session import (

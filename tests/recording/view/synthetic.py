@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from calls import make_call, make_header
+from support.calls import make_call, make_header
 from tugline.chat.tokenizer import Tokenizer
 from tugline.demo import warm_start_model
 from tugline.recording.file import Writer, read

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 from aiodocker.containers import DockerContainer, DockerContainers
 
-from containers import BUSYBOX, DEBIAN, exists, unbuilt
+from support.containers import BUSYBOX, DEBIAN, exists, unbuilt
 from tugline.errors import ImageError
 from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.container import Container

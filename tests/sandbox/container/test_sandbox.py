@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from containers import BUSYBOX, DEBIAN, left, serving, unbuilt
-from sandboxes import read_log, run_shell
+from support.containers import BUSYBOX, DEBIAN, left, serving, unbuilt
+from support.sandbox import read_log, run_shell
 from tugline.errors import ImageError, SandboxError, UsageError
 from tugline.sandbox import overlay
 from tugline.sandbox.base import SandboxSpec

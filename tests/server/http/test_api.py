@@ -12,9 +12,9 @@ import msgspec
 import pytest
 import zstandard
 
-from observed import read
 from recording.view.synthetic import small
-from served import TASK, TOKENS, Answer, Served, result
+from support.deployment import read
+from support.server import TASK, TOKENS, Answer, Served, result
 from tugline.errors import StoreError
 from tugline.protocol.clients import PROBLEM
 from tugline.recording.file import MAGIC

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import structlog
 
-from served import TASK, TOKENS, Answer, Served, result, serve
+from support.server import TASK, TOKENS, Answer, Served, result, serve
 from tugline.errors import UsageError
 from tugline.protocol import NodeRegistered
 from tugline.server.http.app import ROUTES

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from served import TASK, TOKENS, Served
+from support.server import TASK, TOKENS, Served
 from tugline.client.api import Client
 from tugline.errors import Invalid
 from tugline.protocol import FieldError, NodeRegistered

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from served import Served
+from support.server import Served
 
 
 @pytest.mark.parametrize("path", ["/", "/sessions", "/sessions/mend-0?turn=3", "/nodes/n.1"])

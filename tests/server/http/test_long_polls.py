@@ -8,11 +8,11 @@ import aiohttp
 import msgspec
 import pytest
 
-from live_server import LiveServer
-from observed import read
-from served import Served
+from support.deployment import read
+from support.polling import until
+from support.restartable_server import LiveServer
+from support.server import Served
 from tugline.protocol import Event
-from waiting import until
 
 SSE = {"accept": "text/event-stream"}
 

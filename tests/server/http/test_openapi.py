@@ -20,7 +20,7 @@ from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import CHECKS
 from schemathesis.core.parameters import ParameterLocation
 
-from served import TOKENS, Served, result, serve
+from support.server import TOKENS, Served, result, serve
 from tugline.protocol import NodeRegistered
 
 DOCUMENT = json.loads(FILE.read_bytes())

@@ -22,14 +22,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from containers import DEBIAN, host_programs, left
-from peers import serve
+from support.containers import DEBIAN, host_programs, left
+from support.polling import until
+from support.sockets import serve
 from tugline.plugins import find
 from tugline.sandbox.base import Exit, Mount, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.limits import RECORD
 from tugline.sandbox.patch import FileChange, Patch
 from tugline.types import Workspace
-from waiting import until
 
 __all__ = ["serve"]
 DRIVERS = [

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from leased import a_task
-from served import TOKENS, result, serve
+from support.control_plane import a_task
+from support.server import TOKENS, result, serve
 from tugline.client.api import Client
 from tugline.client.nodes import NodeClient
 from tugline.protocol import HeldSession, LeaseRequest, NodeRegistration, Work

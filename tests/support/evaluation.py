@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
-from leased import a_task
+from support.control_plane import a_task
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.sandbox.base import Content, Exit, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.local import LocalRuntime

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import zstandard
 
-from live_server import LiveServer, leased, task
+from support.restartable_server import LiveServer, leased, task
 from tugline.types import (
     Boundary,
     Distribution,

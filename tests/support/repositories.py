@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from commands import run_program
+from support.commands import run_program
 
 _WHO = ("-c", "user.name=a", "-c", "user.email=a@example.org")
 _CONFIG = {"GIT_CONFIG_GLOBAL": os.devnull}

@@ -12,7 +12,7 @@ from tugline.datasets.base import TaskTemplate
 from tugline.datasets.swe import SweTaskSet
 from tugline.types import Task
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "swe_gym"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "swe_gym"
 
 
 def make(folder: Path) -> list[dict[str, Any]]:

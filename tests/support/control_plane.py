@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-import served
+from support import server
+from support.polling import until
 from tugline.protocol import (
     Commit,
     HeldSession,
@@ -31,7 +32,6 @@ from tugline.server.store.base import Tx
 from tugline.server.store.database import Database
 from tugline.server.store.results import End
 from tugline.types import HANDLING, Boundary, Cause, Failure, PluginSpec, Session, Status, Task
-from waiting import until
 
 Open = Callable[..., ControlPlane]
 """Makes a control plane on the same store, as often as it is called."""
@@ -60,7 +60,7 @@ def result(
         boundary = HANDLING[cause].boundary if cause else Boundary(failure)
         fields |= {"status": Status.FAILED, "failure": Failure(boundary, "it broke", cause)}
         reward = None
-    return served.result(of.id, of.task, of.sample, reward, **fields)
+    return server.result(of.id, of.task, of.sample, reward, **fields)
 
 
 def submit(tx: Tx, *batch: Task) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from calls import make_call
+from support.calls import make_call
 from tugline.types import (
     Branch,
     Call,

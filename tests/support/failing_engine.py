@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rig import Rig, ids, rig
+from support.gateway import Rig, ids, rig
 from tugline.gateway.policy import CallSettings
 from tugline.types import Limits
 from tugline.web.serve import serve

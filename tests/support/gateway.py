@@ -12,9 +12,10 @@ from typing import Any
 import aiohttp
 from msgspec.structs import replace
 
-from chat_engine import create_chat_app
-from leased import a_task
-from tiny import rendering as make_rendering
+from support.chat_engine import create_chat_app
+from support.control_plane import a_task
+from support.polling import until
+from support.tokenizer import rendering as make_rendering
 from tugline.chat.engines.base import EngineFormat, EngineRequest, Feature, Post
 from tugline.chat.engines.chat import TextChat, VllmChat
 from tugline.chat.engines.generate import Embedded
@@ -32,7 +33,6 @@ from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Call, Ids, Limits, MalformedCalls, Mode, Policy, Sampling, Session
 from tugline.web.engine_http import ModelCard
 from tugline.web.serve import serve
-from waiting import until
 
 __all__ = ["until"]
 RENDERING = make_rendering()

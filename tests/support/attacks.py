@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from containers import DEBIAN
-from sandboxes import Driver, running
+from support.containers import DEBIAN
+from support.sandbox import Driver, running
 from tugline.sandbox.base import Exit, Sandbox, SandboxSpec
 
 __all__ = ["running"]

@@ -1,4 +1,4 @@
-"""Plug-ins that fail on purpose, named in tasks as ``bad_parts:Class``."""
+"""Plug-ins that fail on purpose, named in tasks as ``support.failing_plugins:Class``."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from calls import make_call
-from leased import a_task, until
-from served import make_control
+from support.calls import make_call
+from support.control_plane import a_task, until
+from support.server import make_control
 from tugline.aio import PausableTimeout, enforce_timeout
 from tugline.errors import ServerError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict

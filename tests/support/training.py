@@ -11,7 +11,7 @@ import msgspec
 import yaml
 from transformers import PreTrainedTokenizerFast
 
-from random_models import qwen3
+from support.models import qwen3
 from tugline.demo.run import WARM_START
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import SessionOutcome

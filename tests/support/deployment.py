@@ -11,9 +11,9 @@ from pathlib import Path
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from leased import a_task
-from rig import RENDERING, Play, says, until
-from served import make_control
+from support.control_plane import a_task
+from support.gateway import RENDERING, Play, says, until
+from support.server import make_control
 from tugline.chat.engines.generate import Embedded
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
