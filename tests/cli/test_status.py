@@ -62,7 +62,7 @@ async def test_a_server_a_task_and_a_session(shell: Shell) -> None:
     assert ("completed" in session, "reward: 1; " in session) == (True, True)
     done = await shell.run("status", "x")
     assert done.returncode == 2
-    error = f"tugline: there is neither a task nor a session 'x' at {shell.live.url}\n"
+    error = f"tugline: 'x' is neither a task nor a session of {shell.live.url}\n"
     assert done.stderr == error
 
 
@@ -156,7 +156,7 @@ async def test_a_consumer_continues_where_it_stopped(shell: Shell) -> None:
     first = await shell.run("results", "--consumer", "me", "--json")
     assert [json.loads(line)["session"] for line in first.stdout.splitlines()] == ["a-0", "a-1"]
     again = await shell.run("results", "--consumer", "me")
-    assert (again.returncode, again.stdout, again.stderr) == (0, "", "nothing new\n")
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "no new results\n")
 
 
 async def test_results_are_saved_as_a_folder_that_trainers_read(shell: Shell) -> None:

@@ -86,7 +86,7 @@ def _answer(option: str, shell: str = "", *_more: str) -> None:
     elif option == "--completion" and shell in SHELLS:
         print(make_app(*COMMANDS).generate_completion(shell=shell))  # type: ignore[arg-type]
     elif option == "--completion":
-        _exit(f"--completion is {shell!r}; it must be one of {', '.join(SHELLS)}", code=2)
+        _exit(f"--completion is {shell!r}, must be one of {', '.join(SHELLS)}", code=2)
     elif option in {"--help", "-h"}:
         print(
             "Usage: tugline COMMAND [ARGS]\n\nReinforcement learning on real agent harnesses,"
@@ -101,7 +101,7 @@ def _answer(option: str, shell: str = "", *_more: str) -> None:
             f"\nprints the completion script of a shell: {', '.join(SHELLS)}."
         )
     else:
-        _exit(f"there is no command {option!r}; see tugline --help", code=2)
+        _exit(f"unknown command {option!r}; see tugline --help", code=2)
 
 
 def _exit(*messages: str, code: int) -> None:

@@ -25,11 +25,11 @@ from tugline.schema import decode, read_values
 
 
 def bench(part: str, *options: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
-    """Measure the cost of a part and its lower bound.
+    """Measure the cost of a component and its lower bound.
 
     Args:
-        part: Part to measure: gateway, trajectories, builders, server, cluster (up to a thousand
-            nodes), console, utilisation, runtimes, hostile (one agent against the
+        part: Component to measure: gateway, trajectories, builders, server, cluster (up to a
+            thousand nodes), console, utilisation, runtimes, hostile (one agent against the
             others), sessions (memory of a node over its sessions) or learn (training of
             several agents, takes hours).
         options: Options of the benchmark, such as --quick and --json.
@@ -37,10 +37,10 @@ def bench(part: str, *options: Annotated[str, Parameter(allow_leading_hyphen=Tru
     programs = Path(__file__).parents[3] / "benchmarks"
     program = programs / part / "run.py"
     if not programs.is_dir():
-        raise UsageError(f"{program} is not part of the package: run this in a checkout")
+        raise UsageError(f"{program} is missing: benchmarks are only in a checkout")
     if not program.is_file():
         known = ", ".join(sorted(each.parent.name for each in programs.glob("*/run.py")))
-        raise UsageError(f"there is no benchmark of {part!r}; it must be one of {known}")
+        raise UsageError(f"unknown benchmark {part!r}; it must be one of {known}")
     done = subprocess.run([sys.executable, str(program), *options], check=False)
     if done.returncode:
         sys.exit(2 if done.returncode == 2 else 1)
@@ -195,16 +195,16 @@ def plan(workload: Workload, *, as_json: Json = False) -> None:
 def _show(needs: Needs, workload: Workload) -> None:
     limiting = max(needs.nodes_for, key=lambda name: needs.nodes_for[name])
     lines = {
-        "sessions": f"{needs.sessions_per_hour:,.0f} an hour keep the engines busy:"
-        f" {needs.open_sessions:,} at once, {needs.session_s:,.0f} s each",
-        "engines": f"{needs.kv_tokens:,} tokens of context, if all of it is to stay in their cache",
+        "sessions": f"{needs.sessions_per_hour:,.0f} per hour keep the engines busy:"
+        f" {needs.open_sessions:,} concurrently, {needs.session_s:,.0f} s each",
+        "engines": f"{needs.kv_tokens:,} tokens of KV cache hold the contexts of all open sessions",
         "nodes": f"{needs.nodes} of {workload.cores} processors and {workload.memory_gb} GB,"
-        f" --slots {needs.slots}; {limiting} decide: {format_counts(needs.nodes_for)}",
+        f" --slots {needs.slots}; the bottleneck is {limiting}: {format_counts(needs.nodes_for)}",
         "processors": f"{needs.agent_cores:.1f} for agents, tools and evaluations,"
         f" {needs.gateway_cores:.1f} for gateways (`node.processes`)",
         "memory": f"{needs.memory_gb:,.0f} GB",
-        "servers": f"{needs.servers}; {needs.server_cores:.2f} processors, PostgreSQL's included",
-        "disk": f"{needs.disk_gb_per_day:,.1f} GB of recordings a day, as much again on the server",
+        "servers": f"{needs.servers}; {needs.server_cores:.2f} processors, including PostgreSQL",
+        "disk": f"{needs.disk_gb_per_day:,.1f} GB of recordings per day, and as much on the server",
     }
     if needs.busy < 1:
         lines["too few"] = (

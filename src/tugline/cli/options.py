@@ -69,7 +69,7 @@ class Remote:
         """Yield the only recording of `name`; see `find_recordings`."""
         with self.find_recordings(name) as paths:
             if len(paths) > 1:
-                raise UsageError(f"{name} has {len(paths)} recordings; name one, as {paths[0]}")
+                raise UsageError(f"{name} has {len(paths)} recordings; name one, e.g. {paths[0]}")
             yield paths[0]
 
     def _download(self, session: str, folder: Path, local: UsageError) -> list[Path]:

@@ -109,7 +109,7 @@ async def _find(client: Client, name: str) -> TaskView | SessionView:
     try:
         return await client.session(name)
     except Missing as error:
-        raise Missing(f"there is neither a task nor a session {name!r} at {client.url}") from error
+        raise Missing(f"{name!r} is neither a task nor a session of {client.url}") from error
 
 
 # --------------------------------------------------------------------------- on the terminal
@@ -234,7 +234,7 @@ async def results(
         follow: Wait for further results.
     """
     if recordings and out is None:
-        raise UsageError("--recordings saves into the folder of --out; name one")
+        raise UsageError("--recordings requires --out, the folder to save to")
     saved = ResultFolder(out) if out else None
     after = max((view.position for view in saved.views.values()), default=0) if saved else None
     count = 0
@@ -264,9 +264,9 @@ async def results(
     finally:
         if saved:
             saved.write_index()
-            print_text(f"saved in {out}: {count} new, {len(saved.views)} in all", stderr=True)
+            print_text(f"saved in {out}: {count} new, {len(saved.views)} in total", stderr=True)
     if not count and not saved:
-        print_text("nothing new", stderr=True)
+        print_text("no new results", stderr=True)
 
 
 def _format_result(view: ResultView) -> str:

@@ -49,7 +49,7 @@ class NodeOptions:
     engine: list[str] | None = None
     """URL of the engine; repeat for replicas."""
     model: str | None = None
-    """Name of the model at the engine (default: the first); without --engine: model folder."""
+    """With --engine: served name of the model (default: the first); else: model folder."""
     tokenizer: Path | None = None
     """With --engine: path of the model's tokenizer.json, for exact mode."""
     renderer: str | None = None
@@ -61,7 +61,7 @@ class NodeOptions:
     slots: int | None = None
     """Number of concurrent agents."""
     log_file: Annotated[Path | None, Parameter("--log")] = None
-    """File for a log of JSON lines."""
+    """File to write the log to, as JSON lines."""
 
     def load(
         self,
@@ -108,7 +108,7 @@ def up(
     Args:
         host: Address that the API listens on.
         port: Port of the API; 0 for a free port.
-        store: postgresql://..., if not a file in --dir.
+        store: Database, postgresql://... (default: a file in --dir).
         name: Name of the node (default: the machine's).
         nodes: Nodes on this machine, each a process of its own (default: one, in this process).
         no_node: Start only the server, for nodes on other machines.
@@ -117,7 +117,7 @@ def up(
     server_flags = {"host": host, "port": port, "store": store}
     settings = local.load(server=server_flags, name=name, processes=nodes)
     if nodes is not None and (no_node or cluster):
-        raise UsageError("--nodes is for nodes on this machine: not with --no-node or --cluster")
+        raise UsageError("--nodes starts nodes on this machine: omit --no-node and --cluster")
     if not is_local(settings.server.host) and settings.server.tls is None:
         echo(
             f"the API will listen on {settings.server.host} without TLS: tokens and results can be"
@@ -174,14 +174,14 @@ def add_default_engine(settings: Settings) -> Settings:
     engine = settings.engine
     elsewhere = engine.urls or settings.ray.engine_actors
     if elsewhere and engine.model:
-        msg = "engine.model is for an engine in this process; beside engine.urls give served_name"
+        msg = "engine.model is for an engine in this process; with engine.urls, set served_name"
         raise UsageError(msg)
     if engine.tokenizer and not elsewhere:
-        msg = "--tokenizer is for an engine at a URL; a model folder has its own tokenizer"
+        msg = "--tokenizer requires the URL of an engine; a model folder has its own tokenizer"
         raise UsageError(msg)
     if elsewhere or engine.model:
         return settings
-    echo("no engine given: serving the demo's tiny model (--engine URL for a real one)")
+    echo("no engine is configured: serving the demo's tiny model (--engine URL for another one)")
     return replace(settings, engine=replace(engine, model=DEMO_MODEL))
 
 
@@ -201,7 +201,7 @@ def keep_running(main: Callable[[], Coroutine[Any, Any, None]], log_file: Path |
 
 
 # --------------------------------------------------------------------------- data of a server
-server = App(help="Data of a server.")
+server = App(help="Check or back up the data of a server.")
 
 
 @server.command
@@ -217,7 +217,7 @@ async def check(
 
     Args:
         config: YAML or TOML file of `tugline up`, for its stores.
-        store: postgresql://..., if not a file in --dir.
+        store: Database, postgresql://... (default: a file in --dir).
         recordings: Also check the recordings in this folder, such as a node's; repeatable.
     """
     settings = load_settings(config, server={"store": store}, node={}, engine={}).server
@@ -241,7 +241,7 @@ async def check(
     counts = f"{len(sessions)} results and {len(paths)} recordings were read"
     report = {"results": len(sessions), "recordings": len(paths), "damaged": damaged}
     lines = [f"{name}: {fault}" for name, fault in damaged.items()]
-    lines.append(f"{counts}, {len(damaged)} are damaged or lost")
+    lines.append(f"{counts}; {len(damaged)} are damaged or missing")
     print_report(report, lambda: print_text(*lines), as_json=as_json, failed=bool(damaged))
 
 
@@ -255,9 +255,9 @@ def backup(copy: Path, /, *, folder: Folder = DATA) -> None:
         copy: The new folder.
     """
     if copy.exists():
-        raise UsageError(f"{copy} exists; name a folder that does not")
+        raise UsageError(f"{copy} already exists; choose a new folder")
     if not (folder / STORE).is_file():
-        raise UsageError(f"{folder} has no {STORE}; PostgreSQL is backed up by its own tools")
+        raise UsageError(f"{folder} has no {STORE}; back up PostgreSQL with its own tools")
     database, _ = locate_data(Settings().server, folder)
     database.check(list_digests)  # a damaged store is no backup
     copy.mkdir(parents=True)
