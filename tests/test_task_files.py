@@ -60,7 +60,7 @@ def test_folders_and_patterns_are_searched(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="there is no file"):
             load_tasks([nothing])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="there is no task file"):
+    with pytest.raises(UsageError, match="contains no task files"):
         load_tasks([tmp_path / "empty"])
 
 
@@ -90,7 +90,7 @@ def test_texts_can_be_read_from_files(tmp_path: Path) -> None:
         ("t.yaml", RIGHT + "files: {a: {file: b}}", "files.a.file is 'b', which cannot be read: N"),
         ("t.jsonl", '{"id": "t"}\n{', "t.jsonl, line 1: instruction is missing"),
         ("t.jsonl", "{", "t.jsonl, line 1 is not valid JSON"),
-        ("t.yaml", "[3]", "t.yaml, task 1: 3 is no task"),
+        ("t.yaml", "[3]", "t.yaml, task 1: 3 is not a task"),
         ("t.txt", "", "file type '.txt' is unknown; use one of .yaml"),
     ],
 )

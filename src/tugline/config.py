@@ -41,6 +41,6 @@ def load(path: Path | str, kind: type[C]) -> C:
 def from_mapping(values: Any, kind: type[C], source: str = "configuration") -> C:
     """Convert `values` to `kind`; errors name `source`. Raises `ConfigError`, one line."""
     if not isinstance(values, Mapping):
-        msg = f"{source} holds {reprlib.repr(values)}; keys and values are needed, key: value"
+        msg = f"{source} is {reprlib.repr(values)}, must be a mapping such as `key: value`"
         raise ConfigError(msg)
     return decode(values, kind, source=source)

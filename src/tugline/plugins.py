@@ -68,7 +68,7 @@ def make(kind: str, spec: PluginSpec, contract: type[P]) -> P:
     parameters = _parameters(target)
     if not (isinstance(target, type) and issubclass(target, contract)):
         base = f"{contract.__module__}.{contract.__name__}"
-        raise UnknownPlugin(f"{spec.name!r} is no {kind}: it must be a subclass of {base}")
+        raise UnknownPlugin(f"{spec.name!r} is not a {kind}: it must be a subclass of {base}")
     for option, value in spec.options.items():
         hint = parameters.get(option, parameters.get("**"))
         if hint is not None and value is not hint.default:
@@ -80,8 +80,8 @@ def make(kind: str, spec: PluginSpec, contract: type[P]) -> P:
         return target(**spec.options)
     except TypeError as error:
         known = ", ".join(inspect.signature(target).parameters) or "none"
-        reason = re.sub(r"got an unexpected keyword argument", "there is no option", str(error))
-        reason = re.sub(r"missing a required( keyword-only)? argument:", "it needs", reason)
+        reason = re.sub(r"got an unexpected keyword argument", "unknown option", str(error))
+        reason = re.sub(r"missing a required( keyword-only)? argument:", "missing option", reason)
         raise ConfigError(f"{kind} {spec.name!r}: {reason} (its options: {known})") from error
 
 
@@ -106,7 +106,7 @@ def _find_invalid_keys(where: str, value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
-                yield f"{where} has the key {key!r}, must be a string (in quotes)"
+                yield f"{where} has the key {key!r}, but keys must be strings (in quotes)"
             yield from _find_invalid_keys(f"{where}[{key!r}]", inner)
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value):

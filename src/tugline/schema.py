@@ -244,7 +244,7 @@ def read_values(path: Path) -> Any:
                 raise ConfigError(f"{path} is not valid TOML: {error}") from error
         case ".yaml" | ".yml":
             return _parse_yaml(text, str(path))
-    msg = f"{path}: file type {path.suffix!r} is unknown; use one of {', '.join(FILE_TYPES)}"
+    msg = f"{path}: file type {path.suffix!r} is not supported; use one of {', '.join(FILE_TYPES)}"
     raise ConfigError(msg)
 
 

@@ -30,7 +30,9 @@ def key_of(secret: str) -> bytes:
     except (binascii.Error, ValueError):
         key = b""
     if not secret.startswith(PREFIX) or not 24 <= len(key) <= 64:
-        raise UsageError(f"a callback secret must be {PREFIX} and 24 to 64 bytes in base64")
+        raise UsageError(
+            f"the callback secret must be {PREFIX} followed by 24 to 64 bytes in base64"
+        )
     return key
 
 

@@ -56,12 +56,12 @@ def find_files(given: Path | str) -> list[Path]:
     path = Path(given)
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
-        missing = f"there is no task file ({', '.join(SUFFIXES)}) in {path}"
+        missing = f"{path} contains no task files ({', '.join(SUFFIXES)})"
     elif path.exists():
         return [path]
     else:
         files = sorted(Path(name) for name in glob.glob(str(given), recursive=True))  # noqa: PTH207 - patterns may be absolute
-        missing = f"there is no file {given}"
+        missing = f"{given} does not exist, and matches no files"
     if not files:
         raise UsageError(missing)
     return files
@@ -89,7 +89,10 @@ def parse_task(values: Any, source: str, folder: Path) -> Task:
     """
     problems: list[ConfigError] = []
     if not isinstance(values, dict):
-        msg = f"{source}: {reprlib.repr(values)} is no task; keys and values are needed, key: value"
+        msg = (
+            f"{source}: {reprlib.repr(values)} is not a task: expected a mapping such as `id: "
+            "fix-add`"
+        )
         raise ConfigError(msg)
     named = {kind: {"name": values[kind]} for kind in PLUGINS if isinstance(values.get(kind), str)}
     values = values | named
@@ -102,7 +105,9 @@ def parse_task(values: Any, source: str, folder: Path) -> Task:
         }
     if INSTRUCTION_FILE in values:
         if "instruction" in values:
-            problems.append(ConfigError(f"give either instruction or {INSTRUCTION_FILE}"))
+            problems.append(
+                ConfigError(f"instruction and {INSTRUCTION_FILE} are both given; keep one of them")
+            )
         name = values.pop(INSTRUCTION_FILE)
         values["instruction"] = _read_referenced(folder, name, INSTRUCTION_FILE, problems)
     if isinstance(values.get("files"), dict):

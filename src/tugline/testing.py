@@ -113,7 +113,7 @@ class ScriptedEngine:
 
     async def score(self, ids: Ids, temperature: float) -> Logprobs:
         """Refuse: there is no model."""
-        msg = "prompt_logprobs=0 cannot be served: a scripted engine has no model to ask"
+        msg = "prompt_logprobs=0 is not supported: a scripted engine has no model"
         raise RequestError(msg, param="prompt_logprobs")
 
     async def abort(self, ids: Sequence[str]) -> int:
@@ -163,7 +163,7 @@ class ScriptedEngine:
 def _cut_ids(ids: Sequence[int], stops: set[int], limit: int) -> tuple[Ids, Finish]:
     """Cut `ids` after the first stop id or at the limit. Raises `UsageError` if empty."""
     if not ids:
-        raise UsageError("Reply.ids is empty: a model always samples at least one token")
+        raise UsageError("Reply.ids is empty, must have at least one token")
     for index, token in enumerate(ids[:limit]):
         if token in stops:
             return np.array(ids[: index + 1], np.int32), Finish.STOP

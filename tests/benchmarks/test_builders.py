@@ -115,7 +115,7 @@ def test_a_folder_without_sessions_is_an_error(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"tugline: {tmp_path} holds no recording")
+    assert line.startswith(f"tugline: {tmp_path} contains no recordings")
 
 
 @pytest.mark.slow

@@ -179,8 +179,8 @@ async def test_a_session_without_its_recording_shows_ids(tab: Tab, rig: Rig) -> 
     work = await commit_group(rig)
     text = await open_page(tab, rig, f"/sessions/{work[2].session.id}", DRAWN)
     assert "agent: agent timeout" in text
-    assert "Counts for the policy." in text
-    assert "ids are shown" in text
+    assert "Used for training." in text
+    assert "Ids are shown instead of text" in text
     assert f"tugline view {work[2].session.id}" in text
 
 

@@ -360,7 +360,7 @@ async def test_the_page_of_a_damaged_recording_states_the_damage(tab: Tab, tmp_p
     await tab.open(file)
     text = await tab.js("document.querySelector('header').innerText")
     assert "no result" in text
-    assert "bytes at the end were cut off" in text
+    assert "bytes at the end are an incomplete record" in text
     assert 0 < await tab.js(f"{TURNS}.length") == len(session.calls) < 6
 
 

@@ -24,5 +24,5 @@ def test_an_installation_has_no_benchmarks(
     """The error names the missing file."""
     monkeypatch.setattr(bench, "__file__", str(tmp_path / "lib/src/tugline/cli/bench.py"))
     done = run_here("bench", "gateway")
-    assert (done.returncode, "run this in a checkout" in done.stderr) == (2, True)
+    assert (done.returncode, "only in a checkout" in done.stderr) == (2, True)
     assert str(tmp_path / "lib" / "benchmarks" / "gateway" / "run.py") in done.stderr

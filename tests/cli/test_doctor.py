@@ -40,4 +40,4 @@ def test_a_low_limit_of_open_files_is_reported() -> None:
     limited = f"ulimit -n 999; exec {TUGLINE} doctor --runtimes --json"
     done = run_program("sh", "-c", limited, check=True)
     (advice,) = json.loads(done.stdout)["open files"]["weaknesses"]
-    assert advice.startswith("999 suffice for about 62 agents")
+    assert advice.startswith("999 are enough for about 62 agents")

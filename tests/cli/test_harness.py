@@ -75,7 +75,7 @@ def test_a_check_without_a_tool_says_what_to_give() -> None:
     """For a harness that is not a preset; wrong values are named."""
     name = "tugline.harnesses.shell:Shell"
     for given, error in (
-        ((name,), f"harness '{name}' has no known tool"),
+        ((name,), f"harness '{name}' has no known shell tool"),
         ((name, "--tool", "x", "--arguments", "[]"), "--arguments: the body is [], must be"),
         ((name, "--tool", "x", "--options", "{"), "--options is not valid JSON"),
         ((name, "--tool", "x"), "it needs 'command'"),

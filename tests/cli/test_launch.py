@@ -70,7 +70,7 @@ def test_a_run_has_one_job_at_a_time(run_here: Run, slurm: Path) -> None:
     (slurm / "queue").write_text("PENDING|Resources||1:00:00\n")
     refused = run_here(*COMMAND, "--submit")
     assert (refused.returncode, refused.stderr) == (
-        2, f"tugline: job 17 of {slurm}/run is PENDING; scancel ends it\n"
+        2, f"tugline: job 17 of {slurm}/run is PENDING; end it with scancel\n"
     )  # fmt: skip
     assert not (slurm / "submitted").exists()
     (slurm / "queue").unlink()

@@ -8,7 +8,7 @@ from cli.conftest import Shell
 from recording.view.synthetic import small
 from support.restartable_server import commit, task
 
-UNKNOWN = "tugline: there is no recording 'nobody', and no session of that id below runs/; "
+UNKNOWN = "tugline: 'nobody' is neither a recording nor the id of a session in runs/; "
 
 
 async def run_session(shell: Shell) -> None:
@@ -37,7 +37,7 @@ async def test_a_session_of_the_server_is_read_by_its_id(shell: Shell) -> None:
     written = await shell.run("export", "sft", "s-1", "--out", "chat.jsonl", "--json")
     assert json.loads(written.stdout)["exported"] == 1, written.stderr
     played = await shell.run("replay", "s-1")
-    assert "there is no recording" not in played.stderr
+    assert "is neither a recording nor" not in played.stderr
 
 
 async def test_the_error_of_an_unknown_session_names_both_places(shell: Shell) -> None:
@@ -48,9 +48,11 @@ async def test_the_error_of_an_unknown_session_names_both_places(shell: Shell) -
     assert asked.stderr.startswith(UNKNOWN)
     assert "nobody" in asked.stderr.removeprefix(UNKNOWN)
     elsewhere = await shell.run("view", "s-0")
-    assert f"{shell.live.url} has no recording of s-0: look on the node" in elsewhere.stderr
+    assert f"{shell.live.url} has no recording of s-0; it is on the node" in elsewhere.stderr
     alone = await shell.run("verify", "nobody", "--dir", "nowhere")
-    assert alone.stderr.startswith(f"{UNKNOWN}no server: nowhere/server.json does not exist")
+    assert alone.stderr.startswith(
+        f"{UNKNOWN}no server is given, and nowhere/server.json does not exist"
+    )
 
 
 async def test_saved_results_with_recordings_can_be_exported(shell: Shell) -> None:

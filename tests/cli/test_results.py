@@ -16,7 +16,7 @@ async def test_a_consumer_continues_where_it_stopped(shell: Shell) -> None:
     first = await shell.run("results", "--consumer", "me", "--json")
     assert [json.loads(line)["session"] for line in first.stdout.splitlines()] == ["a-0", "a-1"]
     again = await shell.run("results", "--consumer", "me")
-    assert (again.returncode, again.stdout, again.stderr) == (0, "", "nothing new\n")
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "no new results\n")
 
 
 async def test_results_are_saved_as_a_folder_that_trainers_read(shell: Shell) -> None:

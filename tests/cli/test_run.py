@@ -211,7 +211,11 @@ async def test_an_api_with_a_key_and_without_token_ids(tmp_path: Path) -> None:
     [
         ("", False, f"the environment variable {VARIABLE} is not set"),
         ("sk-stale-key", False, "(--api-key-env) must name an environment variable with one"),
-        ("sk-stale-key", True, "the engine answered 401: see engine.api_key_env for its API key"),
+        (
+            "sk-stale-key",
+            True,
+            "the engine answered 401: it rejects the API key; see engine.api_key_env",
+        ),
     ],
 )
 async def test_a_missing_or_wrong_key_is_named(

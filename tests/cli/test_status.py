@@ -60,7 +60,7 @@ async def test_a_server_a_task_and_a_session(shell: Shell) -> None:
     assert ("completed" in session, "reward: 1; " in session) == (True, True)
     done = await shell.run("status", "x")
     assert done.returncode == 2
-    error = f"tugline: there is neither a task nor a session 'x' at {shell.live.url}\n"
+    error = f"tugline: 'x' is neither a task nor a session of {shell.live.url}\n"
     assert done.stderr == error
 
 

@@ -59,7 +59,7 @@ def test_each_mistake_is_reported_on_its_own_line(tmp_path: Path) -> None:
     (tmp_path / "t.yaml").write_text(text.replace("do", "' '") + "tags: {a=b: c}")
     done = tugline("check", "t.yaml", cwd=tmp_path)
     assert done.stderr.splitlines() == [
-        "tugline: task 't': instruction is ' ', must be a text that says what to do",
+        "tugline: task 't': instruction is ' ', must be a non-empty text",
         "tugline: task 't': tags is 'a=b', must be a name without =",
     ]
     (tmp_path / "t.yaml").write_text(text.replace("pi", "pie") + "runtime: lokal")
@@ -188,7 +188,9 @@ def test_a_file_of_other_lines_is_no_validation(folder: Path) -> None:
     (untagged,) = read_checked(paths, validated=out)
     assert "validation" not in untagged.tags
     out.write_text(out.read_text() + '{"id": "t"}\n')
-    with pytest.raises(ConfigError, match="line 2 is not a line of `tugline task validate --out`"):
+    with pytest.raises(
+        ConfigError, match="line 2 was not written by `tugline task validate --out`"
+    ):
         read_checked(paths, validated=out)
 
 
@@ -212,4 +214,4 @@ def test_validation_names_what_setup_may_prepare(folder: Path) -> None:
     done = tugline("validate", folder / "set.yaml", "--json")
     (line,) = map(json.loads, done.stdout.splitlines())
     assert line["state"] == "broken"
-    assert "`setup` installs outside of the workdir is made from the task's" in line["reason"]
+    assert "`setup` has the effects that it has on the task's" in line["reason"]

@@ -99,7 +99,7 @@ def test_a_dry_run_prints_the_plan(tmp_path: Path, run_here: Run) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
     done = run_here("train", "config.json", "--out", "run")
-    assert (done.returncode, "add --resume" in done.stderr) == (2, True)
+    assert (done.returncode, "continue it with --resume" in done.stderr) == (2, True)
 
 
 @pytest.mark.slow

@@ -62,10 +62,10 @@ def test_a_run_that_is_too_large_has_the_first_pages(
         small(tmp_path / "run", name=name)
     monkeypatch.setattr(html_page, "_MAX_RUN", 200_000)
     view(str(tmp_path / "run"), html=tmp_path / "out")
-    summary = "3 sessions, 1 pages, 0.1 MB; 2 without a page, as the rows say"
+    summary = "3 sessions, 1 pages, 0.1 MB; 2 without a page, for the reason in their rows"
     assert summary in capsys.readouterr().out
     index = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
-    pageless = re.findall(r"<td>([bc])<td>t-1<td>completed.*no page: the others have", index)
+    pageless = re.findall(r"<td>([bc])<td>t-1<td>completed.*no page: the limit of", index)
     assert pageless == ["b", "c"]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"index.html", "a.0.html"}
 

@@ -43,7 +43,10 @@ def test_sources_of_url_and_token(here: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_token_is_only_sent_to_its_own_server(here: Path) -> None:
     """That of the folder is not used for another URL."""
     make_data_folder(here / "tugline-data")
-    with pytest.raises(UsageError, match="no token for http://evil:1: give --token"):
+    with pytest.raises(
+        UsageError,
+        match=r"no token for http://evil:1; give the one of the server's tokens\.json with --token",
+    ):
         find_server("http://evil:1")
 
 

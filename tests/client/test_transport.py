@@ -115,7 +115,7 @@ async def test_errors_of_a_proxy_are_retried(status: int) -> None:
 async def test_responses_of_another_server_are_errors() -> None:
     """They are quoted, and not taken for a success."""
     async with server(lambda _n: PlainTextResponse("<html>hello")) as (http, _):
-        with pytest.raises(errors.ServerError, match="is it a Tugline server"):
+        with pytest.raises(errors.ServerError, match="check that it is a Tugline server"):
             await http.ask("GET", "/x", Version)
     page = PlainTextResponse("no such page", 404)
     async with server(lambda _n: page, deadline_s=0.5) as (http, _):

@@ -140,7 +140,7 @@ def test_every_harness_of_the_matrix_has_its_dialects() -> None:
         ("            return\n", "            exit(3)\n", "completes", "exit code 3"),
         ('"content": text})', '"content": "-"})', "tool_call_executed", "lack the results"),
         ('"tool_calls"})', '"tool_calls"}) | {"content": "-"}', "history_exact", "turn 1: hist"),
-        ("print(answer.content)", "print()", "text_shown", "is not in its output"),
+        ("print(answer.content)", "print()", "text_shown", "is not in the output"),
     ],
 )
 async def test_the_command_names_the_fault_of_an_agent(

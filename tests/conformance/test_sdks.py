@@ -190,7 +190,7 @@ async def test_errors_are_the_sdks_own(tmp_path: Path, api: Api) -> None:
         for match, history, options in (
             ("(?i)tokens=0", api.start("Hi"), {"limit": 0}),
             ("(?i)(web_search|googleSearch)", api.start("Hi"), {"tools": [hosted]}),
-            ("text only", api.start("What is it?", image=True), {}),
+            ("only text prompts", api.start("What is it?", image=True), {}),
             (full, api.start("Hello. " * 60), {}),
         ):
             with pytest.raises(api.error, match=match) as caught:

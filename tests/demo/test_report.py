@@ -29,7 +29,7 @@ def test_closing_report_has_intervals_and_files() -> None:
         "80% (77 of 96; interval 71% to 87%)",
         "73,920 sampled = 70,000 trained + 3,900 masked + 20 dropped",
         "masked: 3,900 client_gone; dropped: 18 no_signal, 2 over_length",
-        "differ by 2.0e-06 nats at most",
+        "differ by at most 2.0e-06 nats",
         "2,112, 2 failed",
         "641 s in agents and tests, 160 s in server",
         "30 steps, 30 updates; 7.6 min in all, 1.0 of them",

@@ -200,7 +200,7 @@ def test_sessions_survive_the_loss_of_machines_and_processes(
 def run_all(fleet: Fleet, ray: Machines, began: float) -> None:
     """The steps of the test above, with all started."""
     log_file = fleet.folder / "server.log"
-    until(lambda: "no node yet for" in log_file.read_text(), "the lack of an engine", 60)
+    until(lambda: "no node on" in log_file.read_text(), "the lack of an engine", 60)
     ray.do("engine", str(fleet.ports["engine"]))
     until(lambda: list(nodes(fleet).values()) == ["live"] * 4, "four nodes", 90)
     joined = time.time() - began
@@ -219,7 +219,7 @@ def run_all(fleet: Fleet, ray: Machines, began: float) -> None:
     until(lambda: done(fleet) > 240, "sessions after the server was back", END_S)
     server = fleet.programs["server"].process
     next(iter(psutil.Process(server.pid).children())).kill()
-    until(lambda: "it starts again" in log_file.read_text(), "the end of the placer")
+    until(lambda: "restarting it" in log_file.read_text(), "the end of the placer")
     until(lambda: done(fleet) == TASKS * SAMPLES, "every session", END_S)
     again = [one["created"] for one in events(fleet) if one["kind"] == "session.requeued"]
     check_results(fleet, TASKS * SAMPLES)

@@ -159,7 +159,7 @@ TOOLS = {
 @pytest.mark.parametrize("name", TOOLS)
 @pytest.mark.parametrize("folder", ["", "sub/"])
 def test_names_that_a_tool_prefers_are_protected_with_the_name(name: str, folder: str) -> None:
-    """Of a protected file, and of one that belongs to the tests; beside it only."""
+    """Of a protected file, and of one that is a file of the tests; beside it only."""
     others = [f"{folder}{other}" for other in TOOLS[name]]
     patch = Patch(dict.fromkeys([*others, f"else/{TOOLS[name][0]}", "bill.txt"], TEXT))
     for rules in (Rules(protected=[f"/{folder}{name}"]), Rules(trusted=[f"{folder}{name}"])):

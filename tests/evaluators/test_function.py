@@ -126,6 +126,6 @@ async def test_a_hanging_function_is_abandoned(judge: Judge) -> None:
     hung = [judge(target(hangs)) for _ in range(40)]
     results = await asyncio.gather(*hung, return_exceptions=True)
     RELEASE.set()
-    assert all("took over 0.5 s" in str(each) for each in results)
+    assert all("took more than 0.5 s" in str(each) for each in results)
     judge.timeout_s = 30.0
     assert (await judge(target(share))).reward.value == 0.0

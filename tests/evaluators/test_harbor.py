@@ -114,7 +114,7 @@ def test_work_that_breaks_the_script_earns_nothing(judge: Judge) -> None:
     assert validation.failure is None
     assert (validation.reward, validation.reason) == (0.0, "no reward was written (exit 1)")
     validation = judge("true", "sleep 60", timeout_s=1.0)
-    assert (validation.reward, validation.reason) == (0.0, "not done within 1 s")
+    assert (validation.reward, validation.reason) == (0.0, "not finished within 1 s")
 
 
 @pytest.mark.podman

@@ -175,10 +175,10 @@ async def test_answers_in_a_code_block_or_after_reasoning_are_read(
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ([500, 500], "no verdict in 2 attempts, at last: HTTP 500: busy now"),
-        (["no", "no"], "at last: unreadable answer"),
+        ([500, 500], "no verdict after 2 attempts; the last error: HTTP 500: busy now"),
+        (["no", "no"], "the last error: the answer cannot be decoded"),
         ([reply({"right": 99, "clear": 1})] * 2, "must be 0 to 10 for each of right, clear"),
-        ([1.0, 1.0], "at last: no answer in 0.2 s"),
+        ([1.0, 1.0], "the last error: no answer within 0.2 s"),
         ([401], "HTTP 401: busy now"),
         ([404], "HTTP 404: busy now"),
     ],
@@ -195,14 +195,14 @@ async def test_no_verdict_is_an_error(
 
 async def test_a_refused_connection_is_retried(model: Model, outcome: SessionOutcome) -> None:
     """Then it is an error."""
-    with pytest.raises(EvaluatorError, match="no verdict in 2 attempts"):
+    with pytest.raises(EvaluatorError, match="no verdict after 2 attempts"):
         await model.judge(base_url="http://127.0.0.1:9/v1", attempts=2).evaluate(outcome)
 
 
 async def test_attempts_end_with_the_evaluation(model: Model, outcome: SessionOutcome) -> None:
     """When its time is over, however many attempts are left."""
     model.script = [30.0] * 9
-    with pytest.raises(EvaluatorError, match=r"no verdict in 0\.3 s"):
+    with pytest.raises(EvaluatorError, match=r"no verdict within 0\.3 s"):
         await model.judge(attempts=9).evaluate(replace(outcome, timeout_s=0.3))
 
 

@@ -23,7 +23,7 @@ CALL = make_call(0, [1], [2])
         ([CALL], {}, 1.0, "completed"),
         # Any exit code will do.
         ([CALL], {"exit": Exit(1, timed_out=False, seconds=1.0)}, 1.0, "completed"),
-        ([], {}, 0.0, "no model call"),
+        ([], {}, 0.0, "the agent made no model call"),
         ([CALL], {"exit": Exit(-9, timed_out=True, seconds=9.0)}, 0.0, "out of time"),
         ([CALL], {"exit": None}, 0.0, "out of time"),
         ([CALL], {"exit": Exit(137, False, 9.0, Cause.AGENT_MEMORY)}, 0.0, "agent_memory"),

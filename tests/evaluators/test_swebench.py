@@ -136,7 +136,7 @@ async def test_editable_and_protected_change_the_rules(judge: Judge) -> None:
         ),
         # A time-out before the agent's code ran.
         ("mkdir", "sleep 100;", "do not begin"),
-        ("python3 -B", "no-such-runner", "give no result, also without the agent's work"),
+        ("python3 -B", "no-such-runner", "gave no result, even without the agent's work"),
     ],
     ids=["fails", "hangs", "has no result"],
 )

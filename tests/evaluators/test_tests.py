@@ -147,7 +147,7 @@ async def test_without_expected_tests_all_must_pass(judge: Judge) -> None:
     assert (verdict.reward.value, verdict.report["total"]) == (0.0, 2)
     tests = TestsEvaluator(command="printf 'ok 1 - a\\n1..1\\n'; exit 3", format="tap")
     verdict = await judge(tests)
-    assert verdict.report["reason"] == "no test is reported to have failed, but exit code 3"
+    assert verdict.report["reason"] == "no test was reported as failed, but the exit code is 3"
 
 
 async def test_hidden_files_replace_the_agents(judge: Judge) -> None:
@@ -164,7 +164,7 @@ async def test_hidden_files_replace_the_agents(judge: Judge) -> None:
     )
     verdict = await judge(tests, {**patch, **GOOD})
     assert verdict.reward.value == 1.0, verdict.report
-    assert verdict.report["refused"] == {"test_hidden.py": "belongs to the tests"}
+    assert verdict.report["refused"] == {"test_hidden.py": "is a file of the tests"}
     assert (await judge(tests, patch)).reward.value == 0.0
 
 
@@ -174,7 +174,7 @@ async def test_a_report_of_the_agent_is_not_read(judge: Judge) -> None:
     tests = TestsEvaluator(command="true", report="out/report.xml", **options)
     verdict = await judge(tests, {"out/report.xml": XML})
     assert (verdict.reward.value, verdict.report["missing"]) == (0.0, ["a::b"])
-    assert verdict.report["refused"] == {"out/report.xml": "belongs to the tests"}
+    assert verdict.report["refused"] == {"out/report.xml": "is a file of the tests"}
     writes = TestsEvaluator(
         command=f"mkdir -p out; echo '{XML}' > out/report.xml", report="out/report.xml", **options
     )
@@ -207,7 +207,7 @@ def total(a, b): return a - b
 @pytest.mark.parametrize(
     ("signal", "reason"),
     [
-        ("SIGCONT", "no test is reported to have failed, but exit code 1"),
+        ("SIGCONT", "no test was reported as failed, but the exit code is 1"),
         ("SIGKILL", "ended by signal 9"),
     ],
 )
@@ -328,8 +328,8 @@ async def test_a_task_may_change_what_is_protected(judge: Judge) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (OWN, "out of time after "),
-        ({"command": "sleep 60", "format": "tap"}, "out of time after "),
+        (OWN, "time limit reached after "),
+        ({"command": "sleep 60", "format": "tap"}, "time limit reached after "),
         ({"command": "true", "setup": "sleep 60", "format": "tap"}, "setup was out of time"),
     ],
     ids=["own", "command", "setup"],
@@ -387,10 +387,10 @@ async def test_no_pytest_is_no_verdict(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"command": "no-such-program"}, "command ends with exit code 127 also without"),
+        ({"command": "no-such-program"}, "command ends with exit code 127 even without"),
         (
             {"command": "true", "setup": "echo broken; exit 3"},
-            "setup ends with exit code 3 also without the agent's changes: broken",
+            "setup ends with exit code 3 even without the agent's changes: broken",
         ),
     ],
     ids=["command", "setup"],
@@ -430,7 +430,7 @@ async def test_a_script_that_the_command_names_is_not_changed(judge: Judge) -> N
     passing = {"run.sh": "printf 'ok 1 - a\\n1..1\\n'"}
     verdict = await judge(TestsEvaluator(command="sh ./run.sh", format="tap"), passing)
     assert verdict.reward.value == 0.0
-    assert verdict.report["refused"] == {"run.sh": "is protected (the command names it)"}
+    assert verdict.report["refused"] == {"run.sh": "is protected (named in the command)"}
     lax = TestsEvaluator(command="sh ./run.sh", format="tap", editable=["run.sh"])
     assert (await judge(lax, passing)).reward.value == 1.0
 

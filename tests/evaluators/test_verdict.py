@@ -119,7 +119,7 @@ def test_a_report_without_end_is_cut() -> None:
     json.dumps(make_plain(Verdict(Reward(1.0), {"loop": loop})).report)
     many = make_plain(Verdict(Reward(1.0), {"many": list(range(10 * MAX_VALUES))})).report
     assert len(many["many"]) < MAX_VALUES
-    with pytest.raises(EvaluatorError, match="the verdict cannot be read: OSError: gone"):
+    with pytest.raises(EvaluatorError, match="the verdict is invalid: OSError: gone"):
         make_plain(Verdict(Reward(1.0), {"x": Unreadable()}))
 
 

@@ -126,8 +126,8 @@ async def test_a_part_that_is_not_required_may_fail(judge: Judge) -> None:
     verdict = await judge(
         WeightedEvaluator(parts={"a": part(), "b": part(required=False, takes_s=30.0)})
     )
-    assert verdict.report["b"] == {"no_verdict": "out of time after 0.5 s"}
-    with pytest.raises(EvaluatorError, match="no part has a verdict"):
+    assert verdict.report["b"] == {"no_verdict": "time limit reached after 0.5 s"}
+    with pytest.raises(EvaluatorError, match="none of the parts has a verdict"):
         await judge(WeightedEvaluator(parts={"b": part(required=False, fails="evaluator")}))
 
 
@@ -157,11 +157,11 @@ def test_needs_of_parts_are_combined() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"a": part(mount=["/t", "/1"]), "b": part(mount=["/t", "/2"])}, "both have a folder"),
-        (dict.fromkeys("ab", part(mount=["/t", None], in_place=True)), "both have a folder"),
+        ({"a": part(mount=["/t", "/1"]), "b": part(mount=["/t", "/2"])}, "both mount a folder"),
+        (dict.fromkeys("ab", part(mount=["/t", None], in_place=True)), "both mount a folder"),
         (
             {"a": part(in_place=True), "b": part(mount=["/t", "/1"])},
-            "would show the agent its files",
+            "would expose its files to the agent",
         ),
     ],
 )
@@ -211,5 +211,5 @@ async def test_several_evaluators_in_a_rollout(tmp_path: Path) -> None:
     assert done.reward.value == 0.6, done.report
     assert (done.reward.parts["one"], done.reward.parts["other"]) == (1.0, 1.0)
     assert done.reward.parts["work.passed"] == 1.0
-    assert done.report["work"]["refused"] == {"test_bill.py": "belongs to the tests"}
+    assert done.report["work"]["refused"] == {"test_bill.py": "is a file of the tests"}
     assert done.report["end"]["calls"] == 1

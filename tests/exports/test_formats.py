@@ -75,7 +75,7 @@ def test_rows_of_a_session(tmp_path: Path, case: dict[str, Any]) -> None:
     [
         ("sft", {"arguments": "json"}, "arguments is 'json'"),
         ("sft", {"args": "object"}, r"no option 'args' \(its options: reasoning, arguments"),
-        ("verl", {"prompt_length": 2}, "give prompt_length and response_length both"),
+        ("verl", {"prompt_length": 2}, "set both prompt_length and response_length"),
     ],
 )
 def test_wrong_options_are_reported(

@@ -52,7 +52,7 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     record(tmp_path / "in", "a")
     out = tmp_path / "out.jsonl"
     out.write_text("precious")
-    with pytest.raises(UsageError, match=r"out.jsonl already exists; .* give --force"):
+    with pytest.raises(UsageError, match=r"out.jsonl already exists; .* overwrite it with --force"):
         export("sft", tmp_path / "in", out)
     assert out.read_text() == "precious"
     export("sft", tmp_path / "in", out, force=True)
@@ -79,7 +79,7 @@ def test_damaged_recordings_are_reported(tmp_path: Path) -> None:
 def test_an_empty_export_is_an_error(tmp_path: Path) -> None:
     """It has the reasons; no file is written."""
     record(tmp_path, "a", status=None)
-    with pytest.raises(UsageError, match="nothing is left to export: of 1, 1 no_reward"):
+    with pytest.raises(UsageError, match="no sessions to export: of 1 recordings, 1 no_reward"):
         export("verl", tmp_path, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["a.0.rec"]
 
@@ -101,7 +101,9 @@ def test_formats_with_ids_have_one_tokenizer(tmp_path: Path) -> None:
     """Except for the full table, whose rows have their tokenizer; text formats have any."""
     record(tmp_path, "a", tokenizer="1f")
     record(tmp_path, "b", sample=1, tokenizer="2f")
-    with pytest.raises(UsageError, match="token ids are of 2 tokenizers; export one at a time"):
+    with pytest.raises(
+        UsageError, match="have token ids of 2 tokenizers; export the sessions of one at a time"
+    ):
         export("trl", tmp_path, tmp_path / "out")
     export("parquet", tmp_path, tmp_path / "out")
     assert [row["tokenizer"] for row in read_rows(tmp_path / "out")] == ["1f", "2f"]
@@ -145,7 +147,7 @@ def test_a_file_is_of_the_format_that_its_name_says(tmp_path: Path, form: str) -
     table = read_rows(tmp_path / "out.parquet")
     assert [row.keys() for row in lines] == [row.keys() for row in table]
     for name in ("out.csv", "out.arrow"):
-        with pytest.raises(UsageError, match=r"must end with .json, .jsonl, .ndjson, .parquet"):
+        with pytest.raises(UsageError, match=r"must end in .json, .jsonl, .ndjson, .parquet"):
             export(form, tmp_path / "in", tmp_path / name)
-    with pytest.raises(UsageError, match="must end with"):
+    with pytest.raises(UsageError, match="must end in"):
         export("sft", tmp_path / "in", tmp_path / "chat.parquet")

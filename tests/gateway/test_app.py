@@ -99,6 +99,6 @@ async def test_unsupported_fields_are_refused_by_name(
 
 async def test_a_gateway_without_an_engine_does_not_start(tmp_path: Path) -> None:
     """One clear error names the reason."""
-    with pytest.raises(EngineError, match="no usable engine"):
+    with pytest.raises(EngineError, match="cannot reach the engine"):
         async with Gateway(Upstream("http://127.0.0.1:9", Embedded()), RENDERING, tmp_path):
             pass

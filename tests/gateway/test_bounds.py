@@ -41,7 +41,7 @@ async def test_a_body_larger_than_the_window_is_an_overflow(
         for encoding, pack in packers.items():
             body = pack(plain)
             await it.expect(
-                dialect, 400, f"bound is {MAX_BODY}", body=body, content_encoding=encoding
+                dialect, 400, f"limit is {MAX_BODY}", body=body, content_encoding=encoding
             )
         assert it.engine.requests == 0
         assert (await it.send(dialect))[0] == 200
@@ -98,7 +98,7 @@ async def test_too_many_messages_and_too_deep_json_are_400(
         body[dialect.history] = [first, {**role, **calls[dialect.name]}, first]
     async with client(tmp_path) as it:
         data = json.dumps(body).replace('"@"', NESTED).encode()
-        await it.expect(dialect, 400, "bound is 10000" if kind == "messages" else "", body=data)
+        await it.expect(dialect, 400, "limit is 10000" if kind == "messages" else "", body=data)
 
 
 async def test_large_requests_are_rendered_in_a_thread(

@@ -219,7 +219,7 @@ async def test_a_session_that_is_live_is_not_opened_again(tmp_path: Path) -> Non
     """The second attempt to open it leaves its recording alone."""
     async with rig(tmp_path, says("Hi.")) as it:
         await it.ask()
-        with pytest.raises(UsageError, match="live already"):
+        with pytest.raises(UsageError, match="already open"):
             async with it.gateway.open(Session(id="s1", task="t", sample=0), a_task("t")):
                 pass
         await it.ask()

@@ -281,7 +281,7 @@ def test_text_prompts_need_exact_mode() -> None:
     joined = Rendering(tokenizer(), "qwen3")
     joined.tokenizer.token_bytes = None
     for tree in (CallTree(None), CallTree(joined)):
-        with pytest.raises(Unsupported, match="needs exact mode") as caught:
+        with pytest.raises(Unsupported, match="requires exact mode") as caught:
             tree.match_text("Hi", ThreadInfo())
         assert caught.value.param == "prompt"
 
@@ -318,7 +318,7 @@ def test_observed_ids_that_extend_the_parent_are_exact() -> None:
     assert (other.branch, other.reused) == (Branch.ENGINE_RERENDERED, 3)
     assert raw(other.tokens) == b"[1,2,3,9,5,6,7]"
     for wrong in (b'["1"]', b"[-1]", b"[2147483648]", b"[[1]]", b"[1,2,3,4,5,-6]"):
-        with pytest.raises(EngineError, match="ids that cannot be read"):
+        with pytest.raises(EngineError, match="token ids that cannot be decoded"):
             tree.set_observed(match(tree, history, TOOLS), wrong)
 
 

@@ -168,7 +168,7 @@ async def test_the_scripted_engine_is_sound() -> None:
     assert found.pop("logprobs") is CheckOutcome.UNKNOWN
     assert set(found.values()) == {CheckOutcome.PASS}
     assert report.wire().mode is Mode.EXACT
-    with pytest.raises(UsageError, match="no sound text mode"):
+    with pytest.raises(UsageError, match="does not support text mode"):
         report.wire(Mode.TEXT)
 
 
@@ -220,19 +220,19 @@ async def test_an_unknown_server_is_probed_as_openai() -> None:
 async def test_a_missing_engine_or_model_is_one_clear_error() -> None:
     """No engine there, no address given, no such model."""
     for ask in (probe("http://127.0.0.1:9"), connect(["http://127.0.0.1:9"])):
-        with pytest.raises(EngineError, match=r"no usable engine at .*127\.0\.0\.1:9"):
+        with pytest.raises(EngineError, match=r"cannot reach the engine at .*127\.0\.0\.1:9"):
             await ask
-    with pytest.raises(UsageError, match="at least one address"):
+    with pytest.raises(UsageError, match="give at least one"):
         await connect([])
     async with serve(Stub().app()) as url:
-        with pytest.raises(UsageError, match="serves no model 'x'; it serves m, adapter"):
+        with pytest.raises(UsageError, match="does not serve model 'x'; it serves m, adapter"):
             await probe(url, "x")
 
 
 async def test_an_engine_without_a_model_list_needs_a_name() -> None:
     """Without a name the error asks for one; with a name it is probed."""
     async with serve(Stub(owner="", lists=False).app()) as url:
-        with pytest.raises(UsageError, match=r"lists no models at .*name the one it serves"):
+        with pytest.raises(UsageError, match=r"list of models at .* is empty: name the model"):
             await probe(url)
         assert (await probe(url, "mine")).model == "mine"
 
@@ -264,7 +264,7 @@ async def test_a_sound_engine_is_connected_in_its_best_mode(tmp_path: Path) -> N
         assert upstream.wire.mode is Mode.EXACT
         async with Gateway(upstream, RENDERING, tmp_path) as gateway:
             assert gateway.card.id == "scripted"
-        with pytest.raises(UsageError, match="no sound observed mode"):
+        with pytest.raises(UsageError, match="does not support observed mode"):
             await connect([one], mode=Mode.OBSERVED)
 
 
@@ -298,6 +298,6 @@ async def test_the_doctor_command_prints_text_or_json() -> None:
         code, text = await run("--engine", url, "--json")
         assert (code, json.loads(text)["mode"]) == (0, "exact")
         code, text = await run("--engine", url)
-        lines = [" ".join(line.split()) for line in text.splitlines() if "sound " in line]
+        lines = [" ".join(line.split()) for line in text.splitlines() if "usable " in line]
         unsafe = [line for line in lines if "special tokens in them included" in line]
         assert [line for line in lines if "exact" not in line] == unsafe != []

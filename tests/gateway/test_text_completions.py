@@ -203,9 +203,9 @@ async def test_a_recording_answers_the_same_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "field", "message"),
     [
-        ({"prompt": ""}, "prompt", "must have ids"),
-        ({"prompt": [5, 10**30]}, "prompt", "each below"),
-        ({"prompt": [-1]}, "prompt", "each below"),
+        ({"prompt": ""}, "prompt", "must be a list of token ids"),
+        ({"prompt": [5, 10**30]}, "prompt", "token ids below"),
+        ({"prompt": [-1]}, "prompt", "token ids below"),
         ({"prompt": "long " * 60}, "prompt", "maximum context length is 64"),
     ],
 )

@@ -130,7 +130,7 @@ async def test_a_full_disk_names_the_install_folder(tmp_path: Path, error: Excep
     async def full(_: Path) -> None:
         raise error
 
-    with pytest.raises(DiskFull, match=rf"cannot install x-1: no room in {tmp_path} "):
+    with pytest.raises(DiskFull, match=rf"cannot install x-1: no space left in {tmp_path} "):
         await install_once(tmp_path / "x-1", full)
 
 
@@ -152,7 +152,9 @@ async def test_the_program_is_the_one_that_the_package_declares(
 async def test_a_package_without_its_program_is_named(programs: Programs) -> None:
     """The installer succeeded, but the package has no program."""
     programs("exit 0")
-    with pytest.raises(HarnessError, match=r"could not install x@1\.2\.3: it has no program"):
+    with pytest.raises(
+        HarnessError, match=r"could not install x@1\.2\.3: the package has no program"
+    ):
         await Npm("x", "x", "1.2.3").install(no_trial)
 
 

@@ -49,7 +49,9 @@ def test_every_preset_gets_its_settings_and_stays_in_its_home(name: str) -> None
     assert all(word in text for word in (CONTEXT.base_url, "secret", CONTEXT.model, r"-n \"a\" @b"))
     assert made.env["HOME"] == "/h"
     assert not any(path.startswith("/") for path in made.files)
-    with pytest.raises(ConfigError, match=f"harness '{name}': version is 'latest', must be exact"):
+    with pytest.raises(
+        ConfigError, match=f"harness '{name}': version is 'latest', must be an exact version"
+    ):
         find("harness", name)(version="latest")
     with pytest.raises(HarnessError, match=f"harness '{name}' is not installed yet"):
         find("harness", name)().launch(CONTEXT)
@@ -156,11 +158,11 @@ SKILL = "---\nname: a-b\ndescription: What for.\n---\nHow.\n"
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"mcp": {"a b": {"command": "x"}}}, r"mcp\.a b: a name has letters"),
-        ({"mcp": {"a": {}}}, r"mcp\.a must have either command .* or url"),
-        ({"mcp": {"a": {"command": "x", "url": "http://y"}}}, "must have either command"),
+        ({"mcp": {"a b": {"command": "x"}}}, r"mcp\.a b: a name consists of 1 to 40 letters"),
+        ({"mcp": {"a": {}}}, r"mcp\.a must have either `command` .* or url"),
+        ({"mcp": {"a": {"command": "x", "url": "http://y"}}}, "must have either `command`"),
         ({"mcp": {"a": {"cmd": "x"}}}, r"unknown key 'mcp\.a\.cmd'"),
-        ({"skills": {"A B": SKILL}}, r"skills\['A B'\]: a name has small letters"),
+        ({"skills": {"A B": SKILL}}, r"skills\['A B'\]: a name consists of lower-case letters"),
         ({"skills": {"a-b": "How."}}, "must be the text of a SKILL.md"),
     ],
 )
@@ -174,7 +176,7 @@ def test_a_status_in_an_exit_code_is_not_a_crash() -> None:
     """Gemini CLI ends with the HTTP status modulo 256, and with 52 when it refuses its settings."""
     gemini = find("harness", "gemini_cli")()
     refused = Exit(52, timed_out=False, seconds=1.0)
-    assert gemini.find_crash(refused, "") == "it refused its settings"
+    assert gemini.find_crash(refused, "") == "it rejected its settings"
     assert gemini.find_crash(Exit(144, timed_out=False, seconds=1.0), "Error 400") is None
     assert gemini.find_crash(Exit(0, timed_out=False, seconds=1.0), "Node.js v24.1.0") is None
     assert gemini.find_crash(Exit(-11, timed_out=True, seconds=1.0), "") is None
@@ -218,7 +220,7 @@ def test_a_sandbox_shows_what_the_command_names(
     shell = Shell(command=[sys.executable, "a.py"], folders=["/opt/mine"])
     paths = (str(tmp_path / "a.py"), "/opt/mine")
     assert shell.mounts == tuple(Mount(path, path) for path in paths)
-    with pytest.raises(ConfigError, match=r"folders names 'mine', must be an absolute path"):
+    with pytest.raises(ConfigError, match=r"folders has 'mine', must be an absolute path"):
         Shell(command="true", folders=["mine"])
 
 

@@ -43,7 +43,7 @@ def test_incomplete_folders_are_refused(folder: Path, missing: str) -> None:
         load(folder)
     message = str(caught.value)
     assert str(folder) in message
-    assert (missing or "no model folder") in message
+    assert (missing or "is not a folder; give a model folder") in message
     assert "\n" not in message
 
 

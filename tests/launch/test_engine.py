@@ -40,13 +40,13 @@ async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:
 async def test_exact_mode_needs_a_tokenizer() -> None:
     """The error names the setting, before any request to the engine."""
     settings = EngineSettings(urls=("http://127.0.0.1:9",), mode=Mode.EXACT)
-    with pytest.raises(UsageError, match=r"needs the model's tokenizer\.json"):
+    with pytest.raises(UsageError, match=r"needs engine\.tokenizer, the model's tokenizer\.json"):
         await open_engine(settings, slots=1).__aenter__()
 
 
 async def test_an_engine_that_never_answers_is_an_error() -> None:
     """After `wait_s`, with its address."""
     settings = EngineSettings(urls=(f"http://127.0.0.1:{free_ports(1)[0]}",), wait_s=0)
-    with pytest.raises(EngineError, match="no usable engine at"):
+    with pytest.raises(EngineError, match="cannot reach the engine at"):
         async with open_engine(settings, slots=1):
             pass

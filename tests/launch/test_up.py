@@ -48,7 +48,7 @@ def test_sigterm_drains_running_sessions_and_releases_queued_ones(world: World) 
     assert world.end("up") == 0
     assert "draining" in world.read_log("up")
     world.tugline("up", "up", "--no-node", "--port", "0")
-    world.wait_for_log("up", "no node yet")
+    world.wait_for_log("up", "no node has joined yet")
     (view,) = world.ask("status", "t")
     assert view["task"]["counts"] == {"completed": 1, "queued": 3}
     assert {session["attempt"] for session in view["sessions"]} == {0}

@@ -128,11 +128,11 @@ async def test_the_canary_is_in_a_runtime_of_the_node(
 async def test_a_session_that_works_ends_a_problem() -> None:
     """If it began after the problem was found; one from before says nothing."""
     bed = Bed([])
-    bed.health.set_problem("no bwrap on PATH")
+    bed.health.set_problem("bwrap is not on the PATH")
     bed.note(None, "local", began=0.0)
     assert bed.health.problem
     bed.note(None, "local")
-    assert bed.changes == ["no bwrap on PATH", ""]
+    assert bed.changes == ["bwrap is not on the PATH", ""]
 
 
 # --------------------------------------------------------------------------- real canaries

@@ -372,12 +372,12 @@ async def test_a_node_reports_missing_sandboxes_when_it_registers(tmp_path: Path
     """Checked at each registration; the server shows the reason."""
     async with open_plane(tmp_path) as control:
         bench = Bench(tmp_path, control)
-        problems = iter(["no bwrap on PATH", None])
+        problems = iter(["bwrap is not on the PATH", None])
         bench.node.check = lambda: next(problems)
         async with bench.working():
             await until(lambda: bench.node.id)
             [view] = await control.database.read(nodes.list_views)
-            assert view.fault == "no bwrap on PATH"
+            assert view.fault == "bwrap is not on the PATH"
             bench.node.id = ""
             await control.database.write(leases.expire_node, view.id, "a test")
             await until(lambda: bench.node.id)

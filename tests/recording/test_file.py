@@ -98,7 +98,7 @@ def test_an_absurd_length_is_refused(tmp_path: Path) -> None:
     head = struct.pack("<II", 2**32 - 1, 0)
     data[start : start + 12] = head + struct.pack("<I", zlib.crc32(head))
     path.write_bytes(data)
-    with pytest.raises(CaptureError, match=rf"offset {start}: a record of 4294967295 bytes"):
+    with pytest.raises(CaptureError, match=rf"offset {start}: a record claims 4294967295 bytes"):
         read(path)
     assert len(read(path, salvage=True).calls) == 1
 
@@ -111,7 +111,7 @@ def test_an_unknown_record_is_refused(tmp_path: Path) -> None:
     head = struct.pack("<II", len(packed), zlib.crc32(packed))
     record = head + struct.pack("<I", zlib.crc32(head)) + packed
     path.write_bytes(path.read_bytes() + MAGIC + record)
-    with pytest.raises(CaptureError, match=f"offset {end + len(MAGIC)} that cannot be read"):
+    with pytest.raises(CaptureError, match=f"offset {end + len(MAGIC)} that cannot be decoded"):
         read(path)
 
 
@@ -135,7 +135,7 @@ def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes, error: str) -
 
 
 def test_the_error_of_a_missing_file_has_its_name(tmp_path: Path) -> None:
-    """As that of any file that cannot be read."""
+    """As that of any file that cannot be decoded."""
     with pytest.raises(CaptureError, match=r"cannot read recording .*gone\.rec"):
         read(tmp_path / "gone.rec")
 

@@ -97,7 +97,7 @@ def test_only_the_last_attempt_is_rebuilt(path: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copy(later, tmp_path / "copies"))
     earlier, _, again = rebuild_all([path, later, copy], tmp_path, tmp_path / "out", None).entries
     for entry in (earlier, again):
-        assert (entry.file, entry.note) == ("", "another attempt or copy counts")
+        assert (entry.file, entry.note) == ("", "superseded by another attempt or copy")
     (trajectory,) = read_folder(tmp_path / "out")
     assert len(trajectory.traces) == 1
 

@@ -129,9 +129,9 @@ def change_temperature(calls: Calls) -> list[Call]:
             lambda calls: calls[:2],
             (2, 1),
             2,
-            "one request more than recorded: message 5 (assistant) is new",
+            "a request beyond the recorded ones: message 5 (assistant) is new",
         ),
-        (add_request, (3, 3), 3, "the end: 1 of the recorded requests were not made"),
+        (add_request, (3, 3), 3, "end of the session: 1 recorded requests were not made"),
     ],
     ids=["sampling", "more", "fewer"],
 )
@@ -295,9 +295,9 @@ async def test_a_killed_session_is_continued(tmp_path: Path) -> None:
 def test_recordings_that_cannot_be_replayed_are_refused(recording: Path, tmp_path: Path) -> None:
     """The error says whether the calls or the tokenizer are missing."""
     empty = tampered(recording, tmp_path / "empty", lambda _calls: [])
-    with pytest.raises(UsageError, match="holds no calls"):
+    with pytest.raises(UsageError, match="has no calls"):
         RecordedSession.load(empty)
-    with pytest.raises(UsageError, match="give it with --tokenizer"):
+    with pytest.raises(UsageError, match="give one with --tokenizer"):
         RecordedSession.load(Path(shutil.copy(recording, tmp_path)))
 
 
@@ -330,5 +330,7 @@ def test_run_dependent_text_is_masked(first: str, second: str) -> None:
 
 def test_an_invalid_mask_is_refused() -> None:
     """The error names the flag, the text and the mistake."""
-    with pytest.raises(UsageError, match=r"--mask '\(' is an invalid regex: missing \)"):
+    with pytest.raises(
+        UsageError, match=r"--mask '\(' is not a valid regular expression: missing \)"
+    ):
         Normalizer({}, ("(",))

@@ -148,7 +148,7 @@ def _counted(_folder: Path, trajectory: Trajectory) -> None:
 def _odd_bytes(folder: Path, trajectory: Trajectory) -> None:
     (log,) = (folder / "session" / "agent").rglob("agent.log")
     assert b"\xff\xfe" in log.read_bytes()
-    assert any("name that is not UTF-8" in note for note in trajectory.report["notes"])
+    assert any("name is not UTF-8" in note for note in trajectory.report["notes"])
 
 
 def _partial(folder: Path, trajectory: Trajectory) -> None:

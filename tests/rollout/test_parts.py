@@ -88,7 +88,7 @@ def test_keys_of_options_must_be_strings() -> None:
         check_task(task)
     assert caught.value.field == "harness.options"
     where = "harness.options['mcp']['a'][0]['b']"
-    assert str(caught.value) == f"{where} has the key 5, must be a string (in quotes)"
+    assert str(caught.value) == f"{where} has the key 5, but keys must be strings (in quotes)"
 
 
 def make_tests(number: int, size: int) -> PluginSpec:

@@ -107,12 +107,12 @@ async def test_unavailable_workspaces_are_reported(
     cases = {
         "has no 'v9': give a full hash, a tag": Workspace(repo=str(repo.folder), commit="v9"),
         f"has no commit '{commit}'": Workspace(repo=f"file://{repo.folder}", commit=commit),
-        "none' is no folder on this node": Workspace(repo=str(tmp_path / "none"), commit="v9"),
+        "none' is not a folder on this node": Workspace(repo=str(tmp_path / "none"), commit="v9"),
         "git says: .*does not appear to be a git": Workspace(repo=str(tmp_path), commit="v1"),
         r"'https://\*\*\*@127.0.0.1:9/x'.*git says": Workspace(
             repo="https://me:word@127.0.0.1:9/x", commit="v1"
         ),
-        "folder is '/none', which is no folder": Workspace(folder="/none"),
+        "folder is '/none', which is not a folder": Workspace(folder="/none"),
     }
     for message, workspace in cases.items():
         with pytest.raises(WorkspaceError, match=message) as caught:

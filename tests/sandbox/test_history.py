@@ -113,5 +113,5 @@ def test_no_repository_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WorkspaceError, match="it is no git repository, so "):
         asyncio.run(end_history(tmp_path, "HEAD", "it"))
     (tmp_path / ".git").mkdir()
-    with pytest.raises(WorkspaceError, match="has nothing checked out"):
+    with pytest.raises(WorkspaceError, match="has no commit checked out"):
         asyncio.run(end_history(tmp_path, "HEAD", "it"))

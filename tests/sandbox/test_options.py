@@ -25,7 +25,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("bubblewrap", {"readable": ["/"]}, READABLE),
     ("bubblewrap", {"allow": ["no port"]}, "'no port' must be HOST:PORT"),
     ("container", {"memory_mb": 0}, "memory_mb is 0, must be an integer >= 6"),
-    ("container", {"engine": "tcp://host:1"}, "engine is 'tcp://host:1', not podman, docker or"),
+    (
+        "container",
+        {"engine": "tcp://host:1"},
+        "engine is 'tcp://host:1', must be podman, docker or",
+    ),
     ("container", {"pull": "always"}, "pull is 'always', must be one of missing, never"),
     ("container", {"cpus": "2"}, "cpus is '2', must be a number"),
     ("container", {"cache_gb": 0}, "cache_gb is 0, must be a number > 0"),
@@ -56,7 +60,7 @@ WORKSPACES: list[tuple[str, Workspace, type[TuglineError], str]] = [
     ("bubblewrap", Workspace(folder="/no/such"), WorkspaceError, "'/no/such'"),
     ("container", Workspace(image=DEBIAN, path="/home"), UsageError, "workspace.path is '/home'"),
     ("stand-in", Workspace(), UsageError, "needs workspace.image: a sandbox directory, or what"),
-    ("stand-in", Workspace(build="/x"), UsageError, "builds no Dockerfile"),
+    ("stand-in", Workspace(build="/x"), UsageError, "does not support workspace.build"),
     ("stand-in", Workspace(image="/x", path="/"), UsageError, "workspace.path is '/', must be an"),
 ]
 MOUNTS: list[tuple[str, Mount, type[TuglineError], str]] = [
@@ -92,8 +96,8 @@ async def test_unsupported_specs_are_refused(
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("bubblewrap", r"no bwrap on PATH: apt install bubblewrap.*`runtime: local`"),
-        ("apptainer", "there is no apptainer on PATH: see https://"),
+        ("bubblewrap", r"bwrap is not on the PATH: apt install bubblewrap.*`runtime: local`"),
+        ("apptainer", "apptainer is not on the PATH: see https://"),
     ],
 )
 async def test_a_missing_program_is_an_error(

@@ -185,7 +185,7 @@ def test_omitted_changes_are_noted(make: Make, base: Path, way: Way) -> None:
     assert all(note.isprintable() for note in patch.notes)
     reasons = dict(note.split(": ", 1) for note in patch.notes)
     assert reasons.keys() == {"'\\udcff'", "a.py", "blob", "node_modules", "pipe"}
-    assert reasons["'\\udcff'"].startswith("a name that is not UTF-8")
+    assert reasons["'\\udcff'"].startswith("the name is not UTF-8")
 
 
 def test_an_unchanged_large_file_in_a_new_folder(make: Make, base: Path, way: Way) -> None:
@@ -226,7 +226,7 @@ def test_limits_of_patches(layer: OverlayWorkspace) -> None:
     assert "all changes are left out" in layer.diff(PatchLimits(files=5)).notes[0]
     small = layer.diff(PatchLimits(total_bytes=4))
     assert list(small.files) == ["f1", "f2"]
-    past = "past 4 bytes in all, change left out"
+    past = "change left out: the patch would exceed 4 bytes"
     assert small.notes == tuple(f"f{number}: {past}" for number in (3, 4, 5, 6))
 
 

@@ -127,5 +127,5 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_unknown_url_scheme_is_refused() -> None:
     """The error names the URL and what would be right."""
-    with pytest.raises(UsageError, match=r"'s4://bucket' cannot be used, expected s3://"):
+    with pytest.raises(UsageError, match=r"'s4://bucket', must be a path or s3://"):
         open_blobs("s4://bucket")

@@ -39,13 +39,13 @@ async def test_damaged_and_lost_results_are_named(store_url: str, tmp_path: Path
         assert (code, running["results"]) == (1, 4)
         assert list(running["damaged"]) == ["t-1", "t-3"]
         assert f"blob {name!r} does not have the SHA-256" in running["damaged"]["t-1"]
-        assert "no blob 't-3." in running["damaged"]["t-3"]
+        assert "unknown blob 't-3." in running["damaged"]["t-3"]
     assert await check(tmp_path, *store) == (1, running)
     output = run_command("server", "check", "--dir", tmp_path, *store)
     assert output.returncode == 1
     *damaged, last = output.stdout.splitlines()
     assert [line.partition(":")[0] for line in damaged] == ["t-1", "t-3"]
-    assert last == "4 results and 0 recordings were read, 2 are damaged or lost"
+    assert last == "4 results and 0 recordings were read; 2 are damaged or missing"
 
 
 def test_a_missing_database_is_an_error(tmp_path: Path) -> None:
@@ -111,5 +111,5 @@ def test_a_backup_needs_a_store_and_a_new_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "server.db").write_bytes(b"no database" * 1000)
     refuse(tmp_path / "copy", 1)
-    assert "name a folder that does not" in refuse(tmp_path, 2)
+    assert "choose a new folder" in refuse(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["server.db"]

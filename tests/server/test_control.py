@@ -42,9 +42,12 @@ async def test_lists_are_read_in_pages(control: ControlPlane) -> None:
         (b"", "not a trajectory"),
         (b"nonsense", "not a trajectory"),
         (b"\x28\xb5\x2f\xfd garbage", "not a trajectory"),
-        (result(Session(id="other-0", task="t", sample=0)), "must name it"),
-        (result(Session(id="t-0", task="t", sample=0), status=Status.RUN), "be final"),
-        (result(Session(id="t-0", task="t", sample=0), status=Status.FAILED), "have a failure"),
+        (result(Session(id="other-0", task="t", sample=0)), "the result is of other-0"),
+        (
+            result(Session(id="t-0", task="t", sample=0), status=Status.RUN),
+            "must be of t-0 and final",
+        ),
+        (result(Session(id="t-0", task="t", sample=0), status=Status.FAILED), "must have one"),
     ],
 )
 async def test_invalid_results_are_refused(control: ControlPlane, data: bytes, match: str) -> None:

@@ -169,7 +169,7 @@ async def test_a_second_server_on_the_same_file_is_refused(tmp_path: Path) -> No
     """
     async with open_database(f"sqlite:{tmp_path / 'a.db'}") as database:
         for name in _make_aliases(tmp_path / "a.db"):
-            with pytest.raises(UsageError, match=rf"{name} is used by another server"):
+            with pytest.raises(UsageError, match=rf"{name} is in use by another server"):
                 async with open_database(f"sqlite:{name}"):
                     pass
         await database.write(_add("still here"))
@@ -211,7 +211,9 @@ async def test_a_store_of_a_later_version_is_refused(store_url: str, open_earlie
     """The message names both layouts."""
     async with open_database(store_url):
         pass
-    with pytest.raises(UsageError, match=f"layout {len(STEPS)}, this version reads 3"):
+    with pytest.raises(
+        UsageError, match=f"layout {len(STEPS)}, but this release reads layout 3 at most"
+    ):
         async with open_earlier(3):
             pass
 

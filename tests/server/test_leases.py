@@ -106,7 +106,7 @@ async def test_a_wiped_store_refuses_leases_from_before(
 async def test_a_second_node_of_the_same_name_is_refused(control: ControlPlane) -> None:
     """A restart takes over at once, another instance only after the lease has expired."""
     first = await Idler.join(control, "a", instance="one")
-    with pytest.raises(Conflict, match=r"'a' is active; .* ends in 30 s"):
+    with pytest.raises(Conflict, match=r"'a' is already active; .* ends in 30 s"):
         await Idler.join(control, "a", instance="two")
     again = await Idler.join(control, "a", instance="one")
     with pytest.raises(FencedError):
@@ -399,11 +399,11 @@ async def test_a_second_server_does_not_extend_leases(open_control: Open) -> Non
 
 async def test_a_node_without_sandboxes_joins_in_quarantine(control: ControlPlane) -> None:
     """It gets one session on trial; once it works, the node ends the quarantine."""
-    node = await Idler.join(control, problem="no bwrap on PATH")
+    node = await Idler.join(control, problem="bwrap is not on the PATH")
     await control.submit([a_task(f"t{n}") for n in range(3)])
     assert (await node.ask(wait_s=0.05)).work == ()
     [view] = await control.database.read(nodes.list_views)
-    assert view.fault == "no bwrap on PATH"
+    assert view.fault == "bwrap is not on the PATH"
     await pass_time(control, nodes.BLOCK_S)
     [trial] = names((await node.ask()).work)
     await node.commit(trial)

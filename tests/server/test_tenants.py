@@ -201,8 +201,8 @@ async def test_unfinished_sessions_of_a_tenant_are_bounded(open_control: Open) -
             await control.submit(batch)
         assert (caught.value.field, caught.value.status, caught.value.retry_s) == ("tenant", 429, 0)
         assert str(caught.value) == (
-            "tenant is 'lab', which may have 5 unfinished sessions and has 4;"
-            " 2 more are too many: submit 1, and others as those end"
+            "tenant is 'lab', which has 4 of at most 5 unfinished sessions;"
+            " 2 more exceed it: submit 1 now, and the others as sessions end"
         )
         assert [one.new for one in await control.submit([first, other])] == [False, True]
         node = await Idler.join(control)

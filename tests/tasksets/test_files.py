@@ -79,7 +79,12 @@ def test_text_of_rows_is_unchanged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "more", "message"),
     [
-        ("r.csv", "id,instruction\n1,a,b\n", "", "line 2: there are more values than the 2 names"),
+        (
+            "r.csv",
+            "id,instruction\n1,a,b\n",
+            "",
+            "line 2: the line has more values than the 2 names",
+        ),
         ("r.csv", "id,instruction\n1\n", "", "line 2: instruction has no value, must be a text"),
         ("r.jsonl", '{"id": 1, "instruction": null}', "", "instruction has no value"),
         ("r.jsonl", '{"id": 1, "instruction": " "}', "", "instruction is ' ', must be a text"),
@@ -117,12 +122,12 @@ def test_task_files_and_sets_share_a_folder(tmp_path: Path) -> None:
         ("samples: 4", "files: {}", "template: files belongs to each instance"),
         ("name: jsonl", "name: jsnol", "unknown taskset 'jsnol'; did you mean 'jsonl'?"),
         ("id: name", "idd: name", "taskset 'jsonl': "),
-        ("id: name", "id: nam", "rows.jsonl, line 1: there is no field 'nam' (known: name, q"),
+        ("id: name", "id: nam", "rows.jsonl, line 1: unknown field 'nam' (known: name, q"),
         ("path: rows.jsonl", "path: none.jsonl", "none.jsonl: No such file"),
         ("path: rows.jsonl", "path: rows.txt", "must end in .jsonl, .json, .csv, .parquet"),
         ("path: rows.jsonl", "split: x", "give either path or dataset"),
         ('"{instruction} Be', '"Be', "must have {instruction}"),
-        ("prefix: x-", "select: {include: [zzz]}", "no task is left"),
+        ("prefix: x-", "select: {include: [zzz]}", "no tasks are selected"),
         ("prefix: x-", "select: {limit: 0}", "select.limit is 0"),
         ("prefix: x-", "select: {shufle: 0}", "unknown key 'select.shufle'"),
         ("files: start", "files: q", "q must be an object that maps paths to texts"),

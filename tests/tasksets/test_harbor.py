@@ -86,8 +86,8 @@ def test_in_place_evaluation_can_be_overridden(tmp_path: Path) -> None:
         ("[agent]\ntimeout_sec = 'long'", "agent.timeout_sec is 'long'"),
         ("[environment]\nmemory = 'lots'", "environment.memory is 'lots', must be a size"),
         ("[environment]\nos = 'windows'", "environment.os is 'windows', must be 'linux'"),
-        ("[[steps]]\nname = 'a'", "steps has 1 steps; tasks must have one step"),
-        ("[verifier.environment]\ndocker_image = 'x'", "the verifier has an image of its own"),
+        ("[[steps]]\nname = 'a'", "steps has 1 steps; only tasks of one step are supported"),
+        ("[verifier.environment]\ndocker_image = 'x'", "the verifier has its own image"),
         ("[verifier]\nenvironment_mode = 'x'", "environment_mode is 'x', must be shared or"),
         ("[agent", "task.toml is not valid TOML"),
     ],
@@ -105,9 +105,12 @@ def test_unsupported_settings_are_errors(tmp_path: Path, toml: str, message: str
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("environment/docker-compose.yaml", "has several services"),
+        (
+            "environment/docker-compose.yaml",
+            "is not supported; the environment must be a single image",
+        ),
         ("tests/test.sh", "tests/test.sh is missing"),
-        ("environment/Dockerfile", "no environment/Dockerfile, and no environment.docker_image"),
+        ("environment/Dockerfile", "needs environment/Dockerfile or environment.docker_image"),
         ("instruction.md", "instruction.md: No such file"),
         ("task.toml", "it has no folder with task.toml"),
     ],
@@ -154,7 +157,7 @@ def test_an_error_lists_all_tasks_and_what_leaves_them_out(tmp_path: Path) -> No
     with structlog.testing.capture_logs() as logged:
         assert [task.id for task in load(tmp_path, leave_out=["b", "c", "e"])] == ["a", "d"]
     assert len(logged) == 3
-    with pytest.raises(ConfigError, match="leave_out has 'f', there is no such folder"):
+    with pytest.raises(ConfigError, match="leave_out has 'f', which is not a folder"):
         load(tmp_path, leave_out=["f"])
 
 

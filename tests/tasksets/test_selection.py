@@ -109,7 +109,9 @@ def test_difficulty_is_the_mean_reward_of_earlier_runs(tmp_path: Path) -> None:
     sure = msgspec.structs.replace(hard, unknown=False, results="results.jsonl", samples=2)
     assert pick(TaskSelection(difficulty=sure), some, folder=tmp_path) == ["case-2"]
     (tmp_path / "results.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"select\.difficulty\.results: .*has no results of"):
+    with pytest.raises(
+        ConfigError, match=r"select\.difficulty\.results: .*is not a file of results of"
+    ):
         pick(TaskSelection(difficulty=hard), some, folder=tmp_path)
 
 

@@ -174,8 +174,8 @@ BAD = [
     ({"PASS_TO_PASS": [1]}, r"PASS_TO_PASS\.0 is 1, must be a string"),
     ({"test_patch": "+ x"}, r"test_patch is '\+ x', must be a patch in the format of `git diff`"),
     ({"patch": 1}, r"patch is 1, must be a string"),
-    ({"repo": "x/y"}, r"test_cmd is missing; give it, eval_script, or the option test_command"),
-    ({"repo": "x/y", "test_cmd": "pytest"}, r"log_parser is missing; it must be the name of a"),
+    ({"repo": "x/y"}, r"test_cmd is missing; set it, eval_script, or the option test_command"),
+    ({"repo": "x/y", "test_cmd": "pytest"}, r"log_parser is missing; it must name a"),
     ({"install_config": "["}, r"install_config is '\[', must be an object"),
     ({"eval_type": "all"}, r"eval_type is 'all', must be one of fail_only, pass_and_fail"),
 ]

@@ -159,7 +159,7 @@ def test_tasks_that_changed_are_noticed_on_resume(folder: Path, tmp_path: Path) 
         (lines[:9], "3 removed, such as 't10'"),
         ([*lines[:-1], lines[-1].replace("t11", "t12")], "1 removed.*'t11', 1 added.*'t12'"),
         ([lines[0].replace("?", "!"), *lines[1:]], "1 changed, such as 't0'"),
-        (lines[::-1], "they are in another order"),
+        (lines[::-1], "their order is different"),
     ):
         with pytest.raises(UsageError, match=f"^the tasks have changed since .*: {message}"):
             start(*rows)

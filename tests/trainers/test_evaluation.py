@@ -122,7 +122,7 @@ def test_a_comparison_is_paired() -> None:
     assert comparison.difference.high == pytest.approx(centre + 1.96 * spread)
     same = compare(before, before).difference
     assert (same.value, same.low < 0 < same.high) == (0.0, True)
-    with pytest.raises(UsageError, match="no rewarded task in common"):
+    with pytest.raises(UsageError, match="share no task with a reward"):
         compare(now, [Attempt("z", 1.0)])
 
 

@@ -194,7 +194,7 @@ def test_weights_of_tokens_by_normalisation(normalisation: str, expected: list[f
 # --------------------------------------------------------------------------- config
 def test_a_decay_within_the_warm_up_is_refused() -> None:
     """The error has the field, its value and what is allowed."""
-    message = "decay_updates is 5, must be more than warmup_updates, which is 5"
+    message = "decay_updates is 5, must be greater than warmup_updates, which is 5"
     with pytest.raises(ConfigError, match=message):
         from_mapping({"warmup_updates": 5, "decay_updates": 5}, GrpoConfig)
 

@@ -145,7 +145,7 @@ async def test_alarms_are_logged_with_the_figures(tmp_path: Path) -> None:
     await run(write_config(tmp_path, schedule=plan, heldout=None, template=never), tmp_path / "run")
     notes = {row["note"]: row["text"] for row in rows(tmp_path / "run", "note")}
     assert notes.keys() == {"alarm no_signal", "alarm no_tokens"}
-    assert "rewards are equal within each (mean 0.00)" in notes["alarm no_signal"]
+    assert "all rewards within each group are equal (mean 0.00)" in notes["alarm no_signal"]
 
 
 @pytest.mark.engine
@@ -232,7 +232,7 @@ def test_held_out_tasks_have_the_same_seeds_for_every_version(tmp_path: Path) ->
     assert [t.sampling.seed for t in early] == [t.sampling.seed for t in late]
     trained = json.loads((tmp_path / "config.json").read_text())["tasks"]
     same = write_config(tmp_path, heldout=trained)
-    with pytest.raises(ConfigError, match="5 instances are also trained on"):
+    with pytest.raises(ConfigError, match="heldout shares 5 instances with the training tasks"):
         TaskBatches(read_config(same, MODEL), tmp_path)
 
 

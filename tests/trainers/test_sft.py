@@ -150,7 +150,7 @@ def test_rows_without_a_task_are_grouped_by_their_content(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "x"}, "line 1 needs messages, or ids and loss_mask of equal length; it has"),
+        ({"text": "x"}, "line 1 must have messages, or ids and loss_mask of equal length; it has"),
         ({"ids": [1, 2], "loss_mask": [True]}, "ids and loss_mask of equal length"),
         ({"ids": [1], "loss_mask": [0], "tokenizer": "00"}, "another tokenizer than the model's"),
         ({"messages": "hi"}, "line 1 is not a conversation in the format of the OpenAI API"),

@@ -76,7 +76,7 @@ export async function request(
     response = await fetch(url, { method, headers, body, signal: options.signal, cache: "no-store" });
   } catch (error) {
     if (options.signal?.aborted) throw error;
-    throw new ApiError(0, "The server cannot be reached", "Is `tugline up` still running?");
+    throw new ApiError(0, "The server cannot be reached", "Check that `tugline up` is still running.");
   }
   auth.role = response.headers.get("tugline-role") ?? auth.role;
   if (response.ok) return response;

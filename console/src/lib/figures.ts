@@ -88,7 +88,7 @@ export function parseMetrics(text: string): Step[] {
   for (const line of text.slice(0, text.lastIndexOf("\n") + 1).split("\n")) {
     if (!line) continue;
     const row = JSON.parse(line) as Record<string, unknown>;
-    if (typeof row.step !== "number") throw new Error("a line has no step");
+    if (typeof row.step !== "number") throw new Error("a line lacks the field `step`");
     const step = steps.get(row.step) ?? { step: row.step, figures: {}, notes: [] };
     steps.set(row.step, step);
     if (typeof row.text === "string") step.notes.push({ name: String(row.note), text: row.text });
@@ -96,6 +96,6 @@ export function parseMetrics(text: string): Step[] {
       if (typeof value === "number" && name !== "step") step.figures[name] = value;
     }
   }
-  if (!steps.size) throw new Error("it has no steps");
+  if (!steps.size) throw new Error("it contains no steps");
   return [...steps.values()].sort((a, b) => a.step - b.step);
 }

@@ -4,11 +4,11 @@ export type KeyHelp = [key: string, does: string];
 /** The keys of the viewer of a session. */
 export const VIEWER_KEYS: readonly KeyHelp[] = [
   ["j / k", "next and previous turn, or row of a table"],
-  ["[ / ]", "the same; in the tokens, previous and next answer"],
-  ["↑ ↓ ← →", "move in the list or the tokens that have the focus"],
-  ["t, 1, 2 …", "next colour of tokens, or the one with this number"],
+  ["[ / ]", "previous and next turn or row; in the tokens: previous and next answer"],
+  ["↑ ↓ ← →", "move in the focused list or tokens"],
+  ["t, 1, 2 …", "next colouring of tokens, or the one with this number"],
   ["f", "fold or unfold contexts"],
-  ["v", "full height for the tokens, the conversation, neither"],
+  ["v", "full height for the tokens, for the conversation, or for neither"],
 ];
 
 /** Single-key shortcuts, inactive while the user types text. */

@@ -73,7 +73,7 @@ export function decodeTrajectory(data: ArrayBuffer): Trajectory {
 function items(value: unknown, type: string): ArrayBuffer {
   const bytes = value as Uint8Array<ArrayBuffer>;
   if (!(bytes instanceof Uint8Array) || String.fromCharCode(bytes[0] ?? 0) !== type) {
-    throw new Error(`the trajectory has no array of type ${type} where one belongs`);
+    throw new Error(`the trajectory is invalid: expected an array of type ${type}`);
   }
   return bytes.slice(1).buffer;
 }

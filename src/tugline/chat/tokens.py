@@ -31,7 +31,7 @@ def decode_ids(digits: bytes) -> Ids:
     try:
         return np.array(_DECODER.decode(b"[" + digits + b"]"), np.int32)
     except msgspec.DecodeError as error:
-        raise EngineError(f"the engine sent ids that cannot be read: {error}") from error
+        raise EngineError(f"the engine sent token ids that cannot be decoded: {error}") from error
 
 
 class _Buffer:

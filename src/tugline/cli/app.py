@@ -93,7 +93,7 @@ def main() -> None:
 def _run(called: str) -> None:
     app = make_app()
     if called not in app:  # the error of cyclopts would import all commands
-        raise UsageError(f"there is no command {called!r}; see tugline --help")
+        raise UsageError(f"unknown command {called!r}; see tugline --help")
     if called in COMMANDS:
         from tugline import log  # noqa: PLC0415 - start-up: --help does not log
 

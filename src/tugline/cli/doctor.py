@@ -81,10 +81,10 @@ def _list_runtimes(*, as_json: bool) -> None:
         rows.append((name, sign, reason or "\n".join(weaknesses)))
     files = raise_file_limit()
     if files < 1000 * _FILES:
-        low = f"{files} suffice for about {files // _FILES} agents: raise `ulimit -Hn`"
+        low = f"{files} are enough for about {files // _FILES} agents; raise `ulimit -Hn`"
         states["open files"] = {"unavailable": None, "weaknesses": [low]}
         rows.append(("open files", Text("usable", "green"), low))
-    table = make_table(("runtime", "", "does not contain"), rows)
+    table = make_table(("runtime", "", "weaknesses"), rows)
     print_report(states, lambda: print_text(table), as_json=as_json)
 
 
@@ -112,6 +112,6 @@ def _show(report: EngineReport, refusal: str | None) -> None:
         print_text(f"change {advice}", style="yellow")
     for name, mode in report.routes.items():
         weakness = "" if mode is Mode.EXACT else f"; {_ENGINE_ENCODES}"
-        print_text(f"sound  {mode} mode, by {name}{weakness}", style="green")
+        print_text(f"usable {mode} mode, through route {name}{weakness}", style="green")
     if refusal:
         print_text(f"refused {refusal}", style="red")

@@ -25,7 +25,7 @@ class Filters:
     """Filters of sessions and traces."""
 
     held_out: bool = False
-    """Also sessions of the held-out tasks of a training run."""
+    """Include sessions of the held-out tasks of a training run."""
     status: list[Status] | None = None
     """Only sessions with this final status; repeatable."""
     tag: _Texts = None
@@ -33,15 +33,15 @@ class Filters:
     min_reward: float | None = None
     """Only sessions with at least this reward."""
     best_of: Count | None = None
-    """Only this number of sessions of each task, those with the highest reward."""
+    """At most this number of sessions per task: those with the highest rewards."""
     dedupe: bool = False
-    """Only the first of a task's sessions with equal conversations."""
+    """Only one of several sessions of a task with the same conversation."""
     kind: list[TraceKind] | None = None
     """Only traces of this kind; repeatable."""
     exact_only: bool = False
-    """Only traces with the exact context of sampling."""
+    """Only traces whose context is exactly the sampled one."""
     max_length: Count | None = None
-    """Only traces of at most this number of tokens."""
+    """Only traces with at most this number of tokens."""
 
     def select_sessions(self) -> Selection:
         """Parse the conditions of sessions. Raises `UsageError`."""
@@ -69,7 +69,7 @@ def export(
     remote: Remote = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Write recorded sessions to a file that other tools and trainers read.
+    """Write recorded sessions to a file for other tools and trainers.
 
     Args:
         form: Format: parquet, sft, atif, trl, verl, slime or a plug-in.
@@ -114,14 +114,14 @@ def _parse_split(text: str | None, seed: int) -> Split | None:
     try:
         shares = {k: float(v) for k, v in parse_pairs(text.split(","), "--split").items()}
     except ValueError as error:
-        msg = f"--split {text!r} must be names and shares, such as train=0.9,test=0.1"
+        msg = f"--split is {text!r}, must be names with shares, such as train=0.9,test=0.1"
         raise UsageError(msg) from error
     valid = all(share > 0 for share in shares.values()) and abs(sum(shares.values()) - 1) < 1e-6
     if not valid or len(shares) <= text.count(","):
-        msg = f"--split {text!r}: shares must be above 0 and add up to 1, names must be unique"
+        msg = f"--split is {text!r}: shares must be above 0 and add up to 1, names must be unique"
         raise UsageError(msg)
     if any(not name.replace("-", "_").isidentifier() for name in shares):
-        msg = f"--split {text!r}: a name is part of a file name; use letters, digits, _ and -"
+        msg = f"--split is {text!r}: names must consist of letters, digits, _ and -"
         raise UsageError(msg)
     return Split(shares=shares, seed=seed)
 

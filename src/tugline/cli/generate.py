@@ -81,7 +81,7 @@ def generate(
     if not as_json:
         _print_figures(totals, rows)
     if not accepted:
-        console.print(f"no session was accepted; see the reasons with: tugline view {out}")
+        console.print(f"no sessions were accepted; see why with: tugline view {out}")
         sys.exit(1)
 
 
@@ -89,7 +89,7 @@ def _parse_condition(text: str) -> tuple[str, float]:
     """Return the name of a part of the reward, and its minimum. Raises `UsageError`."""
     match = re.fullmatch(r"\s*([\w.\-]+)\s*>=\s*(-?\d+\.?\d*)\s*", text)
     if match is None:
-        raise UsageError(f"--accept {text!r} must be a name, >= and a number, such as 'reward>=1'")
+        raise UsageError(f"--accept is {text!r}, must be NAME>=NUMBER, such as 'reward>=1'")
     return match[1], float(match[2])
 
 

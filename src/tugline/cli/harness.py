@@ -119,9 +119,9 @@ def install(
         every: Install every harness.
     """
     if every == bool(names):
-        raise UsageError("give the names of harnesses, or --all")
+        raise UsageError("give either the names of harnesses or --all")
     if version is not None and len(names or ()) != 1:
-        raise UsageError(f"--version {version} is for one harness; give its name alone")
+        raise UsageError(f"--version {version} requires the name of exactly one harness")
     known = [name for name in list_names("harness") if issubclass(find("harness", name), Preset)]
     for program in [_find_preset(name, version) for name in names or known]:
         _install(program)
@@ -149,7 +149,7 @@ def _install(program: Preset) -> None:
     folder = program.package.folder
     with Console(stderr=True).status(f"installing {program.name} {program.version}"):
         if asyncio.run(_is_sound(folder)) is False:
-            msg = f"{program.name} {program.version} was changed: remove {folder} and reinstall"
+            msg = f"{program.name} {program.version} was modified: remove {folder} and reinstall it"
             raise HarnessError(msg)
         asyncio.run(program.install())
 
@@ -158,7 +158,7 @@ def _find_preset(name: str, version: str | None = None) -> Preset:
     """Return the preset `name`. Raises `UsageError` for a harness without files to install."""
     kind = find("harness", name)
     if not (isinstance(kind, type) and issubclass(kind, Preset)):
-        msg = f"harness {name!r} runs the command in its options; there is nothing to install"
+        msg = f"harness {name!r} runs the command in its options, so it cannot be installed"
         raise UsageError(msg)
     return kind(**({"version": version} if version else {}))
 
@@ -169,13 +169,13 @@ class Own:
     """Options that check a harness that is not a preset."""
 
     tool: str | None = None
-    """Tool of your own harness that runs a shell command."""
+    """For your own harness: name of its tool that runs a shell command."""
     argument: str = "command"
     """Argument of --tool for the command."""
     arguments: str = "{}"
     """Other required arguments of --tool, as a JSON object."""
     options: str = "{}"
-    """Options of your own harness, as a JSON object."""
+    """For your own harness: its options, as a JSON object."""
 
     def make_case(self, name: str) -> Case:
         """Return the case of the harness `name`. Raises `ConfigError`."""
@@ -217,7 +217,7 @@ def check(
         keep: Keep logs and recordings in this new folder.
     """
     if every == (name is not None):
-        raise UsageError("give the name of one harness, or --all")
+        raise UsageError("give either the name of one harness or --all")
     cases = cases_of(name) if name is None or own.tool is None else (own.make_case(name),)
     if version is not None:
         _find_preset(cases[0].harness, version)

@@ -92,7 +92,7 @@ def cases_of(name: str | None) -> tuple[Case, ...]:
     cases = tuple(case for case in CASES if name in (None, case.harness))
     if not cases:
         names = ", ".join(dict.fromkeys(case.harness for case in CASES))
-        msg = f"harness {name!r} has no known tool (these have: {names}); name it with --tool"
+        msg = f"harness {name!r} has no known shell tool (known: {names}); name it with --tool"
         raise UsageError(msg)
     return cases
 
@@ -214,6 +214,6 @@ def find_faults(
         "completes": incomplete,
         "tool_call_executed": f"the requests lack the results {missing}" if missing else None,
         "history_exact": find_forks(calls),
-        "prefix_kept": f"turns {broken} do not start with the turn before" if broken else None,
-        "text_shown": None if LAST_WORDS in log else f"{LAST_WORDS!r} is not in its output",
+        "prefix_kept": f"turns {broken} do not begin with the previous turn" if broken else None,
+        "text_shown": None if LAST_WORDS in log else f"{LAST_WORDS!r} is not in the output",
     }

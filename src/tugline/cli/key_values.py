@@ -13,7 +13,7 @@ def parse_builder(name: str | None, options: Iterable[str] | None) -> PluginSpec
     """Parse ``--builder`` and its ``--option key=value``."""
     given = parse_options(options, "--option")
     if given and name is None:
-        msg = f"--option {next(iter(options or ()))} is for a builder; name it with --builder"
+        msg = f"--option {next(iter(options or ()))} requires --builder"
         raise UsageError(msg)
     return None if name is None else PluginSpec(name, given)
 
@@ -29,7 +29,7 @@ def parse_pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
     for text in texts or ():
         key, equals, pairs[key] = text.partition("=")
         if not key or not equals:
-            raise UsageError(f"{flag} {text!r} must be key=value")
+            raise UsageError(f"{flag} is {text!r}, must be key=value")
     return pairs
 
 

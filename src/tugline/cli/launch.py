@@ -68,12 +68,12 @@ async def slurm(
         engine_command: Command of an engine that listens on $HOST:$PORT.
         time: Walltime, in the format of sbatch.
         sbatch: Further options of sbatch, such as "--partition=main --gpus-per-node=8".
-        variables: Variable of the script (docs/deploy.md), such as SLOTS=32; repeatable.
+        variables: Set a variable of the script (docs/deploy.md), such as SLOTS=32; repeatable.
     """
     if dry_run + submit + status != 1:
-        raise UsageError("give one of --dry-run, --submit and --status")
+        raise UsageError("give exactly one of --dry-run, --submit and --status")
     if (run or config) is None:
-        raise UsageError("the run has no name: give CONFIG or --run")
+        raise UsageError("give CONFIG or --run, which name the run")
     run = (run or Path("runs", config.stem if config else "")).absolute()
     if status:
         return await _show_status(run, as_json=as_json)
@@ -95,12 +95,12 @@ async def slurm(
 def _check(env: dict[str, str], nodes: int, engines: int) -> None:
     """Check everything that needs no engine. Raises `UsageError`, `Invalid`."""
     if unknown := env.keys() - VARIABLES:
-        raise UsageError(f"--set {min(unknown)} must set one of {', '.join(VARIABLES)}")
+        raise UsageError(f"--set has {min(unknown)}, must be one of {', '.join(VARIABLES)}")
     if not 0 <= engines <= nodes or bool(engines) != bool(env["ENGINE"]):
         raise UsageError(f"--engines is {engines}, must be 0 to --nodes; it needs --engine-command")
     load_settings(Path(env["SETTINGS"]) if env["SETTINGS"] else None, server={}, node={}, engine={})
     if bool(env["CONFIG"]) == bool(env["TASKS"]):
-        raise UsageError("give CONFIG to train, or --tasks to run tasks")
+        raise UsageError("give either CONFIG to train or --tasks to run tasks")
     if env["TASKS"]:
         read_checked(env["TASKS"].split())
         return
@@ -116,7 +116,7 @@ def _submit(argv: list[str], env: dict[str, str], run: Path) -> str:
     """Submit a job for a run without another job; return its id."""
     with folder_lock(run, instead="choose another --run"):
         if (run / JOB).exists() and "left" in (last := _read_job(run)):
-            raise UsageError(f"job {last['job']} of {run} is {last['state']}; scancel ends it")
+            raise UsageError(f"job {last['job']} of {run} is {last['state']}; end it with scancel")
         job = _call(*argv, env=os.environ | env).partition(";")[0]
         (run / JOB).write_text(f"{job}\n")
     return job
@@ -125,7 +125,7 @@ def _submit(argv: list[str], env: dict[str, str], run: Path) -> str:
 def _read_job(run: Path) -> dict[str, str]:
     """Return the last job of a run; only a queued or running job has ``left``, its time."""
     if not (run / JOB).exists():
-        raise UsageError(f"no job of {run} was submitted with --submit")
+        raise UsageError(f"{run} has no job that was submitted with --submit")
     names = ("job", "state", "reason", "machines", "left")
     job = (run / JOB).read_text().strip()
     line = _call("squeue", "-h", "-j", job, "-o%T|%r|%N|%L", known="Invalid job id")

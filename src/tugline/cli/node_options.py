@@ -29,7 +29,7 @@ class NodeOptions:
     engine: list[str] | None = None
     """URL of the engine; repeat for replicas."""
     model: str | None = None
-    """Name of the model at the engine (default: the first); without --engine: model folder."""
+    """With --engine: served name of the model (default: the first); else: model folder."""
     tokenizer: Path | None = None
     """With --engine: path of the model's tokenizer.json, for exact mode."""
     renderer: str | None = None
@@ -41,7 +41,7 @@ class NodeOptions:
     slots: int | None = None
     """Number of concurrent agents."""
     log_file: Annotated[Path | None, Parameter("--log")] = None
-    """File for a log of JSON lines."""
+    """File to write the log to, as JSON lines."""
 
     def load(
         self,
@@ -79,12 +79,12 @@ def add_default_engine(settings: Settings) -> Settings:
     engine = settings.engine
     elsewhere = engine.urls or settings.ray.engine_actors
     if elsewhere and engine.model:
-        msg = "engine.model is for an engine in this process; beside engine.urls give served_name"
+        msg = "engine.model is for an engine in this process; with engine.urls, set served_name"
         raise UsageError(msg)
     if engine.tokenizer and not elsewhere:
-        msg = "--tokenizer is for an engine at a URL; a model folder has its own tokenizer"
+        msg = "--tokenizer requires the URL of an engine; a model folder has its own tokenizer"
         raise UsageError(msg)
     if elsewhere or engine.model:
         return settings
-    echo("no engine given: serving the demo's tiny model (--engine URL for a real one)")
+    echo("no engine is configured: serving the demo's tiny model (--engine URL for another one)")
     return replace(settings, engine=replace(engine, model=DEMO_MODEL))

@@ -69,7 +69,7 @@ class Remote:
         """Yield the only recording of `name`; see `find_recordings`."""
         with self.find_recordings(name) as paths:
             if len(paths) > 1:
-                raise UsageError(f"{name} has {len(paths)} recordings; name one, as {paths[0]}")
+                raise UsageError(f"{name} has {len(paths)} recordings; name one, e.g. {paths[0]}")
             yield paths[0]
 
     def _download(self, session: str, folder: Path, local: UsageError) -> list[Path]:
@@ -94,7 +94,7 @@ async def find_by_id(client: Client, name: str) -> TaskView | SessionView:
     try:
         return await client.session(name)
     except Missing as error:
-        raise Missing(f"there is neither a task nor a session {name!r} at {client.url}") from error
+        raise Missing(f"{name!r} is neither a task nor a session of {client.url}") from error
 
 
 def make_new_folder(keep: Path) -> None:

@@ -167,16 +167,16 @@ def plan(workload: Workload, *, as_json: Json = False) -> None:
 def _show(needs: Needs, workload: Workload) -> None:
     limiting = max(needs.nodes_for, key=lambda name: needs.nodes_for[name])
     lines = {
-        "sessions": f"{needs.sessions_per_hour:,.0f} an hour keep the engines busy:"
-        f" {needs.open_sessions:,} at once, {needs.session_s:,.0f} s each",
-        "engines": f"{needs.kv_tokens:,} tokens of context, if all of it is to stay in their cache",
+        "sessions": f"{needs.sessions_per_hour:,.0f} per hour keep the engines busy:"
+        f" {needs.open_sessions:,} concurrently, {needs.session_s:,.0f} s each",
+        "engines": f"{needs.kv_tokens:,} tokens of KV cache hold the contexts of all open sessions",
         "nodes": f"{needs.nodes} of {workload.cores} processors and {workload.memory_gb} GB,"
-        f" --slots {needs.slots}; {limiting} decide: {format_counts(needs.nodes_for)}",
+        f" --slots {needs.slots}; the bottleneck is {limiting}: {format_counts(needs.nodes_for)}",
         "processors": f"{needs.agent_cores:.1f} for agents, tools and evaluations,"
         f" {needs.gateway_cores:.1f} for gateways (`node.processes`)",
         "memory": f"{needs.memory_gb:,.0f} GB",
-        "servers": f"{needs.servers}; {needs.server_cores:.2f} processors, PostgreSQL's included",
-        "disk": f"{needs.disk_gb_per_day:,.1f} GB of recordings a day, as much again on the server",
+        "servers": f"{needs.servers}; {needs.server_cores:.2f} processors, including PostgreSQL",
+        "disk": f"{needs.disk_gb_per_day:,.1f} GB of recordings per day, and as much on the server",
     }
     if needs.busy < 1:
         lines["too few"] = (

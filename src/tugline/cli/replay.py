@@ -50,7 +50,7 @@ def replay(
         samples: Number of live sessions.
         slots: Number of concurrent live sessions.
         go_on: Continue after a request that differs.
-        mask: Regular expression of text that may differ; repeatable.
+        mask: Regular expression for text that may differ; repeatable.
         harness_version: Version of the harness to run instead.
         tokenizer: Path of tokenizer.json, if there is none beside the recording.
         keep: Keep the run in this new folder (default for a fork: a folder in runs/).
@@ -85,7 +85,7 @@ def _make_live(
 ) -> Live:
     """Create the fork from the options. Raises `UsageError`."""
     if at is None or engine is None:
-        raise UsageError("--fork-at and --engine go together, and --samples with them")
+        raise UsageError("--fork-at and --engine require each other, --samples requires both")
     if at != _LAST and not at.isdecimal():
         raise UsageError(f"--fork-at is {at!r}, must be the number of a call or 'last'")
     number = len(recorded.calls) if at == _LAST else int(at)
@@ -129,7 +129,7 @@ def _show(reports: Sequence[ReplayReport]) -> None:
 
 
 def _show_difference(difference: Difference) -> None:
-    beside = "" if difference.call is None else f", beside call {difference.call}"
+    beside = "" if difference.call is None else f", compared with call {difference.call}"
     print_text(f"request {difference.request}{beside}: {difference.where}", style="yellow")
     for line in difference.recorded.splitlines():
         print_text(f"  - {line}", style="red")

@@ -38,7 +38,7 @@ async def results(
         follow: Wait for further results.
     """
     if recordings and out is None:
-        raise UsageError("--recordings saves into the folder of --out; name one")
+        raise UsageError("--recordings requires --out, the folder to save to")
     saved = ResultFolder(out) if out else None
     after = max((view.position for view in saved.views.values()), default=0) if saved else None
     count = 0
@@ -68,9 +68,9 @@ async def results(
     finally:
         if saved:
             saved.write_index()
-            print_text(f"saved in {out}: {count} new, {len(saved.views)} in all", stderr=True)
+            print_text(f"saved in {out}: {count} new, {len(saved.views)} in total", stderr=True)
     if not count and not saved:
-        print_text("nothing new", stderr=True)
+        print_text("no new results", stderr=True)
 
 
 def _format_result(view: ResultView) -> str:

@@ -33,7 +33,7 @@ async def check(
 
     Args:
         config: YAML or TOML file of `tugline up`, for its stores.
-        store: postgresql://..., if not a file in --dir.
+        store: Database, postgresql://... (default: a file in --dir).
         recordings: Also check the recordings in this folder, such as a node's; repeatable.
     """
     settings = load_settings(config, server={"store": store}, node={}, engine={}).server
@@ -57,7 +57,7 @@ async def check(
     counts = f"{len(sessions)} results and {len(paths)} recordings were read"
     report = {"results": len(sessions), "recordings": len(paths), "damaged": damaged}
     lines = [f"{name}: {fault}" for name, fault in damaged.items()]
-    lines.append(f"{counts}, {len(damaged)} are damaged or lost")
+    lines.append(f"{counts}; {len(damaged)} are damaged or missing")
     print_report(report, lambda: print_text(*lines), as_json=as_json, failed=bool(damaged))
 
 
@@ -71,9 +71,9 @@ def backup(copy: Path, /, *, folder: Folder = DATA) -> None:
         copy: The new folder.
     """
     if copy.exists():
-        raise UsageError(f"{copy} exists; name a folder that does not")
+        raise UsageError(f"{copy} already exists; choose a new folder")
     if not (folder / STORE).is_file():
-        raise UsageError(f"{folder} has no {STORE}; PostgreSQL is backed up by its own tools")
+        raise UsageError(f"{folder} has no {STORE}; back up PostgreSQL with its own tools")
     database, _ = locate_data(Settings().server, folder)
     database.check(list_digests)  # a damaged store is no backup
     copy.mkdir(parents=True)

@@ -49,7 +49,7 @@ async def submit(
                 accepted = await client.submit(tasks)
             known = sum(not each.new for each in accepted)
             sessions = sum(len(each.sessions) for each in accepted)
-            text = f"{len(accepted)} (known already: {known})" if known else len(accepted)
+            text = f"{len(accepted)} ({known} already submitted)" if known else len(accepted)
             console.print(f"accepted tasks: {text}, sessions: {sessions}")
             if wait:
                 progress = SessionProgress(console, sessions)
@@ -102,4 +102,4 @@ def _print_released(released: Sequence[TaskView], summary: str) -> None:
         print_text(f"and {len(released) - _LISTED} more")
     usable = sum(task.usable for task in released)
     samples = sum(task.samples for task in released)
-    print_text(f"{usable} of {samples} sessions are usable, {summary}")
+    print_text(f"{usable} of {samples} sessions are usable; {summary}")

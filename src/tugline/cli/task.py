@@ -48,12 +48,12 @@ def init(path: Path = Path("task.yaml"), /, *, force: bool = False) -> None:
         force: Overwrite an existing file.
     """
     if path.suffix not in {".yaml", ".yml"}:
-        raise UsageError(f"{path} must end with .yaml, since the file is YAML")
+        raise UsageError(f"{path} must end in .yaml, because the file is YAML")
     try:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(make_template())
     except FileExistsError as error:
-        msg = f"{path} exists; name another file, or overwrite it with --force"
+        msg = f"{path} already exists; choose another file, or overwrite it with --force"
         raise UsageError(msg) from error
     print(f"wrote {path}; try `tugline task check {path}`")
 
@@ -186,7 +186,7 @@ async def validate(
     """Validate tasks with reference and empty solutions; exit 1 if any task is not fine.
 
     Args:
-        runtime: Use this runtime instead of the tasks' own.
+        runtime: Runtime to use instead of those of the tasks.
         jobs: Number of tasks to validate concurrently.
         out: File to append a line per task; tasks that are fine in it are skipped.
     """
@@ -309,7 +309,7 @@ def _read_lines(path: Path) -> Iterator[TaskCheck]:
         try:
             yield msgspec.json.decode(line, type=TaskCheck)
         except msgspec.DecodeError as error:
-            msg = f"{path}, line {number} is not a line of `tugline task validate --out`: {error}"
+            msg = f"{path}, line {number} was not written by `tugline task validate --out`: {error}"
             raise ConfigError(msg) from error
 
 

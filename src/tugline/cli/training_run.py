@@ -48,11 +48,11 @@ def choose_folder(out: Path | None, name: str, marker: str, *, resume: bool) -> 
         runs = sorted(file.parent for file in RUNS.glob(f"{name}-*/{marker}"))
         folder = out or (runs[-1] if runs else None)
         if folder is None or not (folder / marker).exists():
-            msg = f"there is no run of {name} to resume in {folder or RUNS}; leave out --resume"
+            msg = f"{folder or RUNS} has no run of {name} to resume; leave out --resume"
             raise UsageError(msg)
         return folder
     if out is not None and (out / marker).exists():
-        msg = f"{out} already holds a run; add --resume to continue it, or choose another --out"
+        msg = f"{out} already contains a run; continue it with --resume, or choose another --out"
         raise UsageError(msg)
     return out or RUNS / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
 

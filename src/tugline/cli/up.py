@@ -29,7 +29,7 @@ def up(
     Args:
         host: Address that the API listens on.
         port: Port of the API; 0 for a free port.
-        store: postgresql://..., if not a file in --dir.
+        store: Database, postgresql://... (default: a file in --dir).
         name: Name of the node (default: the machine's).
         nodes: Nodes on this machine, each a process of its own (default: one, in this process).
         no_node: Start only the server, for nodes on other machines.
@@ -38,7 +38,7 @@ def up(
     server_flags = {"host": host, "port": port, "store": store}
     settings = local.load(server=server_flags, name=name, processes=nodes)
     if nodes is not None and (no_node or cluster):
-        raise UsageError("--nodes is for nodes on this machine: not with --no-node or --cluster")
+        raise UsageError("--nodes starts nodes on this machine: omit --no-node and --cluster")
     if not is_local(settings.server.host) and settings.server.tls is None:
         echo(
             f"the API will listen on {settings.server.host} without TLS: tokens and results can be"

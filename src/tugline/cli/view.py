@@ -56,7 +56,7 @@ def view(
     numbers = [each.call for each in session_view.view.turns]
     if turn is not None and turn not in numbers:
         known = f"its calls are {numbers[0]} to {numbers[-1]}" if numbers else "it has no calls"
-        raise UsageError(f"--turn {turn}: there is no such call in {path}; {known}")
+        raise UsageError(f"--turn is {turn}, but {path} has no such call; {known}")
     if html is not None:
         html.write_text(render_page(session_view, texts), encoding="utf-8")
         print_text(f"wrote {html} ({html.stat().st_size / 1e3:,.0f} kB)", stderr=as_json)

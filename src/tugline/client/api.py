@@ -116,7 +116,7 @@ class Client:
         Raises `Missing`.
         """
         if (task is None) == (session is None):
-            raise UsageError("cancel either a task or a session")
+            raise UsageError("cancel() takes either a task or a session")
         kind, name = ("tasks", task) if task is not None else ("sessions", session or "")
         path = f"/v1/{kind}/{quote_id(name)}/cancel"
         return await self._http.ask("POST", path, protocol.Cancelled, query={"by": by})
@@ -223,7 +223,9 @@ class Client:
         path = f"/v1/sessions/{quote_id(session)}/recording"
         data = await self._http.get(path, bytes, query={"files": True})
         if not data:
-            raise Missing(f"{self.url} has no recording of {session}: look on the node that ran it")
+            raise Missing(
+                f"{self.url} has no recording of {session}; it is on the node that ran the session"
+            )
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             archive.extractall(folder, filter="data")
 
@@ -331,7 +333,9 @@ class Client:
         try:
             barrier = await self.pause(mode, within_s=within_s)
             if barrier.missing:
-                raise ServerError(f"not paused within {within_s:g} s: {', '.join(barrier.missing)}")
+                raise ServerError(
+                    f"nodes did not pause within {within_s:g} s: {', '.join(barrier.missing)}"
+                )
             yield barrier
         finally:
             await self.resume()

@@ -173,10 +173,10 @@ async def examine(client: Client) -> list[HealthCheck]:
     queued = counts.sessions.get("queued", 0)
     live = [node for node in nodes if node.state is NodeState.LIVE]
     checks = [
-        HealthCheck("server", True, f"{client.url} answers from its store in {latency_ms:.0f} ms")
+        HealthCheck("server", True, f"{client.url} responds from its store in {latency_ms:.0f} ms")
     ]
     if counts.dead_deliveries:
-        detail = f"{counts.dead_deliveries} were given up; see /v1/deliveries?state=dead"
+        detail = f"{counts.dead_deliveries} deliveries were given up; see /v1/deliveries?state=dead"
         checks.append(HealthCheck("callbacks", False, detail))
     if counts.paused:
         checks.append(HealthCheck("weights", False, "model calls are paused"))
@@ -190,10 +190,10 @@ async def examine(client: Client) -> list[HealthCheck]:
         if node.state is not NodeState.GONE or node.name not in replaced
     ]
     for url, up in counts.engines.items():
-        state = "answers" if up else "does not answer, or reports no load"
+        state = "responds" if up else "does not respond, or does not report its load"
         checks.append(HealthCheck("engine", up, f"{url} {state}"))
     if counts.disk_low:
-        detail = "a node accepts no work: its disk is nearly full"
+        detail = "a node does not accept sessions, because its disk is nearly full"
         checks.append(HealthCheck("disk", False, detail))
     return checks
 

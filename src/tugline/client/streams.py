@@ -61,7 +61,7 @@ async def stream_log(
     while True:
         progress = False
         query = {"offset": offset, "tail": tail if offset is None else None, "follow": not complete}
-        error = ServerError(f"{http.url} ended the log; it is shutting down")
+        error = ServerError(f"{http.url} ended the log, because it is shutting down")
         try:
             async with http.stream(path, query) as answer:
                 offset = int(answer.headers.get("tugline-offset", offset or 0))
@@ -173,7 +173,7 @@ async def read_items(
 ) -> AsyncGenerator[R, None]:
     """Yield the items of pages. With `ack`, requesting an item acknowledges the one before it."""
     if ack is not None and consumer is None:
-        raise UsageError("auto_ack needs the name of a consumer")
+        raise UsageError("auto_ack requires a consumer")
     clock = asyncio.get_running_loop().time
     done = 0
     acked_at = clock()

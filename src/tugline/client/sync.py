@@ -145,7 +145,9 @@ class SyncClient:
         """Run a coroutine on the client's loop. An interrupt of this thread cancels it."""
         if self._loop is None:
             work.close()
-            raise UsageError("this client is not open: use `with SyncClient(...) as client`")
+            raise UsageError(
+                "this client is not open; enter it with `with SyncClient(...) as client`"
+            )
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

@@ -189,13 +189,18 @@ class Transport:
         try:
             return msgspec.json.decode(data, type=kind)
         except msgspec.DecodeError as error:
-            msg = f"{self.url} sent no valid {kind}: {error}; is it a Tugline server?"
+            msg = (
+                f"{self.url} did not send a valid {kind}: {error}; check that it is a Tugline "
+                "server"
+            )
             raise ServerError(msg, status=200) from error
 
     @property
     def _open(self) -> aiohttp.ClientSession:
         if self._http is None:
-            raise UsageError("this client is not open: use `async with Client(...) as client`")
+            raise UsageError(
+                "this client is not open; enter it with `async with Client(...) as client`"
+            )
         return self._http
 
 
@@ -260,14 +265,17 @@ def find_server(
     server = server or local
     if server is None:
         raise UsageError(
-            f"no server: {base / 'server.json'} does not exist; start one with `tugline up`,"
-            f" or name it with --server or {SERVER}"
+            f"no server is given, and {base / 'server.json'} does not exist; start one with "
+            f"`tugline up`, or name it with --server or {SERVER}"
         )
     server = _check_url(server)
     if token is None and local is not None and local.rstrip("/") == server:
         token = _read_field(base / "tokens.json", "client")
     if token is None:
-        msg = f"no token for {server}: give --token or {TOKEN}; the server's tokens.json has it"
+        msg = (
+            f"no token for {server}; give the one of the server's tokens.json with --token or "
+            f"{TOKEN}"
+        )
         raise UsageError(msg)
     return server, token
 

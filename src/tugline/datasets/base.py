@@ -83,13 +83,13 @@ class TaskTemplate(msgspec.Struct, frozen=True):
         raw = values
         if isinstance(values, dict):
             for name in sorted(_OF_INSTANCE & values.keys()):
-                msg = f"{where}: {name} belongs to each instance; leave it out of the template"
+                msg = f"{where}: {name} is set for each instance; leave it out of the template"
                 raise ConfigError(msg)
             own = {"instruction": _PLACEHOLDER, "evaluator": {"name": "of the set"}}
             raw = {**own, **values, "id": "template"}
         task = msgspec.structs.replace(parse_task(raw, where, folder), id=prefix)
         if _PLACEHOLDER not in task.instruction:
-            msg = f"{where}: instruction is {task.instruction!r:.80}, must have {_PLACEHOLDER}"
+            msg = f"{where}: instruction is {task.instruction!r:.80}, must contain {_PLACEHOLDER}"
             raise ConfigError(msg)
         limits = values.get("limits") or {}
         return cls(task, frozenset({*values, *(f"limits.{name}" for name in limits)}))
@@ -109,7 +109,9 @@ class TaskTemplate(msgspec.Struct, frozen=True):
         """Make the task of an instance; values of the template take precedence."""
         task = self.task
         if evaluator is None and "evaluator" not in self.given:
-            raise ConfigError("the template has no evaluator, and this task set provides none")
+            raise ConfigError(
+                "template.evaluator is missing, and this task set does not provide one"
+            )
         own = {k: v for k, v in (limits or {}).items() if f"limits.{k}" not in self.given}
         return msgspec.structs.replace(
             task,
@@ -137,7 +139,10 @@ def task_id(name: str) -> str:
     """Return `name` as an id, with dashes for other characters. Raises `ConfigError`."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "-", name)
     if not 0 < len(plain) <= _MAX_ID:
-        msg = f"instance {name!r}: must have 1 to {_MAX_ID} characters to be a task's id"
+        msg = (
+            f"instance is {name!r}, must have 1 to {_MAX_ID} characters, because it becomes a "
+            "task's id"
+        )
         raise ConfigError(msg)
     return plain
 

@@ -190,7 +190,9 @@ class SelectedTasks:
         )
         tasks = select.pick(tagged, folder=self._folder, prefix=self._file.prefix)
         if not tasks:
-            raise ConfigError(f"{self._where}: no task is left; see select and taskset.options")
+            raise ConfigError(
+                f"{self._where}: no tasks are selected; check select and taskset.options"
+            )
         return tasks
 
     def solution(self, task: Task) -> Solution | None:
@@ -220,7 +222,7 @@ def gather(
         harbor = read_harbor_folder(Path(path)) if folders else None
         for where, task, selected in _list_set(str(path), harbor) if harbor else _read_files(path):
             if task.id in sources:
-                raise ConfigError(f"{where}: id {task.id!r} is taken, by {sources[task.id]}")
+                raise ConfigError(f"{where}: id {task.id!r} is already used by {sources[task.id]}")
             sources[task.id] = where
             tasks.append((task, selected))
     return tasks

@@ -138,7 +138,10 @@ class HarborTaskSet(TaskSet):
             return [self._root]
         folders = sorted(file.parent for file in self._root.glob(f"*/{CONFIG}"))
         if not folders:
-            msg = f"taskset 'harbor': path is {str(self._root)!r}, it has no folder with {CONFIG}"
+            msg = (
+                f"taskset 'harbor': path is {str(self._root)!r}, must be a folder of tasks, "
+                f"each a folder with {CONFIG}"
+            )
             raise ConfigError(msg)
         return folders
 
@@ -148,7 +151,7 @@ class HarborTaskSet(TaskSet):
             return folders
         for name in self.leave_out:
             if name not in {folder.name for folder in folders}:
-                msg = f"leave_out has {name!r}, there is no such folder in {self.path}"
+                msg = f"leave_out has {name!r}, which is not a folder in {self.path}"
                 raise ConfigError(f"taskset 'harbor': {msg}")
             _log.warning("task left out", reason=f"leave_out has {name!r}")
         return [folder for folder in folders if folder.name not in self.leave_out]
@@ -185,7 +188,7 @@ class HarborTaskSet(TaskSet):
         if image and not (self.build and (environment / "Dockerfile").is_file()):
             return Workspace(image=image, path=config.workdir)
         if not (environment / "Dockerfile").is_file():
-            msg = f"{folder}: there is no environment/Dockerfile, and no environment.docker_image"
+            msg = f"{folder}: needs environment/Dockerfile or environment.docker_image"
             raise ConfigError(msg)
         return Workspace(build=str(environment), path=config.workdir)
 
@@ -247,16 +250,22 @@ def _check(folder: Path, config: TaskToml) -> None:
     composed = environment / "docker-compose.yaml"
     wrong = None
     if config.steps:
-        wrong = f"{CONFIG}: steps has {len(config.steps)} steps; tasks must have one step"
+        wrong = (
+            f"{CONFIG}: steps has {len(config.steps)} steps; only tasks of one step are supported"
+        )
     elif config.environment.os.lower() != "linux":
         wrong = f"{CONFIG}: environment.os is {config.environment.os!r}, must be 'linux'"
     elif _has_own_image(folder, config.verifier):
-        wrong = "the verifier has an image of its own; tests must run in the task's image"
+        wrong = (
+            "the verifier has its own image, which is not supported; tests run in the task's image"
+        )
     elif config.verifier.environment_mode not in {None, "shared", "separate"}:
         mode = config.verifier.environment_mode
         wrong = f"{CONFIG}: verifier.environment_mode is {mode!r}, must be shared or separate"
     elif composed.exists():
-        wrong = f"environment/{composed.name} has several services; there must be one image"
+        wrong = (
+            f"environment/{composed.name} is not supported; the environment must be a single image"
+        )
     elif not (folder / "tests" / "test.sh").is_file():
         wrong = "tests/test.sh is missing"
     if wrong:

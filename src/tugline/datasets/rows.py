@@ -79,7 +79,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """Yield the location of each row for messages, and the row. Raises `ConfigError`."""
     for where, row in _read_file(path):
         if not isinstance(row, dict):
-            raise ConfigError(f"{where} is not a row; it must be an object with keys and values")
+            raise ConfigError(f"{where} is not a row: expected an object with keys and values")
         yield where, row
 
 
@@ -105,7 +105,7 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
         for row in rows:
             where = f"{path}, line {rows.line_num}"
             if None in row:
-                msg = f"{where}: there are more values than the {len(row) - 1} names in line 1"
+                msg = f"{where}: the line has more values than the {len(row) - 1} names in line 1"
                 raise ConfigError(msg)
             yield where, row
     except csv.Error as error:
@@ -167,7 +167,7 @@ class JsonlTaskSet(TaskSet):
     def tasks(self, template: TaskTemplate) -> Iterator[Task]:
         """Make a task from each row."""
         if "evaluator" not in template.given:
-            raise ConfigError("template.evaluator is missing: rows only fill its options")
+            raise ConfigError("template.evaluator is missing; rows can only set its options")
         for number, (where, row, split) in enumerate(self._source.rows()):
             tags = {tag: _to_text(row, tag, where) for tag in self._tags}
             task = template.make(
@@ -200,7 +200,9 @@ class JsonlTaskSet(TaskSet):
             return _FIELD.sub(lambda match: _to_text(row, match[1], where), self._instruction)
         instruction = _to_text(row, self._instruction, where)
         if not instruction.strip():
-            raise ConfigError(f"{where}: {self._instruction} is {instruction!r}, must be a text")
+            raise ConfigError(
+                f"{where}: {self._instruction} is {instruction!r}, must be a non-empty text"
+            )
         return instruction
 
     def _set_evaluator(self, task: Task, row: Row, where: str) -> Task:
@@ -217,7 +219,7 @@ def _find_field(row: Row, name: str, where: str) -> Any:
     value: Any = row
     for part in name.split("."):
         if not isinstance(value, dict) or part not in value:
-            raise ConfigError(f"{where}: there is no field {name!r} (known: {', '.join(row)})")
+            raise ConfigError(f"{where}: unknown field {name!r} (known: {', '.join(row)})")
         value = value[part]
     return value
 
@@ -226,7 +228,7 @@ def _to_text(row: Row, name: str, where: str) -> str:
     """Return a field as text. Raises `ConfigError` if it has no value."""
     value = _find_field(row, name, where)
     if value is None:
-        raise ConfigError(f"{where}: {name} has no value, must be a text")
+        raise ConfigError(f"{where}: {name} is null, must be a text")
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

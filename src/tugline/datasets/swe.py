@@ -126,10 +126,10 @@ def read_row(
     command = test_command or row.test_command or install.get("test_cmd") or known[0]
     parser = log_parser or row.log_parser or install.get("log_parser") or known[1]
     if not (row.eval_script or command):
-        msg = f"{where}: test_cmd is missing; give it, eval_script, or the option test_command"
+        msg = f"{where}: test_cmd is missing; set it, eval_script, or the option test_command"
         raise ConfigError(msg)
     if not parser:
-        msg = f"{where}: log_parser is missing; it must be the name of a parser of swebench"
+        msg = f"{where}: log_parser is missing; it must name a parser of the package swebench"
         raise ConfigError(msg)
     return msgspec.structs.replace(
         row,
@@ -145,7 +145,9 @@ def _convert_r2e(row: _R2eRow, where: str) -> SweRow:
     plain = {_COLOUR.sub("", name).split(" - ")[0]: end for name, end in expected.items()}
     passing = tuple(name for name, end in plain.items() if name and end == "PASSED")
     if not passing:
-        msg = f"{where}: expected_output_json is {reprlib.repr(expected)}, must have PASSED tests"
+        msg = (
+            f"{where}: expected_output_json is {reprlib.repr(expected)}, must contain PASSED tests"
+        )
         raise ConfigError(msg)
     issue = _ISSUE.search(row.problem_statement)
     return SweRow(
@@ -390,7 +392,7 @@ def _check_placeholders(option: str, text: str, choices: Sequence[str]) -> None:
     try:
         text.format(**dict.fromkeys(choices, ""))
     except (ValueError, LookupError, AttributeError) as error:
-        valid = f"text with {', '.join(f'{{{word}}}' for word in choices)} in it"
+        valid = f"a text that contains {', '.join(f'{{{word}}}' for word in choices)}"
         raise ConfigError(f"taskset 'swe': {option} is {text!r:.200}, must be {valid}") from error
 
 

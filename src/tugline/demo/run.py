@@ -107,11 +107,13 @@ def harness_spec(settings: DemoSettings) -> PluginSpec:
     """Return the harness and its options. Raises `ConfigError` for a missing or unused command."""
     if settings.harness == "shell":
         if not settings.command:
-            msg = "harness 'shell' needs the agent's command: add --command \"python my_agent.py\""
+            msg = "harness 'shell' needs the agent's command: give --command \"python my_agent.py\""
             raise ConfigError(msg)
         return PluginSpec("shell", {"command": settings.command})
     if settings.command:
-        raise ConfigError(f"command is for the harness 'shell' only, not for {settings.harness!r}")
+        raise ConfigError(
+            f"command requires the harness 'shell', but harness is {settings.harness!r}"
+        )
     return PluginSpec(settings.harness)
 
 
@@ -261,7 +263,7 @@ def _facts(summary: DemoSummary) -> list[tuple[str, str]]:
     cpu = f"{summary.cpu_seconds_sessions:.0f} s in agents and tests, {summary.cpu_seconds:.0f} s"
     compared = "captured and recomputed were not compared"
     if (gap := summary.replay_max_abs_dlogprob) is not None:
-        compared = f"captured and recomputed differ by {gap:.1e} nats at most"
+        compared = f"captured and recomputed differ by at most {gap:.1e} nats"
     return [
         ("harness", f"{summary.harness} {summary.harness_version}".rstrip() + ", unmodified"),
         ("training", f"{updates}; {state.elapsed_s / 60:.1f} min in all, {trained}"),

@@ -108,9 +108,9 @@ def _find_reason(outcome: SessionOutcome) -> str:
     """Return the reason why the agent was ended; empty if it ended by itself."""
     end = outcome.exit
     if not outcome.calls:
-        return "no model call"
+        return "the agent made no model call"
     if end is None or end.timed_out:
-        return "out of time"
+        return "the agent's time limit expired"
     if end.cause is not None:
         return f"ended by {end.cause.value}"
-    return f"{outcome.spent.value} is spent" if outcome.spent else ""
+    return f"{outcome.spent.value} was reached" if outcome.spent else ""

@@ -112,7 +112,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
         if pattern := find_match(path, self.protected):
             return pattern
         if str(path) in self.fresh.files and str(path) in find_named(self.command, self.workdir):
-            return "the command names it"
+            return "named in the command"
         siblings = (each for each in find_siblings(path) if self._protects(each))
         return next(map(str, siblings), None)
 
@@ -231,19 +231,19 @@ def _find_reasons(
 ) -> Iterator[str]:
     """Yield the reasons to refuse a change."""
     if str(path) in rules.trusted:
-        yield "belongs to the tests"
+        yield "is a file of the tests"
     folders = _folders(rules.trusted)
     if str(path) in folders or any(path.is_relative_to(own) for own in rules.trusted):
         yield "conflicts with a path of the tests"
     if ".git" in path.parts:
-        yield "belongs to git"
+        yield "is in a .git folder"
     if pattern := find_match(PurePosixPath(str(path).lower()), AUTOLOADED):
         yield f"would be loaded automatically ({pattern})"
     if pattern := rules.find_protected(path):
         yield f"is protected ({pattern})"
     yield from _find_effects(path, change, rules, layout)
     if any(path.is_relative_to(mount) for mount in _mounts_inside(rules)):
-        yield "is in a folder of the evaluator's own files"
+        yield "is in a folder that the evaluator mounts"
     if change is not None and change.link and not _stays_inside(path, change.data, rules.workdir):
         yield "is a link that leads out of the workdir"
 
@@ -253,7 +253,7 @@ def _find_effects(
 ) -> Iterator[str]:
     """Yield the effects of a change on programs that do not ask for it."""
     if any(path.is_relative_to(folder) for folder in rules.fresh.interpreters):
-        yield "belongs to an interpreter"
+        yield "is part of an interpreter"
     if not find_match(path, rules.editable):
         if configures_pytest(path, change, rules.fresh.settings.get(str(path))):
             yield "would configure pytest"
@@ -264,7 +264,7 @@ def _find_effects(
         ):
             yield "is a plug-in of pytest"
     if _is_option(path, rules):
-        yield "could be taken for an option"
+        yield "could be read as a command-line option"
     if shadowed := _find_shadowed(path, change, rules, layout):
         yield f"would be imported in place of {shadowed}"
 

@@ -80,7 +80,7 @@ class _GoPackage:
         self.ends += [(test, TestOutcome.FAIL) for test in self.ran - ended]
         for test, outcome in self.ends:
             if test in self.ran:
-                reason = "" if test in ended else "it did not end"
+                reason = "" if test in ended else "the test did not finish"
                 report.add(test, outcome, reason)
                 report.add(f"{self.name}::{test}", outcome, reason)
         report.complete = True
@@ -207,7 +207,7 @@ def _close_cargo(
         for each in files:
             report.add(*each)
     if passed > counted:
-        report.inconsistency = f"{passed} tests are reported as passed, cargo counted {counted}"
+        report.inconsistency = f"{passed} tests are reported as passed, but cargo counted {counted}"
 
 
 def _parse_cargo(line: str, pending: str) -> tuple[str, TestOutcome | None]:

@@ -46,7 +46,7 @@ class FunctionEvaluator(Evaluator):
             raise
         except Exception as error:
             if limit.expired():
-                msg = f"evaluator 'function': {self._name} took over {outcome.timeout_s:g} s"
+                msg = f"evaluator 'function': {self._name} took more than {outcome.timeout_s:g} s"
             else:
                 lines = "".join(traceback.format_exception(error)).strip().splitlines()
                 last = "\n".join(lines[-_TRACEBACK_LINES:])
@@ -67,7 +67,9 @@ def _load(target: str) -> Callable[..., Any]:
     if callable(function):
         return function
     kind = type(function).__name__
-    reason = "must be module:callable" if function is None else f"is a {kind}, must be callable"
+    reason = (
+        "must be module:callable" if function is None else f"which is a {kind}; it must be callable"
+    )
     raise ConfigError(f"evaluator 'function': target is {target!r}, {reason}")
 
 

@@ -17,7 +17,7 @@ from tugline.sandbox.patch import Patch, PatchLimits
 
 LIMITS = PatchLimits(files=20_000, seen_files=200_000, file_bytes=128 << 20, total_bytes=512 << 20)
 """Limits of a search for what programs of an evaluation wrote."""
-_TOO_MANY = "more new files than can be looked at"
+_TOO_MANY = "more new files than can be checked"
 
 
 class Guard:

@@ -118,7 +118,9 @@ class HarborEvaluator(Evaluator):
             raise EvaluatorError(msg)
         if self.in_place:
             if outcome.sandbox is None:
-                msg = "evaluator 'harbor': in_place needs the agent's sandbox, which is gone"
+                msg = (
+                    "evaluator 'harbor': in_place needs the agent's sandbox, which no longer exists"
+                )
                 raise EvaluatorError(msg)
             run = await self._run(ScriptRunner(outcome.sandbox, outcome))
         else:
@@ -172,7 +174,7 @@ class HarborEvaluator(Evaluator):
         end = await runner.run(argv, timeout_s=_PLACE_S, log_name="place")
         for path, file in files.items():
             if await sandbox.get(TESTS / path, max_bytes=_MAX_TESTS_BYTES) != file.data:
-                return _HarborRun(end, None, f"{TESTS / path} could not be put there")
+                return _HarborRun(end, None, f"{TESTS / path} could not be written")
         for name in _REWARDS:
             if await sandbox.get(LOGS / name, max_bytes=_MAX_REWARD_BYTES) is not None:
                 return _HarborRun(end, None, f"{LOGS} could not be emptied")
@@ -206,7 +208,7 @@ class HarborEvaluator(Evaluator):
         Of two files the smaller reward counts: the agent's code may have written one of them.
         """
         if end.timed_out:
-            raise ValueError(f"not done within {end.seconds:.0f} s")
+            raise ValueError(f"not finished within {end.seconds:.0f} s")
         if end.code < 0:
             raise ValueError(f"ended by signal {-end.code}")
         files = [
@@ -232,7 +234,9 @@ class HarborEvaluator(Evaluator):
         if name in parts:
             return parts[name]
         if self.reward is not None:
-            raise ValueError(f"the script wrote {', '.join(parts)}, must write {name} (reward)")
+            raise ValueError(
+                f"the script wrote {', '.join(parts)}, but the option `reward` names {name}"
+            )
         return sum(parts.values()) / len(parts)
 
 
@@ -261,6 +265,6 @@ def _read_folder(folder: Path) -> dict[str, FileChange]:
             size += len(data)
             files[path.relative_to(folder).as_posix()] = FileChange(data, os.access(path, os.X_OK))
         if size > _MAX_TESTS_BYTES:
-            msg = f"{folder}: more than {_MAX_TESTS_BYTES >> 20} MB of tests, too much for in_place"
+            msg = f"{folder}: the tests exceed {_MAX_TESTS_BYTES >> 20} MB, the limit of in_place"
             raise EvaluatorError(msg)
     return files

@@ -105,7 +105,10 @@ class JudgeEvaluator(Evaluator):
         self._criteria = msgspec.convert(rubric, list[Criterion])
         names = {each.name for each in self._criteria}
         if len(names) < len(self._criteria) or not self._criteria[0].text:
-            msg = "evaluator 'judge': rubric must be a text, or criteria with different names"
+            msg = (
+                "evaluator 'judge': rubric must be a text, or a list of criteria with "
+                "different names"
+            )
             raise ConfigError(msg)
         self._url = f"{self.base_url.rstrip('/')}/chat/completions"
         settings: dict[str, Any] = {"model": self.model, "temperature": 0}
@@ -123,7 +126,7 @@ class JudgeEvaluator(Evaluator):
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            msg = f"evaluator 'judge': no verdict in {outcome.timeout_s:g} s"
+            msg = f"evaluator 'judge': no verdict within {outcome.timeout_s:g} s"
             raise EvaluatorError(msg) from error
 
     async def _grade(self, outcome: SessionOutcome) -> Verdict:
@@ -153,7 +156,10 @@ class JudgeEvaluator(Evaluator):
                     _log.info("judge request retried", url=self._url, reason=reason)
                     back_off = _FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.0)
                     await asyncio.sleep(min(max(wait_s, back_off), _LONGEST_WAIT_S))
-        msg = f"judge {self._url}: no verdict in {self.attempts} attempts, at last: {reason}"
+        msg = (
+            f"judge {self._url}: no verdict after {self.attempts} attempts; the last error: "
+            f"{reason}"
+        )
         raise EvaluatorError(msg)
 
     async def _post(self, http: EngineHttp, data: bytes) -> bytes:
@@ -163,9 +169,9 @@ class JudgeEvaluator(Evaluator):
                 async for chunk in reply.chunks():
                     answer += chunk
                     if len(answer) > _MAX_ANSWER_BYTES:
-                        raise _RetryableError(f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
+                        raise _RetryableError(f"the answer exceeds {_MAX_ANSWER_BYTES} bytes")
         except OSError as error:
-            raise _RetryableError(str(error) or f"no answer in {self.timeout_s:g} s") from error
+            raise _RetryableError(str(error) or f"no answer within {self.timeout_s:g} s") from error
         if reply.status == 200:
             return answer
         reason = f"HTTP {reply.status}: {answer[:300].decode(errors='replace').strip()}"
@@ -177,7 +183,10 @@ class JudgeEvaluator(Evaluator):
     def _find_key(self) -> str:
         key = os.environ.get(self.api_key_env or "", "")
         if self.api_key_env and not key:
-            msg = f"judge {self._url}: the environment variable {self.api_key_env} is not set here"
+            msg = (
+                f"judge {self._url}: the environment variable {self.api_key_env} is not set on "
+                "this node"
+            )
             raise EvaluatorError(msg)
         return key
 
@@ -309,11 +318,14 @@ def parse_scores(answer: bytes, names: Sequence[str]) -> Scores:
         fenced = text.removeprefix("```json").removeprefix("```").removesuffix("```")
         scores = msgspec.json.decode(fenced.encode(errors="replace"), type=Scores)
     except (msgspec.DecodeError, IndexError, RecursionError) as error:
-        reason = f"unreadable answer ({error}): {answer[:300].decode(errors='replace')}"
+        reason = f"the answer cannot be decoded ({error}): {answer[:300].decode(errors='replace')}"
         raise _RetryableError(reason) from error
     if set(scores.scores) != set(names) or not all(
         0 <= score <= MAX_SCORE for score in scores.scores.values()
     ):
-        reason = f"scores {scores.scores}, must be 0 to {MAX_SCORE} for each of {', '.join(names)}"
+        reason = (
+            f"scores is {scores.scores}, must have a number from 0 to {MAX_SCORE} for each of "
+            f"{', '.join(names)}"
+        )
         raise _RetryableError(reason)
     return scores

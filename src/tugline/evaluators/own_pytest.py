@@ -106,6 +106,6 @@ def _find_expected_tests(sources: Mapping[str, str]) -> tuple[str, ...]:
             msg = f"evaluator 'tests': {path} is not valid Python: {error}"
             raise EvaluatorError(msg) from error
     if not names:
-        msg = f"evaluator 'tests': no test functions in {list(sources)}; give files with tests"
+        msg = f"evaluator 'tests': files {list(sources)} contain no test functions"
         raise EvaluatorError(msg)
     return tuple(sorted(names))

@@ -155,7 +155,10 @@ def parse_expected(
         return ExpectedTests(partial=partial)
     tests = dict.fromkeys(itertools.chain(expected or (), *lists.values()))
     if not tests:
-        msg = "evaluator 'tests': no test is expected; leave `expected` out to ask for all"
+        msg = (
+            "evaluator 'tests': the list of expected tests is empty; leave it out to expect "
+            "all tests"
+        )
         raise ConfigError(msg)
     return ExpectedTests(tuple(tests), lists, partial)
 
@@ -203,13 +206,13 @@ def _give_reason(lacking: int, total: int, end: Exit, *, good: bool) -> str:
     if good:
         return "passed"
     if lacking:
-        return f"{lacking} of {total} not passed"
-    return f"all passed, but exit code {end.code}"
+        return f"{lacking} of {total} tests did not pass"
+    return f"all tests passed, but the exit code is {end.code}"
 
 
 def _find_trouble(report: TestReport, end: Exit) -> str:
     if end.timed_out:
-        return f"out of time after {end.seconds:.1f} s"
+        return f"time limit reached after {end.seconds:.1f} s"
     if end.cause is not None:
         return f"ended by {end.cause.value}"
     if end.code < 0:
@@ -217,7 +220,7 @@ def _find_trouble(report: TestReport, end: Exit) -> str:
     if not report.outcomes:
         return report.inconsistency or f"no test was reported (exit {end.code})"
     if not report.complete:
-        return f"the run did not come to its end (exit {end.code})"
+        return f"the test run did not finish (exit {end.code})"
     if end.code and TestOutcome.FAIL not in report.outcomes.values():
-        return f"no test is reported to have failed, but exit code {end.code}"
-    return report.inconsistency and f"not believed: {report.inconsistency}"
+        return f"no test was reported as failed, but the exit code is {end.code}"
+    return report.inconsistency and f"the report is inconsistent: {report.inconsistency}"

@@ -187,9 +187,9 @@ async def run_on_paths(
     argv = ("sh", "-c", script, str(home / _PATHS), *args)
     end = await runner.run(argv, env=env, timeout_s=_LOOK_S, log_name=name)
     if end.code or end.timed_out:
-        ending = "out of time" if end.timed_out else f"exit code {end.code}"
+        ending = "time limit reached" if end.timed_out else f"exit code {end.code}"
         output = end.output[-FAILURE_TAIL:].strip()
-        raise SandboxError(f"the files of the work cannot be prepared ({ending}): {output}")
+        raise SandboxError(f"the agent's files cannot be prepared ({ending}): {output}")
     await runner.sandbox.put(home, {_PATHS: None})
 
 
@@ -209,7 +209,7 @@ async def inspect_tree(
     await runner.sandbox.put(home, {_PROGRAM: None, _NAMES: None})
     data = await runner.read_log("tree", head=_MAX_TREE, tail=0)
     if len(data) >= _MAX_TREE:
-        raise EvaluatorError(f"the list of the task's files is longer than {_MAX_TREE >> 20} MB")
+        raise EvaluatorError(f"the list of the task's files exceeds {_MAX_TREE >> 20} MB")
     kinds = ("module", "root", "wanted", "prefix", "asked")
     names: dict[str, set[str]] = {kind: set() for kind in kinds}
     files: set[str] = set()
@@ -292,11 +292,11 @@ async def parse_apart(code: str, data: bytes, given: Any, cpu_s: int = _PARSE_S)
         try:
             end, _, errors = await run_command(argv, timeout_s=_PARSE_WALL_S)
         except TimeoutError as error:
-            raise EvaluatorError(f"parsing an output took over {_PARSE_WALL_S:g} s") from error
+            raise EvaluatorError(f"parsing an output took more than {_PARSE_WALL_S:g} s") from error
         if end < 0:
-            raise ValueError(f"parsing its output took over {cpu_s} s of processor time")
+            raise ValueError(f"parsing the output took more than {cpu_s} s of CPU time")
         if end:
-            raise ValueError(f"its output cannot be parsed: {errors[-TAIL:].strip()}")
+            raise ValueError(f"the output cannot be parsed: {errors[-TAIL:].strip()}")
         return await asyncio.to_thread(path.with_name("data.out").read_bytes)
 
 
@@ -329,7 +329,7 @@ def format_patch(before: Mapping[str, str], patch: Patch) -> str:
             parts.append(f"{shown}: {kind}\n")
             continue
         if size > _MAX_CHARACTERS:
-            parts.append(f"{shown}: not shown, there is too much before it\n")
+            parts.append(f"{shown}: not shown, because the diff is too long\n")
             continue
         old = before.get(path, "").splitlines(keepends=True)
         new = text.splitlines(keepends=True)

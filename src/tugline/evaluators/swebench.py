@@ -180,17 +180,19 @@ class SweBenchEvaluator(Evaluator):
         if run.stopped:  # results would be incomplete
             return run
         if await sandbox.get(path, max_bytes=_MAX_SCRIPT) != script.encode():
-            return run._replace(report={"infra_failure_reason": "the run changed its script"})
+            return run._replace(
+                report={"infra_failure_reason": "the run changed the evaluation script"}
+            )
         return run._replace(report=await _grade(spec, run.log, self.parse_s))
 
     async def _check_without_work(self, outcome: SessionOutcome) -> None:
         """Raise `EvaluatorError` if the script gives no result without the agent's work either."""
         run = await self._run(replace(outcome, patch=Patch()))
         if not run.has_result:
-            failure = "give no result" if run.began else "do not begin"
+            failure = "gave no result" if run.began else "did not start"
             reason = run.report.get("infra_failure_reason", "")
             raise EvaluatorError(
-                f"{self.instance}: its tests {failure}, also without the agent's work"
+                f"{self.instance}: the tests {failure}, even without the agent's work"
                 f"{reason and f' ({reason})'}: {run.tail or run.exit}"
             )
         self._proven = True

@@ -54,8 +54,8 @@ _REPORT = "{report}"
 _CANNOT_RUN = (126, 127)
 _LEAST_SETUP_S = 10.0
 _SETUP_NOTE = (
-    "what `setup` installs outside of the workdir is made from the task's original files; what"
-    " depends on a solution belongs into the workdir, everything else into the image"
+    "outside of the workdir, `setup` has the effects that it has on the task's original files;"
+    " let it write what depends on a solution to the workdir, and put everything else in the image"
 )
 _MAX_NAMED = 20
 _NO_ENV: Mapping[str, str] = MappingProxyType({})
@@ -113,7 +113,7 @@ class TestsEvaluator(Evaluator):
         if command is None:
             for option in ("format", "report", "env", "setup"):
                 if (value := getattr(self, option)) is not None:
-                    reason = f"{option} is {value!r:.80}, but it is for tests with a command"
+                    reason = f"{option} is {value!r:.80}, but this option requires `command`"
                     raise ConfigError(f"evaluator 'tests': {reason}")
             command = PYTEST
             output = "junit"
@@ -138,8 +138,8 @@ class TestsEvaluator(Evaluator):
         self._timeout_s = self.timeout_s or (PYTEST_S if self._own_pytest else math.inf)
         if self._format.reports and not self._random and self._report is None:
             raise ConfigError(
-                f"evaluator 'tests': command is {command!r:.80}, needs {_REPORT} in it "
-                f"({self._format.reports}), or the option `report`"
+                f"evaluator 'tests': command is {command!r:.80}, must contain {_REPORT} "
+                f"({self._format.reports}), unless the option `report` is set"
             )
         self.sandboxes = 1 + (self.isolate or self._setup is not None)
         self._proven: set[str] = set()
@@ -212,7 +212,7 @@ class TestsEvaluator(Evaluator):
             original.cancel()
             await asyncio.wait({original})
         verdict = score(TestReport(), self._expected, end)
-        failure = "was out of time" if end.timed_out else f"ended with exit code {end.code}"
+        failure = "reached its time limit" if end.timed_out else f"ended with exit code {end.code}"
         verdict.report.update(reason=f"setup {failure}", output=end.output[-TAIL:])
         return verdict
 
@@ -332,7 +332,7 @@ class TestsEvaluator(Evaluator):
 def _fail(program: str, end: Exit) -> EvaluatorError:
     """Return the error of a program that fails without the agent's changes as well."""
     return EvaluatorError(
-        f"evaluator 'tests': {program} ends with exit code {end.code} also without the agent's "
+        f"evaluator 'tests': {program} ends with exit code {end.code} even without the agent's "
         f"changes: {end.output[-FAILURE_TAIL:].strip()}"
     )
 
@@ -340,7 +340,7 @@ def _fail(program: str, end: Exit) -> EvaluatorError:
 def _refuse(verdict: Verdict, forged: Collection[str]) -> Verdict:
     """Return a reward of 0 for a run that changed `forged`, files that decide."""
     named = ", ".join(sorted(forged)[:_MAX_NAMED])
-    reason = f"the run changed files that decide the verdict: {named}"
+    reason = f"the run changed files that determine the verdict: {named}"
     return Verdict(Reward(0.0, verdict.reward.parts), {**verdict.report, "reason": reason})
 
 

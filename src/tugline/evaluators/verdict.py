@@ -56,9 +56,7 @@ def make_plain(verdict: Verdict) -> Verdict:
     except EvaluatorError:
         raise
     except Exception as error:
-        raise EvaluatorError(
-            f"the verdict cannot be read: {type(error).__name__}: {error}"
-        ) from error
+        raise EvaluatorError(f"the verdict is invalid: {type(error).__name__}: {error}") from error
     return Verdict(made, report if isinstance(report, dict) else {"report": report})
 
 

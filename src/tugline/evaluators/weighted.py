@@ -58,14 +58,15 @@ class WeightedEvaluator(Evaluator):
             for mount in evaluator.mounts(task):
                 if self.in_place and mount.source and not evaluator.in_place:
                     raise ConfigError(
-                        f"evaluator 'weighted': part {name!r} would show the agent its files at "
+                        f"evaluator 'weighted': part {name!r} would expose its files to the "
+                        "agent at "
                         f"{mount.target}, because another part is in place"
                     )
                 other, first = by_target.setdefault(mount.target, (name, mount))
                 if first != mount or (other != name and self.in_place):
                     raise ConfigError(
-                        f"evaluator 'weighted': parts {other!r} and {name!r} both have a folder of "
-                        f"their own at {mount.target}; use one of them"
+                        f"evaluator 'weighted': parts {other!r} and {name!r} both mount a folder "
+                        f"at {mount.target}; use only one of them"
                     )
         return tuple(mount for _, mount in by_target.values())
 
@@ -103,7 +104,7 @@ class WeightedEvaluator(Evaluator):
                 sandbox = outcome.sandbox if in_place else None
                 return await evaluate(evaluator, replace(outcome, sandbox=sandbox))
         except (EvaluatorError, SandboxError, TimeoutError) as error:
-            reason = str(error) or f"out of time after {outcome.timeout_s:g} s"
+            reason = str(error) or f"time limit reached after {outcome.timeout_s:g} s"
             if not self._parts[name].required:
                 return EvaluatorError(reason)
             missing = EvaluatorError(f"part {name!r}: {reason}")
@@ -129,7 +130,7 @@ class WeightedEvaluator(Evaluator):
         for name in models:
             verdict = verdicts[name]
             if isinstance(verdict, Verdict):
-                report = {"discounted": "another required part is not above 0", **verdict.report}
+                report = {"discounted": "another required part is 0 or less", **verdict.report}
             elif name in required:
                 if not failed:
                     raise verdict
@@ -152,7 +153,7 @@ class WeightedEvaluator(Evaluator):
             counted[name] = parts[name] = verdict.reward.value
             parts |= {f"{name}.{part}": value for part, value in verdict.reward.parts.items()}
         if not counted:
-            raise EvaluatorError(f"no part has a verdict: {report}")
+            raise EvaluatorError(f"none of the parts has a verdict: {report}")
         return Verdict(Reward(self._value(counted), parts), report)
 
     def _value(self, by_name: Mapping[str, float]) -> float:

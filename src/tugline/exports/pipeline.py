@@ -210,7 +210,9 @@ def run(export: Export, paths: Sequence[Path], on_progress: Progress) -> ExportS
     for target in targets.values():
         _check_suffix(export.exporter, target)
         if target.exists() and not export.force:
-            raise UsageError(f"{target} already exists; choose another --out, or give --force")
+            raise UsageError(
+                f"{target} already exists; choose another --out, or overwrite it with --force"
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
     running = _RunningExport(export, targets, len(paths))
     try:
@@ -245,7 +247,10 @@ class _RunningExport:
         self.skipped += skipped
         tokenizers = len({session.tokenizer for session in chosen})
         if self.export.exporter.trains and tokenizers > 1:
-            msg = f"the sessions' token ids are of {tokenizers} tokenizers; export one at a time"
+            msg = (
+                f"the sessions have token ids of {tokenizers} tokenizers; export the sessions "
+                "of one at a time"
+            )
             raise UsageError(msg)
         for name, path in self.targets.items():
             writer = contextlib.closing(_open(self.export.exporter, path))
@@ -266,7 +271,9 @@ class _RunningExport:
         if not self.summary.exported:
             reasons = ", ".join(f"{n} {reason}" for reason, n in self.summary.left_out.items())
             first = f" ({self.summary.errors[0]})" if self.summary.errors else ""
-            msg = f"nothing is left to export: of {self.summary.recordings}, {reasons}{first}"
+            msg = (
+                f"no sessions to export: of {self.summary.recordings} recordings, {reasons}{first}"
+            )
             raise UsageError(msg)
 
     def _summarize_all(
@@ -329,7 +336,7 @@ def _check_suffix(exporter: Exporter, path: Path) -> None:
     """Raise `UsageError` if the name of a file says another format than can be written."""
     known = sorted(_JSON_LINES | {exporter.suffix})
     if path.suffix and path.suffix not in known:
-        raise UsageError(f"--out {path}: the name must end with {', '.join(known)}")
+        raise UsageError(f"--out {path}: the name must end in {', '.join(known)}")
 
 
 def _open(exporter: Exporter, path: Path) -> RowWriter:

@@ -215,7 +215,7 @@ class Verl(TableExporter):
 
     def __post_init__(self) -> None:
         if (self.prompt_length is None) != (self.response_length is None):
-            msg = "export 'verl': give prompt_length and response_length both, or neither"
+            msg = "export 'verl': set both prompt_length and response_length, or neither"
             raise ConfigError(msg)
 
     def row(

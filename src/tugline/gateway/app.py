@@ -66,7 +66,7 @@ class Gateway:
         survives a crash of any process at once, and a power loss after at most `flush_s`.
         """
         if (rendering is None) is (upstream.wire.mode is Mode.EXACT):
-            wants = "a rendering" if rendering is None else "no rendering"
+            wants = "a rendering" if rendering is None else "rendering=None"
             msg = f"engine format {upstream.wire.name!r} is {upstream.wire.mode}: it needs {wants}"
             raise errors.UsageError(msg)
         self.url = ""
@@ -124,7 +124,7 @@ class Gateway:
         `on_hang` is called with the seconds lost to a hanging engine.
         """
         if self._sessions.get(session.id) is not None:
-            raise errors.UsageError(f"session {session.id!r} is live already")
+            raise errors.UsageError(f"session {session.id!r} is already open")
         header = self._engine.header(session, task, terms.workdir, terms.home)
         self._upstream.open_session(header)
         path = self.recording_path(session)
@@ -254,14 +254,14 @@ class Gateway:
                 raise errors.UpgradeRequired("protocol upgrades are not supported; send a POST")
             served = ", ".join(route for dialect in DIALECTS for route in dialect.posts)
             raise errors.NotFound(
-                f"{http.method} {incoming.path} is not served here: only {served} and Google's "
-                "generateContent are, and GET /models"
+                f"{http.method} {incoming.path} is not a route: known are {served}, Google's "
+                "generateContent and GET /models"
             )
         if action is Action.MODELS or action is Action.MODEL:
             await http.reply(200, self._describe_models(dialect, action, incoming))
             return
         if action is Action.COUNT and self._engine.rendering is None:
-            msg = "tokens cannot be counted here: the engine renders the prompts"
+            msg = "tokens cannot be counted: the gateway counts them in exact mode only"
             raise errors.Unsupported(msg)
         with live.bytes_in_flight.hold() as take:
             body = await live.read_body(http, take)

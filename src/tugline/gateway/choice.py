@@ -146,7 +146,7 @@ class Choice:
         self.life.abandon()
         message = join_pieces(self.content.pieces)
         self.content.record(CallOutcome.CLIENT_GONE, message, self.life)
-        self.error = ClientGone("the client hung up before the answer was complete")
+        self.error = ClientGone("the client disconnected before the answer was complete")
         resumable = self.content.can_be_resumed
         self.life.enter(AnswerState.BROKEN_OFF if resumable else AnswerState.FAILED)
 
@@ -155,6 +155,6 @@ class Choice:
         if self.life.silent_s < min(1.0, self._engine.settings.silent_s):
             return
         if not await self.life.engine_answers():
-            self.error = EngineError("the engine did not answer when its client gave up")
+            self.error = EngineError("the client disconnected while the engine did not respond")
             if self.state is AnswerState.BROKEN_OFF:
                 self.life.enter(AnswerState.FAILED)

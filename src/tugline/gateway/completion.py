@@ -150,7 +150,7 @@ class Completion:
     def _end(self, _task: asyncio.Task[None]) -> None:
         """End answers that were never begun, because the task was cancelled before it began."""
         for choice in self.choices:
-            choice.fail(ClientGone("nothing was sampled"))
+            choice.fail(ClientGone("the call was cancelled before sampling began"))
             choice.life.forget_listener()  # else both are kept until a garbage collection
         if self._ticker is not None:
             self._ticker.cancel()

@@ -78,7 +78,7 @@ class EngineContext:
         choice = request.tool_choice
         if choice.mode in FORCING and self.rendering.force_tool_call(choice) is None:
             mode = choice.mode.value
-            msg = f"tool_choice {mode!r} cannot be honoured with this model's template"
+            msg = f"tool_choice={mode!r} is not supported by this model's chat template"
             raise Unsupported(msg, param="tool_choice")
 
     def _check_length(self, request: Request, rendering: Rendering) -> None:
@@ -134,7 +134,7 @@ class EngineContext:
             return None
         if window - length < 1:
             msg = (
-                f"the prompt has {counted}{length} tokens and leaves no room to answer: "
+                f"the prompt has {counted}{length} tokens, which leaves none for the answer: "
                 f"this model's maximum context length is {window} tokens"
             )
             raise ContextOverflow(msg, param="messages", prompt=length, window=window)
@@ -179,4 +179,6 @@ def explain(error: Exception) -> TuglineError:
     if isinstance(error, TuglineError):
         return error
     _log.error("gateway failed", traceback=log.describe_error(error))
-    return TuglineError(f"the gateway failed ({type(error).__name__}); its log has the place")
+    return TuglineError(
+        f"internal error of the gateway ({type(error).__name__}); its log has the traceback"
+    )

@@ -105,7 +105,10 @@ class InFlight:
         """Add `amount`. Raises `Overloaded` above a limit, and then adds nothing."""
         if self.used + amount > self._limit:
             who, status = ("session", 429) if self._gateway else ("gateway", 503)
-            msg = f"the {who} may have {self._limit} {self._unit} in flight; wait for some to end"
+            msg = (
+                f"the limit of the {who} is {self._limit} {self._unit} in flight; retry when "
+                "some have ended"
+            )
             raise Overloaded(msg, status=status, retry_after=1.0)
         if self._gateway:
             self._gateway.take(amount)
@@ -175,12 +178,16 @@ def check_request(request: Request, mode: Mode, features: frozenset[Feature]) ->
         raise RequestError("the request has no messages", param="messages")
     text_only = mode is Mode.EXACT or Feature.IMAGES not in features
     if text_only and any(map(attrgetter("images"), request.messages)):
-        _refuse("messages", "images", "this model's prompts are text only")
+        _refuse("messages", "images", "only text prompts are supported for this model")
     if request.constraint is not None and Feature.STRUCTURED not in features:
-        _refuse("response format", "structured output", "this engine has no constrained decoding")
+        _refuse(
+            "response format",
+            "structured output",
+            "this engine does not support constrained decoding",
+        )
     forced = request.tool_choice.mode in FORCING
     if forced and not request.tools:
-        msg = "tool_choice asks for a tool call, but no tools are given"
+        msg = "tool_choice requires a tool call, but the request has no tools"
         raise RequestError(msg, param="tool_choice")
     names = {tool.name for tool in request.tools}
     for name in request.tool_choice.names:
@@ -189,7 +196,7 @@ def check_request(request: Request, mode: Mode, features: frozenset[Feature]) ->
             raise RequestError(msg, param="tool_choice")
     auto = request.tool_choice.mode is ChoiceMode.AUTO
     if auto and request.tool_choice.names and names - set(request.tool_choice.names):
-        _refuse("tool_choice", "a choice among some of the tools", "leave the others out instead")
+        _refuse("tool_choice", "a subset of the tools", "declare only the allowed tools")
     if forced and mode is not Mode.EXACT and Feature.TOOL_CHOICE not in features:
         _refuse("tool_choice", "a forced tool call", "this engine's chat route does not support it")
 
@@ -221,7 +228,7 @@ def classify_call(request: Request, *, declares_tools: bool) -> TraceKind:
 
 
 def _refuse(field: str, feature: str, reason: str) -> None:
-    msg = f"{field}: {feature} cannot be honoured here: {reason}"
+    msg = f"{field}: {feature} is not supported here: {reason}"
     raise Unsupported(msg, param=field.replace(" ", "_"))
 
 
@@ -230,7 +237,7 @@ def _refuse_deviation(requested: Sampling, contract: Sampling) -> None:
         value = getattr(requested, field)
         agreed = getattr(contract, field)
         if value is not None and agreed is not None and value != agreed:
-            msg = f"{field}={value} is refused by the task's sampling contract; it must be {agreed}"
+            msg = f"{field}={value} violates the task's sampling contract; it must be {agreed}"
             raise RequestError(msg, param=field)
 
 

@@ -92,12 +92,14 @@ class CallTree:
         """
         tokenizer = None if self._rendering is None else self._rendering.tokenizer
         if tokenizer is None or tokenizer.token_bytes is None:
-            msg = "prompt needs exact mode here, and a tokenizer of single ids; send messages"
+            msg = (
+                "prompt requires exact mode and a tokenizer that decodes single ids; send messages"
+            )
             raise Unsupported(msg, param="prompt")
         if isinstance(prompt, str):
             prompt = tokenizer.encode(prompt, add_special_tokens=True)
         if not prompt or min(prompt) < 0 or max(prompt) >= tokenizer.size:
-            msg = f"prompt={list(prompt)!r:.60} must have ids, each below {tokenizer.size}"
+            msg = f"prompt={list(prompt)!r:.60} must be a list of token ids below {tokenizer.size}"
             raise RequestError(msg, param="prompt")
         ids = np.asarray(prompt, np.int32)
         tokens, shared, near = self._find_nearest(ids)

@@ -105,10 +105,13 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
         for name, working in self.routes.items():
             if working is mode or (mode is None and working is not Mode.TEXT):
                 return ROUTES[self.engine][name](self.logprob_meaning)
-        wanted = f"no sound {mode} mode" if mode else "no mode that can be trained from"
+        wanted = f"{mode} mode" if mode else "any mode with token ids, which training requires"
         failed = [f"{c.name}: {c.detail}" for c in self.checks if c.outcome == "fail"]
         advice = "; ".join([*failed[:1], *self.advice]) or "see `tugline doctor`"
-        msg = f"the engine at {self.url} ({self.engine} {self.version}) has {wanted}: {advice}"
+        msg = (
+            f"the engine at {self.url} ({self.engine} {self.version}) does not support "
+            f"{wanted}: {advice}"
+        )
         raise UsageError(msg)
 
 
@@ -134,7 +137,9 @@ async def connect(
     """
     reports = await asyncio.gather(*(probe(url, model, key) for url in urls))
     if not reports:
-        raise UsageError("an engine needs at least one address, such as http://127.0.0.1:8000")
+        raise UsageError(
+            "the list of engine URLs is empty; give at least one, such as http://127.0.0.1:8000"
+        )
     first = reports[0]
     wires = [report.wire(mode) for report in reports]
     for report in reports[1:]:
@@ -142,7 +147,7 @@ async def connect(
             left, right = getattr(first, field), getattr(report, field)
             if left != right:
                 where = f"{left} at {first.url} and {right} at {report.url}"
-                raise UsageError(f"replicas must be alike: {field} is {where}")
+                raise UsageError(f"all replicas must have the same {field}, but it is {where}")
     for report, wire in zip(reports, wires, strict=True):
         _log.info("engine", url=report.url, engine=wire.name, mode=wire.mode, model=report.model)
     card = ModelCard(first.model, first.window)
@@ -178,7 +183,7 @@ class _Probe:
             if window:
                 await self._try("context overflow", self._provoke_overflow(wire, window))
             else:
-                self._note("context overflow", None, "the window is not known")
+                self._note("context overflow", None, "the engine does not report its window")
             meaning = await self._measure_logprobs(wire)
         await self._check_control(kind, meaning)
         return EngineReport(
@@ -263,12 +268,12 @@ class _Probe:
         logprobs = len(answer.logprobs)
         missing = answer.unreported_tokens
         if wire.mode is Mode.TEXT:
-            return f"about {missing} tokens, none of which can be trained on"
+            return f"about {missing} tokens without ids, which cannot be trained on"
         if not ids or ids != logprobs or missing:
             msg = f"{ids} token ids, {logprobs} logprobs and {missing} tokens without ids"
             raise EngineError(msg)
         if wire.mode is Mode.OBSERVED and answer.prompt is None:
-            raise EngineError("the prompt's ids are not reported")
+            raise EngineError("the ids of the prompt are not reported")
         versioned = answer.spans or answer.version is not None
         versions = "with weight versions" if versioned else "weight versions as announced"
         return f"{ids} ids and logprobs, {versions}"
@@ -280,8 +285,8 @@ class _Probe:
         try:
             await self._sample(wire, 1, stream=True, messages=messages, prompt=ids)
         except ContextOverflow as error:
-            return f"reported as such: {str(error).partition('. ')[0]}"
-        raise EngineError("a prompt beyond the window was answered")
+            return f"refused with the right error: {str(error).partition('. ')[0]}"
+        raise EngineError("a prompt longer than the window was answered")
 
     # ----------------------------------------------------------------------- logprobs
     async def _measure_logprobs(self, wire: EngineFormat) -> LogprobMeaning | None:
@@ -299,7 +304,9 @@ class _Probe:
             self._note("logprobs", False, str(error) or type(error).__name__)
             return None
         if not pairs:
-            self._note("logprobs", None, "the model was too certain to tell raw from processed")
+            self._note(
+                "logprobs", None, "sampling was too deterministic to distinguish raw from processed"
+            )
             return None
         shift = sum(abs(cool - warm) for warm, cool in pairs) / -sum(warm for warm, _ in pairs)
         raw = shift < _MIN_SHIFT
@@ -357,7 +364,8 @@ class _Probe:
                 )
             if meaning is LogprobMeaning.PROCESSED:
                 self._advice.append(
-                    "logprobs: they are after temperature but before top_p and top_k; leave those "
+                    "logprobs: they are computed after temperature, but before top_p and "
+                    "top_k; leave those "
                     "off, or set SGLANG_RETURN_ORIGINAL_LOGPROB=1 for raw ones"
                 )
 

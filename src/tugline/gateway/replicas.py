@@ -161,7 +161,9 @@ class Upstream(TokenSource):
         urls = [urls] if isinstance(urls, str) else urls
         self.replicas = [Replica(url, settings.eject_after) for url in urls]
         if not self.replicas:
-            raise UsageError("an engine needs at least one address, such as http://127.0.0.1:8000")
+            raise UsageError(
+                "the list of engine URLs is empty; give at least one, such as http://127.0.0.1:8000"
+            )
         self.wire = wire
         self._settings = settings
         self._http = EngineHttp(key=key)
@@ -261,7 +263,7 @@ class Upstream(TokenSource):
             silent_s = self.gate.now() - wait.since
             self.on_hang(wait.session, silent_s)
             msg = (
-                f"the engine at {wait.replica.url} hangs: for {silent_s:.0f} s it has sent nothing"
+                f"the engine at {wait.replica.url} hangs: it has sent nothing for {silent_s:.0f} s"
             )
             raise EngineError(msg) from error
         finally:

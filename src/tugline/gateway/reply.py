@@ -53,7 +53,7 @@ async def read_reply(
                     if failure is not None:
                         raise failure
     except OSError as error:
-        msg = f"the engine at {url} was lost: {error or type(error).__name__}"
+        msg = f"the connection to the engine at {url} was lost: {error or type(error).__name__}"
         raise EngineError(msg) from error
     if not finished:
         raise EngineError("the engine closed the stream without a finish reason")

@@ -263,7 +263,7 @@ class LiveSession:
         """Return the tokens that the window leaves for an answer. Raises `RequestError`."""
         count = call.request.n
         if count > (most := self._engine.settings.session_answers):
-            raise errors.RequestError(f"n={count} is too many; the bound is {most}", param="n")
+            raise errors.RequestError(f"n={count} is too many; the limit is {most}", param="n")
         return self._engine.remaining_window(self._engine.count_prompt(call))
 
     def _make_choices(self, call: ModelCall, window: int | None) -> list[Choice]:
@@ -308,20 +308,20 @@ class LiveSession:
             self._opened = self._clock()
         if _lacks(self.turns_left, count):
             spent = SpentLimit.MAX_TURNS
-            words = f"{limits.max_turns} model calls"
+            reason = f"the session has used its {limits.max_turns} model calls"
         elif _lacks(self.tokens_left, count):
             spent = SpentLimit.MAX_SAMPLED_TOKENS
-            words = f"{limits.max_sampled_tokens} sampled tokens"
+            reason = f"the session has used its {limits.max_sampled_tokens} sampled tokens"
         elif limits.calls_s is not None and self._clock() - self._opened > limits.calls_s:
             spent = SpentLimit.CALLS_S
-            words = f"{limits.calls_s:g} seconds"
+            reason = f"the session has used its {limits.calls_s:g} seconds"
         elif self.transcript.full:
             spent = SpentLimit.MAX_RECORDING
-            words = "room in the recording"
+            reason = "the session's recording is full"
         else:
             return
         self._refused_by = spent
-        msg = f"the session has used its {words}; this is the end of its budget"
+        msg = f"{reason}; no further calls are accepted"
         raise errors.BudgetExhausted(msg, status=self._terms.spent_status)
 
     # ----------------------------------------------------------------------- recording

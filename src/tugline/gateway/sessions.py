@@ -31,7 +31,7 @@ class Sessions:
     def open(self, live: LiveSession, secret: str = "") -> str:
         """Accept a session's calls; return its secret, a new one unless given."""
         if live.id in self._live:
-            raise errors.UsageError(f"session {live.id!r} is live already")
+            raise errors.UsageError(f"session {live.id!r} is already open")
         secret = secret or f"tl-{secrets.token_urlsafe(24)}"
         live.secret_digest = _digest(secret)
         self._live[live.id] = self._by_secret[live.secret_digest] = live
@@ -48,7 +48,7 @@ class Sessions:
         """Return the session that `secret` authorizes. Raises `Unauthorized`."""
         live = self._by_secret.get(_digest(secret or ""))
         if live is None or (session_id is not None and session_id != live.id):
-            msg = "the key is not valid for a live session; use the key of this session"
+            msg = "the key belongs to no open session; use the key that this session was given"
             raise errors.Unauthorized(msg)
         return live
 

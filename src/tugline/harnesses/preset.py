@@ -46,7 +46,7 @@ INSTRUCTION = "instruction.txt"
 """File in the agent's home with a program's stdin."""
 NODE_CRASHES = (
     (r"Node\.js v\d+\.\d+\.\d+\s*$", "an uncaught exception"),
-    (r"JavaScript heap out of memory", "its heap was full"),
+    (r"JavaScript heap out of memory", "it ran out of heap memory"),
 )
 BUN_CRASHES = ((r"panic\((main thread|thread \d+)\)|Bun has crashed", "it panicked"),)
 """Crash patterns of native programs that are built with Bun."""
@@ -164,10 +164,10 @@ def parse_servers(harness: str, option: Mapping[str, Any] | None) -> dict[str, M
     servers = decode(option or {}, dict[str, McpServer], source=source, name="mcp")
     for name, server in servers.items():
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", name):
-            msg = f"{source}: mcp.{name}: a name has letters, digits, '_' and '-' only, at most 40"
+            msg = f"{source}: mcp.{name}: a name consists of 1 to 40 letters, digits, '_' and '-'"
             raise ConfigError(msg)
         if (server.command is None) == (server.url is None):
-            msg = f"{source}: mcp.{name} must have either command (and args, env) or url"
+            msg = f"{source}: mcp.{name} must have either `command` (with `args`, `env`) or `url`"
             raise ConfigError(msg)
     return servers
 
@@ -178,7 +178,9 @@ def parse_skills(harness: str, option: Mapping[str, str] | None, folder: str) ->
     for name, text in (option or {}).items():
         where = f"harness {harness!r}: skills[{name!r}]"
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
-            raise ConfigError(f"{where}: a name has small letters, digits and '-' only")
+            raise ConfigError(
+                f"{where}: a name consists of lower-case letters and digits, in parts joined by '-'"
+            )
         head = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL) if isinstance(text, str) else None
         if not head or not {"name", "description"} <= set(re.findall(r"(?m)^\w+", head[1])):
             raise ConfigError(
@@ -218,7 +220,7 @@ async def start_once(harness: Harness, runtime: Runtime | None = None) -> None:
     if not called.is_set():
         failure = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
         raise HarnessError(
-            f"{harness.name} {harness.version} does not work here: it {failure} "
+            f"{harness.name} {harness.version} does not work on this machine: it {failure} "
             f"and made no model call: {' '.join(end.output.split())[-_TAIL:]}"
         )
 

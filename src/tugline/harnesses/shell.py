@@ -50,11 +50,14 @@ class Shell(Harness):
         self._setup, setup_files = _parse_command(self.setup)
         for pattern in self.log_globs:
             if pattern.startswith(("/", "~")) or ".." in pattern.split("/"):
-                msg = f"harness 'shell': log_globs has {pattern!r}, must be relative to the home"
+                msg = (
+                    f"harness 'shell': log_globs has {pattern!r}, must be a path relative to "
+                    "the home"
+                )
                 raise ConfigError(msg)
         for folder in self.folders:
             if not Path(folder).is_absolute():
-                msg = f"harness 'shell': folders names {folder!r}, must be an absolute path"
+                msg = f"harness 'shell': folders has {folder!r}, must be an absolute path"
                 raise ConfigError(msg)
         paths = dict.fromkeys([*files, *setup_files, *self.folders])
         self.mounts = tuple(Mount(path, path) for path in paths)

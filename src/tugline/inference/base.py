@@ -139,12 +139,12 @@ def check(request: GenerateRequest, *, max_model_len: int, vocab_size: int) -> N
         _reject("top_k", request.top_k, "must be 0 (all tokens) or positive")
     for stop in request.stop_ids:
         if not 0 <= stop < vocab_size:
-            _reject("stop_token_ids", stop, f"must hold ids from 0 to {vocab_size - 1}")
+            _reject("stop_token_ids", stop, f"must contain ids from 0 to {vocab_size - 1}")
 
 
 def _check_prompt(ids: Ids, max_model_len: int, vocab_size: int) -> None:
     if len(ids) == 0:
-        _reject("token_ids", "[]", "must hold at least one token")
+        _reject("token_ids", "[]", "must contain at least one token")
     if len(ids) + 1 > max_model_len:
         msg = (
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt "

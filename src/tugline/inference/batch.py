@@ -346,14 +346,18 @@ def _pool_for(model: PreTrainedModel) -> KVPool:
     }
     if kinds != {"DynamicLayer"} or len(shapes) != 1:
         raise UsageError(
-            f"model type {model.config.model_type!r} caches {', '.join(sorted(kinds)) or 'nothing'}"
-            f" of {len(shapes)} shapes; the embedded engine serves models whose layers all have"
+            f"model type {model.config.model_type!r} uses a cache of"
+            f" {', '.join(sorted(kinds)) or 'nothing'}"
+            f" with {len(shapes)} shapes; the embedded engine serves models whose layers all have"
             " full attention of one shape (Qwen2, Qwen3, Llama...): serve this model with vLLM"
         )
     try:
         model.set_attn_implementation("sdpa")
     except ValueError as error:
-        msg = f"model type {model.config.model_type!r} has no sdpa attention: serve it with vLLM"
+        msg = (
+            f"model type {model.config.model_type!r} does not support sdpa attention: serve it "
+            "with vLLM"
+        )
         raise UsageError(msg) from error
     heads, dim = shapes.pop()
     return KVPool(layers=len(layers), heads=heads, dim=dim, device=model.device, dtype=model.dtype)

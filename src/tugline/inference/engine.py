@@ -158,10 +158,10 @@ class Engine:
     # ----------------------------------------------------------------- commands for the thread
     def _raise_if_down(self) -> None:
         if self._failure is not None:
-            msg = f"the engine is down: {type(self._failure).__name__}: {self._failure}"
+            msg = f"the engine has failed: {type(self._failure).__name__}: {self._failure}"
             raise EngineError(msg, status=500) from self._failure
         if self._thread is None:
-            raise EngineError("the engine is not running: use 'async with'", status=503)
+            raise EngineError("the engine is not running: enter it with 'async with'", status=503)
 
     def _submit(self, command: Callable[[], None]) -> None:
         self._raise_if_down()

@@ -26,11 +26,11 @@ def load(
     `UsageError` with a message of one line.
     """
     if not folder.is_dir():
-        msg = f"no model folder at {folder}: give a folder with config.json and *.safetensors"
+        msg = f"{folder} is not a folder; give a model folder with config.json and *.safetensors"
         raise UsageError(msg)
     for file in ("config.json", "tokenizer.json"):
         if not (folder / file).is_file():
-            msg = f"{folder} has no {file}: it is not a complete Hugging Face model folder"
+            msg = f"{folder} is not a complete Hugging Face model folder: {file} is missing"
             raise UsageError(msg)
     transformers = import_extra("transformers", "train", "the embedded engine")
     transformers.utils.logging.disable_progress_bar()

@@ -111,7 +111,7 @@ def create_app(
         try:
             route = by_path.get((http.method, http.path))
             if route is None:
-                raise NotFound(f"{http.method} {http.path} is not served here")
+                raise NotFound(f"{http.method} {http.path} is not a route")
             await route(http)
         except ClientGone:
             return
@@ -146,7 +146,7 @@ class _Routes:
             raise NotFound(msg, param="model")
         scored = body.sampling_params.prompt_logprobs is not None
         if body.stream and scored:
-            msg = "prompt_logprobs=0 is served with stream=false only"
+            msg = "prompt_logprobs=0 requires stream=false"
             raise RequestError(msg, param="prompt_logprobs")
         request = body.build_request(self._engine.max_model_len)
         head: dict[str, Any] = {"request_id": f"generate-tokens-{request.id}", "model": self._model}

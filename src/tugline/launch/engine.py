@@ -56,7 +56,7 @@ async def open_engine(settings: EngineSettings, *, slots: int) -> AsyncIterator[
         yield await _connect(settings)
         return
     if settings.model is None:
-        msg = "no engine: give its address with --engine, or a model folder with --model"
+        msg = "no engine is configured; give its URL with --engine, or a model folder with --model"
         raise UsageError(msg)
     model, tokenizer, eos_ids = await asyncio.to_thread(load, settings.model)
     from tugline.inference.engine import Engine  # noqa: PLC0415 - needs torch, checked by `load`
@@ -108,7 +108,7 @@ def share_engine(
 async def _connect(settings: EngineSettings) -> EngineConnection:
     mode = settings.mode or (Mode.OBSERVED if settings.tokenizer is None else Mode.EXACT)
     if mode is Mode.EXACT and settings.tokenizer is None:
-        msg = "engine.mode is exact: it needs the model's tokenizer.json, as engine.tokenizer"
+        msg = "engine.mode is 'exact', which needs engine.tokenizer, the model's tokenizer.json"
         raise UsageError(msg)
     upstream = await _wait_for_replicas(settings, mode)
     rendering = None

@@ -120,7 +120,7 @@ class LocalServer:
             page = await self.control.results(query)
             if self._running.done() and not page.items:  # there will be no further results
                 error = None if self._running.cancelled() else self._running.exception()
-                msg = "the node has stopped; sessions without a result can be run again"
+                msg = "the node has stopped; run the sessions without a result again"
                 raise ServerError(msg) from error
             cursor = page.cursor
             for view in page.items:

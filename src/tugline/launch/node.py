@@ -170,7 +170,7 @@ async def _open_announced(
 
     def stop() -> None:
         if node is not None:
-            echo("draining: running sessions may finish; stop again to end at once")
+            echo("draining: waiting for the running sessions; interrupt again to stop at once")
             node.drain()
         elif main is not None:
             main.cancel()

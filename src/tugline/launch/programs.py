@@ -47,8 +47,8 @@ async def keep_program(
             await finish(_end(program))
             raise
         if program.returncode == _USAGE:
-            raise UsageError(f"{name} cannot be started, for the reason above")
-        echo(f"{name} ended with code {program.returncode}; it is started again")
+            raise UsageError(f"{name} cannot be started; the reason is in its output above")
+        echo(f"{name} ended with code {program.returncode}; restarting it")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopped.wait(), AGAIN_S)
 

@@ -121,7 +121,10 @@ class Nodes:
             limit = self._scale() or 0
         machines = {_name(m): m for m in ray.nodes() if m["Alive"] and self._fits(m)}
         for name in self._actors.keys() - machines.keys():
-            self._echo(f"{name} is gone: its sessions run elsewhere once their leases have ended")
+            self._echo(
+                f"{name} has left the cluster: its sessions are retried elsewhere once "
+                "their leases expire"
+            )
             self._forget(name)
         draining = ray._private.state.state.get_draining_nodes()  # noqa: SLF001 - there is no other way
         free: dict[str, Mapping[str, Any]] = {}
@@ -148,7 +151,7 @@ class Nodes:
             try:
                 engine = replace(engine, urls=find_engines(self._ray.engine_actors))
             except (RayError, ValueError, LookupError) as error:
-                self._echo(f"no node yet for {', '.join(machines)}: {first_line(error)}")
+                self._echo(f"no node on {', '.join(machines)} yet: {first_line(error)}")
                 return
         tables = {"node": self._settings.node, "gateway": self._settings.gateway, "engine": engine}
         settings = msgspec.json.encode(tables, enc_hook=encode_path)
@@ -179,7 +182,7 @@ class Nodes:
             except RayError as error:  # late, or Ray has not decided yet whether the actor is lost
                 if name not in self._silent:  # reported once, until the next answer
                     self._silent.add(name)
-                    self._echo(f"{name} does not answer: {first_line(error)}")
+                    self._echo(f"{name} does not respond: {first_line(error)}")
                 continue
             self._silent.discard(name)
             if drained:
@@ -187,7 +190,7 @@ class Nodes:
                 self._echo(f"{name} is drained")
                 self._forget(name)
             elif ended:
-                self._echo(f"the node on {name} ended ({ended}); it starts again")
+                self._echo(f"the node on {name} ended ({ended}); restarting it")
 
     def _drain(self, name: str) -> None:
         actor = self._actors.get(name)
@@ -240,7 +243,7 @@ def keep_nodes(settings: Settings, server: str, token: str, echo: Echo) -> None:
     try:
         ray.init(address=settings.ray.address, namespace="tugline", log_to_driver=False)
     except (ConnectionError, RayError, ValueError, RuntimeError) as error:
-        msg = f"no Ray cluster at {settings.ray.address}: {first_line(error)}"
+        msg = f"cannot connect to a Ray cluster at {settings.ray.address}: {first_line(error)}"
         raise TuglineError(msg) from error
     if settings.server.host == "0.0.0.0":  # noqa: S104 - a server of this machine
         server = server.replace("//127.0.0.1:", f"//{ray.util.get_node_ip_address()}:")
@@ -266,7 +269,7 @@ def find_engines(prefix: str) -> tuple[str, ...]:
             host, port = ray.get(actor.get_server_address.remote(), timeout=ANSWER_S)
             urls.append(f"http://{host}:{port}")
     if not urls:
-        raise LookupError(f"no actor of this cluster has a name that begins with {prefix!r}")
+        raise LookupError(f"this cluster has no actor whose name begins with {prefix!r}")
     return tuple(sorted(urls))
 
 

@@ -96,7 +96,7 @@ async def run_server(
 ) -> None:
     """Run a server for nodes on other machines, or with nodes of a Ray cluster, until a signal."""
     raise_file_limit()
-    async with open_server(settings.server, folder, echo, hint="; it has no node yet"):
+    async with open_server(settings.server, folder, echo, hint="; no node has joined yet"):
         freeze_gc()
         stopped = asyncio.Event()
         with handle_signals(stopped.set):

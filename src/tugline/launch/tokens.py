@@ -40,7 +40,7 @@ def _read_tokens(path: Path) -> Tokens:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Tokens)
     except (OSError, msgspec.DecodeError) as error:
-        msg = f"{path} cannot be read: {error}; delete it to create it again"
+        msg = f"{path} cannot be read: {error}; delete it to create new tokens"
         raise UsageError(msg) from error
 
 
@@ -60,7 +60,7 @@ async def follow_tokens(app: Api, database: Database, path: Path) -> None:
 def describe_console(settings: ServerSettings, folder: Path, url: str) -> str:
     """Return the line about the console; on loopback it has a link with the read token."""
     if not is_local(settings.host):
-        return f"the console is at {url}; it asks for a token of {folder / TOKENS}"
+        return f"the console is at {url}; sign in with a token from {folder / TOKENS}"
     return f"the console is at {url}/#token={load_tokens(folder).read}"
 
 

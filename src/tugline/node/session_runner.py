@@ -196,7 +196,7 @@ class SessionRunner:
             return (
                 None
                 if stopped
-                else _make_failed(session, RuntimeError("the rollout cancelled itself"))
+                else _make_failed(session, RuntimeError("the rollout was cancelled from within"))
             )
         error = session.rollout.exception()
         if error is None:
@@ -318,7 +318,9 @@ def _pack(trajectory: Trajectory) -> bytes:
                 ledger=_drop_tokens(trajectory.ledger.sampled),
                 reward=None,
                 report={},
-                failure=make_failure(Cause.EVALUATOR, f"not encoded: {describe(error)}"),
+                failure=make_failure(
+                    Cause.EVALUATOR, f"the result cannot be encoded: {describe(error)}"
+                ),
             )
         )
 
@@ -341,7 +343,9 @@ def _pack_refused(session: str, data: bytes, error: Exception) -> bytes:
         status=Status.FAILED,
         traces=(),
         ledger=_drop_tokens(sampled),
-        failure=make_failure(Cause.RESULT, f"a result of {len(data)} bytes was refused: {error}"),
+        failure=make_failure(
+            Cause.RESULT, f"the server refused a result of {len(data)} bytes: {error}"
+        ),
     )
     return pack(trajectory)
 

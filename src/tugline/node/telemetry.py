@@ -98,7 +98,7 @@ def open_tracer(environ: Mapping[str, str], *, node: str) -> Tracer | None:
         return None
     protocol = next((environ[name] for name in _PROTOCOLS if environ.get(name)), _SUPPORTED)
     if protocol != _SUPPORTED:
-        msg = f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; traces are sent by {_SUPPORTED} alone"
+        msg = f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}, must be {_SUPPORTED}"
         raise UsageError(msg)
     what = f"tracing, enabled by {' or '.join(ENDPOINTS)},"
     tracing = import_extra("tugline.node.tracing", "otel", what)

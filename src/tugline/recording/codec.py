@@ -127,7 +127,10 @@ def _encode(record: Record) -> bytes:
         data = encode(record)
         _decode(data)
     except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
-        msg = f"a {type(record).__name__} cannot be recorded, because it is not readable: {error}"
+        msg = (
+            f"a {type(record).__name__} cannot be recorded, because it could not be read back: "
+            f"{error}"
+        )
         raise CaptureError(msg) from error
     return data
 

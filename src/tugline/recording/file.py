@@ -63,7 +63,7 @@ class Recording:
     def describe_gaps(self) -> Iterator[str]:
         """Yield a line for each missing part."""
         if self.torn_bytes:
-            yield f"a torn tail of {self.torn_bytes} bytes was not read"
+            yield f"an incomplete record of {self.torn_bytes} bytes at the end was not read"
         if self.damage:
             yield f"only the records before the damage were read: {self.damage}"
         if self.result is None:
@@ -125,7 +125,7 @@ def _unpack_frame(
     try:
         return unpacker.unpack(frame.data)
     except _UNREADABLE as error:
-        msg = f"{path} holds a record at offset {frame.start} that cannot be read: {error!r}"
+        msg = f"{path} has a record at offset {frame.start} that cannot be decoded: {error!r}"
         raise CaptureError(msg) from error
 
 
@@ -148,7 +148,10 @@ def read_frames(path: Path, data: bytes) -> Iterator[Frame]:
 def _parse_section(path: Path, data: bytes, at: int) -> Frame:
     if data.startswith(MAGIC, at):
         return Frame(at, at + len(MAGIC))
-    msg = f"{path} has version {data[at + len(_NAME)]} (offset {at}); only {VERSION} can be read"
+    msg = (
+        f"{path} has version {data[at + len(_NAME)]} (offset {at}); this release reads version "
+        f"{VERSION}"
+    )
     raise RecordingVersionError(msg)
 
 
@@ -164,7 +167,7 @@ def _parse_record(path: Path, data: bytes, at: int) -> Frame | None:
             return None
         raise _make_damage_error(path, at, "the checksum of a record's length does not match")
     if length > _LIMIT:
-        raise _make_damage_error(path, at, f"a record of {length} bytes; none has over {_LIMIT}")
+        raise _make_damage_error(path, at, f"a record claims {length} bytes; the limit is {_LIMIT}")
     if end > len(data):
         return None
     if zlib.crc32(data[body:end]) != crc:

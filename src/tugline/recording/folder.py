@@ -47,8 +47,8 @@ def list_recordings(where: Path) -> list[Path]:
         return [where]
     paths = sorted(where.rglob(_PATTERN)) if where.is_dir() else []
     if not paths:
-        what = f"holds no recording ({_PATTERN})" if where.is_dir() else "does not exist"
-        raise UsageError(f"{where} {what}; give a recording or a folder with some")
+        what = f"contains no recordings ({_PATTERN})" if where.is_dir() else "does not exist"
+        raise UsageError(f"{where} {what}; give a recording or a folder of recordings")
     return paths
 
 
@@ -67,5 +67,5 @@ def resolve(name: str) -> list[Path]:
         if parse_name(file)[0] == name
     ]
     if not attempts:
-        raise UsageError(f"there is no recording {name!r}, and no session of that id below {RUNS}/")
+        raise UsageError(f"{name!r} is neither a recording nor the id of a session in {RUNS}/")
     return [max(attempts)[-1]]

@@ -142,7 +142,10 @@ class SampledTokens(msgspec.Struct, gc=False):
     def add(self, ids: list[int], logprobs: list[float], version: int) -> None:
         """Append tokens sampled under one policy version. Raises `EngineError` for invalid ones."""
         if len(ids) != len(logprobs):
-            msg = f"the engine sent {len(ids)} token ids but {len(logprobs)} logprobs; ask for all"
+            msg = (
+                f"the engine sent {len(ids)} token ids but {len(logprobs)} logprobs; there "
+                "must be one for each"
+            )
             raise EngineError(msg)
         if not ids:
             return

@@ -36,7 +36,7 @@ def load_tokenizer(recording: Path, header: Header, other: Path | None = None) -
     if not header.tokenizer or not path.exists():
         return None
     if hashlib.sha256(path.read_bytes()).hexdigest() != header.tokenizer:
-        msg = f"{path} is not the tokenizer that {recording} was made with; its digest differs"
+        msg = f"{path} is not the tokenizer of {recording}: its digest differs"
         raise CaptureError(msg)
     return _load(path, header.tokenizer)
 

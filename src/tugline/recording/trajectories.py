@@ -90,7 +90,7 @@ def read(path: Path, sha256: str = "") -> Trajectory:
     try:
         data = path.read_bytes()
         if sha256 and hashlib.sha256(data).hexdigest() != sha256:
-            raise CaptureError(f"{path} is not the file that {INDEX} names: its SHA-256 differs")
+            raise CaptureError(f"{path} differs from {INDEX}: its SHA-256 is another")
         return unpack(data)
     except OSError as error:
         raise CaptureError(f"cannot read trajectory {path}: {error.strerror}") from error
@@ -123,7 +123,9 @@ def read_results(path: Path) -> list[ResultView]:
         lines = file.read_bytes().splitlines()
         return [msgspec.json.decode(line, type=ResultView) for line in lines]
     except (OSError, msgspec.DecodeError) as error:
-        msg = f"{file} has no results of `tugline run`, `eval` or `results --json`: {error}"
+        msg = (
+            f"{file} is not a file of results of `tugline run`, `eval` or `results --json`: {error}"
+        )
         raise UsageError(msg) from error
 
 
@@ -182,7 +184,7 @@ class ResultFolder:
 
     def _make_entry(self, view: ResultView) -> IndexEntry:
         if not view.bytes:
-            return IndexEntry(session=view.session, error=f"it was {view.status}")
+            return IndexEntry(session=view.session, error=f"the session was {view.status}")
         path = self.path(view.session)
         return describe(read(path), path.name, path.read_bytes())
 
@@ -206,7 +208,7 @@ def rebuild(recording: Recording, spec: PluginSpec | None = None) -> Trajectory:
     header = recording.header
     result = recording.result or NO_RESULT
     if header is None:
-        raise CaptureError("the recording has no header, so its session is not known")
+        raise CaptureError("the recording has no header, so its session is unknown")
     own = header.task.builder
     traces, ledger, _ = make_builder(spec or own).build(recording.calls)
     reward = result.reward
@@ -250,7 +252,7 @@ def rebuild_all(
         session, _ = parse_name(path)
         if path in superseded:
             entry = IndexEntry(
-                session=session, recording=name, note="another attempt or copy counts"
+                session=session, recording=name, note="superseded by another attempt or copy"
             )
         else:
             file = Path(name).with_name(f"{session}.traj")

@@ -60,7 +60,9 @@ class Normalizer:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise UsageError(f"--mask {pattern!r} is an invalid regex: {error}") from error
+                raise UsageError(
+                    f"--mask {pattern!r} is not a valid regular expression: {error}"
+                ) from error
         numbered = {f"mask{number}": pattern for number, pattern in enumerate(custom, start=1)}
         named = {**folders, **numbered, **BUILT_IN}
         self._pattern = re.compile("|".join(f"(?P<{name}>{p})" for name, p in named.items()))
@@ -230,7 +232,7 @@ def compare_messages(
     ours = request.messages[at] if at < len(request.messages) else None
     message = ours or theirs
     if message is None:
-        return "nothing: it repeats a request that was answered", "", ""
+        return "no difference: it repeats a request that was answered", "", ""
     where = f"message {at} ({message.role.value}){_name_call(message, request.messages[:at])}"
     if theirs is not None and ours is not None:
         return where, *_clip_difference(_format(theirs, old), _format(ours, new))

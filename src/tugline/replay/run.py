@@ -43,11 +43,11 @@ class RecordedSession:
         recording = read(path)
         header = recording.header
         if header is None or not recording.calls:
-            what = "has no header" if header is None else "holds no calls"
-            raise UsageError(f"{path} {what}; there is nothing to replay")
+            what = "has no header" if header is None else "has no calls"
+            raise UsageError(f"{path} {what}, so it cannot be replayed")
         loaded = load_tokenizer(path, header, tokenizer)
         if loaded is None and header.mode is Mode.EXACT:
-            raise UsageError(f"the tokenizer of {path} is not beside it; give it with --tokenizer")
+            raise UsageError(f"there is no tokenizer beside {path}; give one with --tokenizer")
         return cls(header, recording.calls, recording.result, loaded)
 
 
@@ -110,7 +110,7 @@ async def replay(
 def check_fork(session: RecordedSession, at: int) -> None:
     """Raise `UsageError` if the session cannot be forked at call `at`."""
     if not 0 <= at <= len(session.calls):
-        msg = f"--fork-at is {at}, must be from 0 to {len(session.calls)}, all its calls"
+        msg = f"--fork-at is {at}, must be from 0 to {len(session.calls)}, the number of calls"
         raise UsageError(msg)
 
 
@@ -165,7 +165,7 @@ async def _run_all(
         state = source.state(session.id)
         missing = [response for response in state.remaining if response.required]
         if missing and state.requests and not state.ended:
-            where = f"the end: {len(missing)} of the recorded requests were not made"
+            where = f"end of the session: {len(missing)} recorded requests were not made"
             state.add_difference(Difference(state.requests, missing[0].call.number, where))
         return copy_fields(
             ReplayReport,

@@ -204,7 +204,7 @@ class RecordedSource(TokenSource):
                 async for delta in deltas:
                     yield delta
         else:
-            msg = "the replay has ended: this request is not as recorded"
+            msg = "the replay has ended, because this request differs from the recorded one"
             raise BudgetExhausted(msg, status=self.spent_status)
 
     # ----------------------------------------------------------------------- matching
@@ -255,13 +255,15 @@ class RecordedSource(TokenSource):
             candidates, key=lambda candidate: count_shared(candidate.digests, digests), default=None
         )
         if similar is None:
-            state.add_difference(Difference(number, None, "nothing is recorded before the fork"))
+            state.add_difference(
+                Difference(number, None, "there is no recorded call before the fork")
+            )
             state.ended = True
             return None
         where, old, new = compare_messages(
             similar, self._normalizer, request, state.normalizer, digests
         )
-        where = where if state.remaining else f"one request more than recorded: {where}"
+        where = where if state.remaining else f"a request beyond the recorded ones: {where}"
         at = _first_different_id(similar, ask)
         state.add_difference(Difference(number, similar.call.number, where, old, new, at))
         if not self.go_on or similar not in state.remaining:

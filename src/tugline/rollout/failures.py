@@ -61,13 +61,15 @@ def make_failure(cause: Cause, message: str) -> Failure:
 
 def make_total_timeout(status: Status) -> Failure:
     """Return the failure of a session whose `total_s` ended in stage `status`."""
-    return make_failure(_TIMEOUT_CAUSES[status], f"total_s was over in {status.value}")
+    return make_failure(_TIMEOUT_CAUSES[status], f"total_s expired in stage {status.value}")
 
 
 def classify(status: Status, error: Exception) -> Failure:
     """Return the failure for `error` in stage `status`."""
     if isinstance(error, TimeoutError) and error.errno is None and status in _TIMED_STAGES:
-        return make_failure(_TIMEOUT_CAUSES[status], f"{status.value} was out of time")
+        return make_failure(
+            _TIMEOUT_CAUSES[status], f"the time limit of stage {status.value} expired"
+        )
     return make_failure(_find_cause(status, error), describe(error))
 
 

@@ -208,7 +208,7 @@ class _Rollout:
         if failure is not None:
             raise EarlyEnd(failure)
         if any(call.outcome is CallOutcome.ENGINE_LOST for call in self.calls):
-            msg = "the engine was lost during an answer, which the agent received cut short"
+            msg = "the engine was lost during an answer, so the agent received it truncated"
             raise EarlyEnd(make_failure(Cause.ENGINE_LOST, msg))
         end = self.exit
         tail = self.log_tail
@@ -217,7 +217,7 @@ class _Rollout:
             return
         crash = self.harness.find_crash(end, tail)
         if crash is not None:
-            raise EarlyEnd(make_failure(Cause.CRASH, f"{name} broke: {crash}: {tail}"))
+            raise EarlyEnd(make_failure(Cause.CRASH, f"{name} crashed: {crash}: {tail}"))
         if not self.calls:
             ending = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
             msg = f"{name} {ending} and made no model call: {tail}"

@@ -40,7 +40,7 @@ _KILL_S = 5.0
 _ISOLATION = ("--containall", "--no-init", "--no-privs", "--writable-tmpfs", "--no-mount", "hostfs")
 _NO_NETWORK = ("--net", "--network", "none")
 _INSTALL = (
-    "there is no apptainer on PATH: see https://apptainer.org/docs/admin/main/installation.html "
+    "apptainer is not on the PATH: see https://apptainer.org/docs/admin/main/installation.html "
     "(packages for RHEL, Ubuntu, openSUSE and Debian sid; most HPC clusters have it as a module)"
 )
 
@@ -99,7 +99,10 @@ class Apptainer(host.HostRuntime):
     async def _get_image(self, workspace: Workspace, stack: contextlib.AsyncExitStack) -> Path:
         """Return the image as a sandbox directory."""
         if workspace.build is not None:
-            msg = "runtime 'apptainer' builds no Dockerfile (workspace.build); give workspace.image"
+            msg = (
+                "runtime 'apptainer' does not support workspace.build (a Dockerfile); set "
+                "workspace.image"
+            )
             raise UsageError(msg)
         image = workspace.image or self._image
         if image is None:
@@ -118,7 +121,7 @@ class Apptainer(host.HostRuntime):
         if shutil.which("apptainer") is None:
             raise SandboxError(_INSTALL)
         if problem := try_command(["apptainer", "--version"]):
-            raise SandboxError(f"apptainer does not run here: {problem}")
+            raise SandboxError(f"apptainer does not work on this machine: {problem}")
         return limits.find_cgroup_parent()
 
     def list_weaknesses(self) -> Sequence[str]:
@@ -151,7 +154,9 @@ class ApptainerSandbox(host.IsolatedSandbox):
             output = child.read_output()
             if "--security" in command and self._hardening.give_up(output):
                 return
-            msg = f"apptainer started no container of {self._image}: {output[-300:] or error}"
+            msg = (
+                f"apptainer could not start a container of {self._image}: {output[-300:] or error}"
+            )
             raise SandboxError(msg) from error
         self._pid = await asyncio.to_thread(find_first_process, child.pid)
         await self._guard.watch(self._pid)

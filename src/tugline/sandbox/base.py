@@ -206,7 +206,10 @@ def refuse_fields(runtime: str, workspace: Workspace, **alternatives: str) -> No
     """Raise `UsageError` if a field is set; each is given with a runtime that supports it."""
     for name, other in alternatives.items():
         if (value := getattr(workspace, name)) is not None:
-            msg = f"runtime {runtime!r} has no workspace.{name} ({value!r}); use {other!r}"
+            msg = (
+                f"runtime {runtime!r} does not support workspace.{name} ({value!r}); use "
+                f"runtime {other!r}"
+            )
             raise UsageError(msg)
 
 
@@ -265,7 +268,7 @@ def check_variables(env: Mapping[str, str], passed: Collection[str], option: str
     for name, value in env.items():
         for match in _VARIABLE.finditer(value):
             if match[1] not in passed and match[2] is None:
-                must = f"list {match[1]!r} in pass_env to fill it in from the node"
+                must = f"to use the node's {match[1]!r}, list it in pass_env"
                 raise ConfigError(f"{option}.{name} is {value!r}: {must}")
 
 

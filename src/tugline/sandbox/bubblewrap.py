@@ -50,11 +50,11 @@ _SYSTEM_FOLDERS = frozenset(
 _INFO_S = 10.0
 _PID = re.compile(rb'"child-pid": (\d+)')
 _HINT = (
-    "user namespaces may be off for this user: sysctl kernel.unprivileged_userns_clone=1, on "
+    "user namespaces may be disabled for this user: sysctl kernel.unprivileged_userns_clone=1, on "
     "Ubuntu kernel.apparmor_restrict_unprivileged_userns=0; in a container, run it with "
     "--security-opt seccomp=unconfined --security-opt systempaths=unconfined"
 )
-_INSTEAD = "; a task runs without isolation only where it says `runtime: local`"
+_INSTEAD = "; tasks with `runtime: local` run without isolation"
 
 
 _log = log.get("sandbox")
@@ -123,11 +123,17 @@ class Bubblewrap(host.HostRuntime):
         own_users = best is not None and best.own_users
         lines += quotas.list_shared(namespaces=best is not None, own_users=own_users)
         if not machine.seccomp:
-            lines.append("system calls are not filtered on this kind of processor")
+            lines.append("system calls are not filtered on this processor architecture")
         if self.allow.patterns:
-            lines.append("hosts on the allow-list can be reached, and all that they forward")
+            lines.append(
+                "hosts on the allow-list can be reached, and through them any host to "
+                "which they forward"
+            )
         if os.geteuid() == 0 and not own_users:
-            lines.append("root runs the sandboxes, without its rights: a normal user is safer")
+            lines.append(
+                "sandboxes run as root without its privileges; running Tugline as a normal "
+                "user is safer"
+            )
         return lines
 
     def inspect(self) -> _Machine:
@@ -136,8 +142,8 @@ class Bubblewrap(host.HostRuntime):
             raise SandboxError(f"bubblewrap needs Linux{_INSTEAD}")
         if shutil.which("bwrap") is None:
             where = "apt install bubblewrap, dnf install bubblewrap"
-            raise SandboxError(f"there is no bwrap on PATH: {where}{_INSTEAD}")
-        where = f"bubblewrap cannot write to {cache_folder()}, set TUGLINE_CACHE elsewhere"
+            raise SandboxError(f"bwrap is not on the PATH: {where}{_INSTEAD}")
+        where = f"bubblewrap cannot write to {cache_folder()}; set TUGLINE_CACHE to another folder"
         with files.translate_errors(where):
             etc = copy_etc(cache_folder() / "etc")
         first = first_arguments(etc)
@@ -173,7 +179,7 @@ class BubblewrapSandbox(host.IsolatedSandbox):
             await runner.wait_ready(self._child.ended)
             await self._find_first_process()
         except SandboxError as error:
-            msg = f"bubblewrap started no sandbox: {self._child.read_output() or error}"
+            msg = f"bubblewrap could not start a sandbox: {self._child.read_output() or error}"
             raise SandboxError(msg) from error
 
     def _prepare_launch(self) -> None:
@@ -307,7 +313,7 @@ def _check(spec: SandboxSpec) -> PurePosixPath:
     workdir = host.resolve_workdir(spec.workspace)
     if len(workdir.parts) == 1 or workdir.parts[1] in _SYSTEM_FOLDERS:
         path = spec.workspace.path
-        msg = f"workspace.path is {path!r}, must be absolute and no folder of the system"
+        msg = f"workspace.path is {path!r}, must be absolute and outside the system directories"
         raise UsageError(msg)
     return workdir
 

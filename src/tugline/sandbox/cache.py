@@ -161,7 +161,9 @@ class WorkspaceCache:
     @contextlib.asynccontextmanager
     async def _exclusive(self, key: str) -> AsyncIterator[None]:
         """Hold the exclusive lock for filling or changing an entry."""
-        with translate_errors(f"cannot write to {self.folder}, set TUGLINE_CACHE elsewhere"):
+        with translate_errors(
+            f"cannot write to {self.folder}; set TUGLINE_CACHE to another folder"
+        ):
             await asyncio.to_thread(self.folder.mkdir, parents=True, exist_ok=True)
             lock = _open_lock(self.folder / f"{key}.make")
         try:
@@ -231,11 +233,11 @@ def find_contradictions(workspace: Workspace) -> Iterator[tuple[str, str, str]]:
     wrong_path = not path.startswith("/") or ".." in path.split("/")
     rules = (
         *((name, "\0" in value, "without null bytes") for name, value in present.items()),
-        ("build", "image" in present, "left out beside `image`"),
-        ("folder", "repo" in present, "left out beside `repo`"),
-        ("folder", not present.get("folder", "/").startswith("/"), "an absolute path of the node"),
-        ("commit", "folder" in present, "left out beside `folder`, which is used as it is"),
-        ("commit", not sources, "left out without `repo` or `image`"),
+        ("build", "image" in present, "left out if `image` is set"),
+        ("folder", "repo" in present, "left out if `repo` is set"),
+        ("folder", not present.get("folder", "/").startswith("/"), "an absolute path on the node"),
+        ("commit", "folder" in present, "left out if `folder` is set, which is used as it is"),
+        ("commit", not sources, "left out if neither `repo` nor `image` is set"),
         ("path", wrong_path, "an absolute path without '..'"),
     )
     for name, wrong, must in rules:
@@ -246,7 +248,7 @@ def find_contradictions(workspace: Workspace) -> Iterator[tuple[str, str, str]]:
 def _existing_folder(folder: str) -> Path:
     path = Path(folder).resolve()
     if not path.is_dir():
-        raise WorkspaceError(f"workspace.folder is {folder!r}, which is no folder on this node")
+        raise WorkspaceError(f"workspace.folder is {folder!r}, which is not a folder on this node")
     if path == Path(path.anchor):
         msg = f"workspace.folder is {folder!r}: the root of the node cannot be a workspace"
         raise UsageError(msg)

@@ -64,8 +64,8 @@ _CAPABILITIES += ["SETGID", "SETUID"]
 """Capabilities needed to install packages and run tests; no raw sockets, devices or chroot."""
 _TMP = PurePosixPath("/tmp")  # noqa: S108 - the container's own
 _NOT_ROOT = (
-    "{kind} runs as root and Tugline does not, so it can neither enter a container's network nor"
-    " remove what its root leaves: run both as root, or use a rootless engine"
+    "{kind} runs as root but Tugline does not, so Tugline can neither enter a container's network"
+    " nor remove files of its root user: run both as root, or use a rootless engine"
 )
 _log = log.get("sandbox")
 

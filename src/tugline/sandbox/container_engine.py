@@ -87,7 +87,9 @@ class ContainerEngine:
 
     def __init__(self, wanted: str | None) -> None:
         if wanted not in {None, "podman", "docker"} and not str(wanted).startswith("unix:///"):
-            msg = f"runtime 'container': engine is {wanted!r}, not podman, docker or unix:///PATH"
+            msg = (
+                f"runtime 'container': engine is {wanted!r}, must be podman, docker or unix:///PATH"
+            )
             raise ConfigError(msg)
         self._wanted = wanted
         self._engine: FoundEngine | None = None
@@ -105,7 +107,7 @@ class ContainerEngine:
             if (engine := _ping(path)) is not None:
                 self._engine = engine
                 return engine
-        raise SandboxError(f"no container engine answers at {', '.join(paths)}; {_HOW}")
+        raise SandboxError(f"no container engine responds at {', '.join(paths)}; {_HOW}")
 
     @contextlib.asynccontextmanager
     async def client(
@@ -130,7 +132,7 @@ class ContainerEngine:
                         yield docker
         except TimeoutError as error:
             named = f" (option {option})" if option else ""
-            raise kind(f"{what}: not done within {limit_s:g} s{named}") from error
+            raise kind(f"{what}: not finished within {limit_s:g} s{named}") from error
 
     def run_blocking(
         self, work: Callable[[Docker], Awaitable[T]], what: str = _FAILED, limit_s: float = CALL_S
@@ -249,15 +251,16 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         """Return the gaps of the isolation on this machine, one line each."""
         name = f"{self.kind} {self.version}{', rootless' * self.rootless}, cgroup v{self.cgroup}"
         forged = (
-            "a program can take over the shell that runs it, so forge its exit code and outlive its"
-            f" end: {name} hides no memory, or no seccomp.json is in /usr/share/containers"
+            "a program can take over the shell that runs it, and so forge its exit code and "
+            "outlive its"
+            f" end: {name} does not hide memory, or /usr/share/containers lacks seccomp.json"
         )
         slow = "slow: storage driver vfs copies the image for each container; for podman, set"
         slow += ' driver = "overlay" in storage.conf and begin with empty storage'
         rules = (
-            (self.memory, f"memory has no limit: {name} sets none"),
-            (self.processes, f"the number of processes has no limit: {name} sets none"),
-            (self.seccomp, f"no system call is refused: {name} has no seccomp profile"),
+            (self.memory, f"memory is not limited: {name} does not enforce it"),
+            (self.processes, f"the number of processes is not limited: {name} does not enforce it"),
+            (self.seccomp, f"system calls are not filtered: {name} has no seccomp profile"),
             (self.hardening is not None, forged),
             (self.rootless, "root in a container is this machine's root with fewer rights"),
             (self.storage != "vfs", slow),
@@ -342,10 +345,13 @@ async def _check_limits(
         await container.start()
         state = (await container.show())["State"]
         if hardening and not is_hardened(state["Pid"]):
-            raise DockerError(500, "the engine has left out the hardening that was requested")
+            raise DockerError(500, "the engine did not apply the requested hardening")
         cgroup = cgroup_of(state["Pid"])
         if cgroup == Cgroup():
-            msg = "its containers are not processes of this machine: is it in a virtual machine?"
+            msg = (
+                "the engine's containers are not processes of this machine; it may run in a "
+                "virtual machine"
+            )
             raise SandboxError(msg)
         # A container in this process's group has this process's limits, not its own.
         own = cgroup_of(os.getpid())

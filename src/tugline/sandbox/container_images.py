@@ -91,14 +91,17 @@ class ImageCache:
         elif workspace.image is not None:
             name = workspace.image
         else:
-            msg = "runtime 'container': neither the task's workspace nor the runtime has an image"
+            msg = (
+                "runtime 'container': set `image` in the task's workspace or in the runtime's "
+                "options"
+            )
             raise UsageError(msg)
         image = await self._find(name)
         if image is None:  # made once for all waiting sessions
             await self._making.run(name, partial(self._make, name, workspace.build))
             image = await self._find(name)
         if image is None:
-            raise ImageError(f"image {name!r} was removed again after it was made")
+            raise ImageError(f"image {name!r} was removed right after it was pulled or built")
         await asyncio.to_thread(self._mark_used, name)
         return image
 
@@ -140,7 +143,7 @@ class ImageCache:
 
     async def _pull(self, name: str) -> None:
         if not self.pull:
-            raise ImageError(f"image {name!r} is missing, and the option pull is 'never'")
+            raise ImageError(f"image {name!r} is missing, and the option `pull` is 'never'")
         _log.info("pulling", image=name)
         what = f"image {name!r} cannot be pulled"
         client = self.engine.client(what, self.pull_s, option="pull_s", kind=ImageError, hint=_HINT)
@@ -206,7 +209,7 @@ class ImageCache:
 async def find_image(docker: Docker, name: str) -> ContainerImage | None:
     """Return the engine's image of that name; None if missing. Raises `ImageError`."""
     if not _NAME.fullmatch(name):
-        raise ImageError(f"image {name!r}: not a valid name of an image")
+        raise ImageError(f"{name!r} is not a valid image name")
     # Podman answers 500 while its storage is written.
     details = await retry(partial(docker.images.inspect, name), 0.2, 1.0)
     if details is None:

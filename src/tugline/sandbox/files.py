@@ -48,7 +48,7 @@ def write_files(root: Root, files: Mapping[str, Content]) -> None:
             try:
                 data = content.encode() if isinstance(content, str) else content
             except UnicodeEncodeError as error:
-                msg = f"file {path!r} is not text that UTF-8 can hold: {error.reason}"
+                msg = f"the text of file {path!r} cannot be encoded in UTF-8: {error.reason}"
                 raise UsageError(msg) from error
             _write_path(root, PurePosixPath(path), data)
 

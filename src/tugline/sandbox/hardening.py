@@ -209,7 +209,9 @@ class ApptainerHardening:
 
     def __init__(self) -> None:
         machine = platform.machine()
-        self.missing = "" if machine in _SCMP_ARCHES else f"no system call filter for {machine}"
+        self.missing = (
+            "" if machine in _SCMP_ARCHES else f"there is no system call filter for {machine}"
+        )
         """Reason why there is no hardening; empty if there is."""
 
     def options(self, directory: Path) -> list[str]:
@@ -235,7 +237,7 @@ class ApptainerHardening:
 
     def list_weaknesses(self) -> list[str]:
         """Return the missing isolation, if any."""
-        what = "a program can take over the shell that runs it, so forge its exit code"
+        what = "a program can take over the shell that runs it, and so forge its exit code"
         return [f"{what}: {' '.join(self.missing.split())}"] if self.missing else []
 
 

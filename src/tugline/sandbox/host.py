@@ -80,7 +80,7 @@ class HostSandbox(base.Sandbox):
         folder = folders.get(PurePosixPath(root))
         if folder is None:
             known = " or ".join(map(str, folders))
-            raise UsageError(f"files are put under {known}, not under {root}")
+            raise UsageError(f"files can be written below {known}, not below {root}")
         await asyncio.to_thread(files.write_files, folder, contents)
 
     async def get(self, path: PurePath, *, max_bytes: int = base.MAX_READ_BYTES) -> bytes | None:

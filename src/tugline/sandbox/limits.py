@@ -159,13 +159,13 @@ def find_cgroup_parent() -> Cgroup:
 def list_unenforced(parent: Cgroup) -> list[str]:
     """Return the limits that are not enforced on this machine, one line each."""
     by_root = os.geteuid() == 0
-    extent = "has no limit" if by_root else "is limited by an rlimit, not a control group"
+    extent = "is not limited" if by_root else "is limited by an rlimit, not a control group"
     limits = (
         (parent.memory, "memory is limited for each process, not for the sandbox"),
         (parent.processes, f"the number of processes {extent}"),
-        (parent.cpu, "a sandbox of many busy processes slows the others"),
+        (parent.cpu, "a sandbox with many busy processes slows the others down"),
     )
-    return [f"{line} (no control groups here)" for group, line in limits if group is None]
+    return [f"{line} (control groups are not available)" for group, line in limits if group is None]
 
 
 class ProcessorWaits:

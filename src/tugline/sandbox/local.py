@@ -75,10 +75,10 @@ class LocalRuntime(HostRuntime):
     def list_weaknesses(self) -> Sequence[str]:
         """Return the missing isolation, which docs/runtimes.md explains."""
         return (
-            "files of this user can be read and changed",
-            "processes of this user can be seen and ended",
+            "all files of this user can be read and changed",
+            "all processes of this user can be seen and killed",
             "the network is open",
-            "memory and the number of processes have no limit",
+            "memory and the number of processes are not limited",
         )
 
 

@@ -135,14 +135,14 @@ async def _check_reachable(url: str) -> tuple[str, int]:
         host = None
         port = 0
     if not url.startswith("http://") or host is None:
-        msg = f"{url!r} cannot be reached from a sandbox: it must be like 'http://host:port/path'"
+        msg = f"{url!r} cannot be reached from a sandbox: it must have the form 'http://host:port/path'"
         raise SandboxNetworkError(msg)
     try:
         async with asyncio.timeout(_PROBE_S):
             _, writer = await asyncio.open_connection(host, port)
     except (OSError, TimeoutError) as error:
         reason = str(error) or f"no answer within {_PROBE_S:.0f} s"
-        msg = f"nothing answers at {host}:{port}, which a sandbox needs to reach: {reason}"
+        msg = f"{host}:{port}, which sandboxes must reach, does not accept connections: {reason}"
         raise SandboxNetworkError(msg) from error
     writer.close()
     return host, port
@@ -265,7 +265,7 @@ def _parse_pattern(pattern: str) -> tuple[str, int | None]:
         host = str(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
         if host.startswith("["):
-            msg = f"option allow: {pattern!r} has no IPv6 address in its brackets"
+            msg = f"option allow: the brackets of {pattern!r} must contain an IPv6 address"
             raise ConfigError(msg) from None
     return host, None if port == "*" else int(port)
 
@@ -279,7 +279,7 @@ async def dial_allowed(
     try:
         target = await asyncio.open_connection(address, port)
     except OSError as error:
-        reason = f"{host}:{port} does not answer: {error.strerror or error}"
+        reason = f"cannot connect to {host}:{port}: {error.strerror or error}"
         raise _Refused(reason, "502 Bad Gateway") from error
     _write(target[1], request)
     _write(writer, response)
@@ -296,15 +296,15 @@ async def _resolve(allow: AllowList, host: str, port: int) -> str:
                 _RESOLVERS, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
             )
     except TimeoutError as error:
-        msg = f"{host} has no address: no answer within {_RESOLVE_S:.0f} s"
+        msg = f"{host} cannot be resolved: no answer within {_RESOLVE_S:.0f} s"
         raise _Refused(msg, "502 Bad Gateway") from error
     except (OSError, UnicodeError) as error:
-        raise _Refused(f"{host} has no address: {error}", "502 Bad Gateway") from error
+        raise _Refused(f"{host} cannot be resolved: {error}", "502 Bad Gateway") from error
     addresses = [str(address[0]).partition("%")[0] for *_, address in answers]
     for address in addresses:
         if allow.permits(ipaddress.ip_address(address), port):
             return address
-    msg = f"{host} leads to {addresses[0]}, which is no public address and not on the list"
+    msg = f"{host} resolves to {addresses[0]}, which is neither public nor on the allow-list"
     raise _Refused(msg)
 
 
@@ -330,7 +330,7 @@ def _parse_request(head: bytes) -> tuple[str, int, bytes, bytes]:
         port = None
         plain = False
     if host is None or port is None or not (plain or method == "CONNECT"):
-        msg = "this proxy takes CONNECT host:port and http:// URLs only"
+        msg = "this proxy accepts only CONNECT host:port and http:// URLs"
         raise _Refused(msg, "400 Bad Request")
     host = host.rstrip(".")
     if not plain:

@@ -103,7 +103,9 @@ class OverlayWorkspace:
         if not self.lower:
             return
         if error := mount_overlay(self.work, self.mount_options(private=False)):
-            _log.warning("workspace copied", folder=str(self.lower), error=f"no overlay: {error}")
+            _log.warning(
+                "workspace copied", folder=str(self.lower), error=f"overlayfs failed: {error}"
+            )
             copy(self.lower, self.work)
             write_files(self.work, self._files)
             self.own = self.work
@@ -295,7 +297,7 @@ def _same(path: Path, old: Path) -> bool:
 def mount_overlay(target: Path, options: str) -> str | None:
     """Mount an overlay at `target`; return the error if the kernel refuses."""
     if sys.platform != "linux":
-        return "there is none on this system"
+        return "overlayfs needs Linux"
     for attempt in (options, options.removesuffix(",volatile")):
         data = os.fsencode(attempt)
         if _LIBC.mount(b"overlay", os.fsencode(target), b"overlay", _NOSUID_NODEV, data) == 0:

@@ -20,7 +20,7 @@ INSTALLED = frozenset({"node_modules", ".venv", ".tox", ".nox"})
 IGNORED = SKIPPED | INSTALLED
 
 _MAX_NOTES = 20
-_TOO_MANY = "too many files; all changes are left out"
+_TOO_MANY = "too many changed files; all changes are left out"
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 """Open flags that do not block on a pipe and do not follow a link."""
 
@@ -100,7 +100,7 @@ class ChangeCollector:
         if (reason := unusable_name(path)) is None:
             self._changed[path] = None
         else:
-            self.note(path, f"{reason}, its removal left out")
+            self.note(path, f"{reason}; its removal is left out")
 
     def add_entry(self, path: str, entry: os.DirEntry[str]) -> None:
         """Add the current file at `path`."""
@@ -123,7 +123,9 @@ class ChangeCollector:
         self._bytes += len(change.data)
         if self._bytes > self.limits.total_bytes:
             self._bytes -= len(change.data)
-            self.note(path, f"past {self.limits.total_bytes} bytes in all, change left out")
+            self.note(
+                path, f"change left out: the patch would exceed {self.limits.total_bytes} bytes"
+            )
             return
         self._changed[path] = change
         new = (each is not None for each in self._changed.values())
@@ -162,7 +164,7 @@ class ChangeCollector:
     def should_enter(self, path: str, name: str) -> bool:
         """Return whether to search a folder."""
         if name in INSTALLED:
-            self.note(path, "a folder of installed programs, left out")
+            self.note(path, "left out: a folder of installed programs")
         return name not in IGNORED
 
     def build_patch(self) -> Patch:
@@ -183,7 +185,7 @@ class ChangeCollector:
         inner = (PurePosixPath(path).parents for path in added | self._new_folders)
         empty = self._new_folders - added - {str(up) for ups in inner for up in ups}
         if len(added) + len(empty) > self.limits.files:
-            self._notes[f"{len(empty)} empty folders: too many, left out"] = None
+            self._notes[f"{len(empty)} empty folders left out: too many"] = None
             return
         for path in sorted(empty):
             self._changed.pop(path, None)  # a file that was there
@@ -195,7 +197,7 @@ def unusable_name(path: str) -> str | None:
     try:
         path.encode()
     except UnicodeEncodeError:
-        return "a name that is not UTF-8"
+        return "the name is not UTF-8"
     return None
 
 
@@ -226,10 +228,10 @@ def read_change(path: str, max_bytes: int, parent: int | None = None) -> FileCha
             return "not a regular file"  # opening a device may have side effects
         with os.fdopen(os.open(path, _READ, dir_fd=parent), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return "not a regular file any more"
+                return "no longer a regular file"
             data = file.read(max_bytes + 1)
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     if len(data) > max_bytes:
-        return f"larger than {max_bytes} bytes, change left out"
+        return f"change left out: larger than {max_bytes} bytes"
     return FileChange(data, executable=bool(mode & stat.S_IXUSR))

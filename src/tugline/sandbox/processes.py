@@ -90,7 +90,7 @@ class ChildProcess:
         self._process.kill()
         _, hanging = await asyncio.wait([self.ended], timeout=_HANG_S)
         if hanging:
-            raise SandboxError(f"the sandbox of process {self.pid} cannot be ended")
+            raise SandboxError(f"the sandbox of process {self.pid} cannot be killed")
         os.close(self._output)
 
     def read_output(self) -> str:

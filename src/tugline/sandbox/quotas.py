@@ -193,12 +193,12 @@ def list_shared(*, namespaces: bool, own_users: bool = False) -> list[str]:
         user += ["inotify and fanotify", "POSIX queues (RLIMIT_MSGQUEUE)"]
         user += ["pending signals and timers"]
     machine = "TCP buffers (net.ipv4.tcp_mem) and open descriptors (fs.file-max)"
-    lines = [f"one sandbox can take quotas of the machine: {machine}"]
+    lines = [f"one sandbox can exhaust quotas of the machine: {machine}"]
     if user:
-        what = "one sandbox can take the quotas of the user of all sandboxes"
+        what = "one sandbox can exhaust the quotas of the user that runs all sandboxes"
         lines.insert(0, f"{what}: {', '.join(user)}")
     if os.geteuid() != 0:
-        lines.append("one sandbox can take all pseudo-terminals (kernel.pty.max)")
+        lines.append("one sandbox can exhaust the pseudo-terminals (kernel.pty.max)")
     return lines
 
 

@@ -76,14 +76,17 @@ class RepoSource(msgspec.Struct, frozen=True):
             must = "a full hash, a tag or a branch"
             raise UsageError(f"workspace.commit is {commit!r}, must be {must}")
         if self.local and not await asyncio.to_thread(Path(self.where).is_dir):
-            raise WorkspaceError(f"{self} is no folder on this node")
+            raise WorkspaceError(f"{self} is not a folder on this node")
         names = [f"refs/tags/{wanted}^{{}}", f"refs/tags/{wanted}", f"refs/heads/{wanted}", wanted]
         output = await self._git("ls-remote", "-q", "--", self.where, *names)
         commits = {name: commit for commit, name in map(str.split, output.splitlines())}
         for name in names:
             if name in commits:
                 return commits[name]
-        raise WorkspaceError(f"{self} has no {wanted!r}: give a full hash, a tag or a branch of it")
+        raise WorkspaceError(
+            f"{self} has no tag or branch {wanted!r}; give a full hash, or a tag or branch "
+            "that exists"
+        )
 
     async def begin_mirror(self, into: Path) -> None:
         """Create an empty mirror."""
@@ -106,7 +109,10 @@ class RepoSource(msgspec.Struct, frozen=True):
     async def check_out(self, repository: Path, commit: str, into: Path) -> None:
         """Fill the folder `into` with the files of `commit` and a repository that ends there."""
         if not await self._has(repository, commit):
-            msg = f"{self} has no commit {commit!r}: give a full hash, a tag or a branch of it"
+            msg = (
+                f"{self} has no commit {commit!r}; give the full hash of a commit that exists, "
+                "or a tag or branch"
+            )
             raise WorkspaceError(msg)
         git = partial(self._git, "-C", str(into), env=_NO_CONFIG)
         await git("init", "-q", "--template=", "-b", "main")
@@ -140,7 +146,7 @@ async def _run_git(
     try:
         code, out, errors = await run_command(("git", *argv), env=env, timeout_s=timeout_s)
     except FileNotFoundError as error:
-        raise WorkspaceError(f"{what}: there is no git on this node; install it") from error
+        raise WorkspaceError(f"{what}: git is not installed on this node") from error
     except TimeoutError as error:
         msg = f"{what}: git did not finish within {timeout_s:.0f} s; can this node reach it?"
         raise WorkspaceError(msg) from error
@@ -165,7 +171,7 @@ def source_of(repo: str) -> RepoSource:
             return RepoSource(repo, local=False)
         if Path(repo).is_absolute():
             return RepoSource(str(Path(repo).resolve()), local=True)
-    raise UsageError(f"workspace.repo is {repo!r}, must be a URL or an absolute path of the node")
+    raise UsageError(f"workspace.repo is {repo!r}, must be a URL or an absolute path on the node")
 
 
 def _set_times(folder: Path, when: int) -> None:
@@ -191,7 +197,7 @@ async def end_history(folder: Path, commit: str, what: str) -> None:
     """
     own = folder / ".git"
     if own.is_symlink() or not own.is_dir():
-        msg = f"{what} is no git repository, so workspace.commit cannot be {commit!r}"
+        msg = f"{what} is not a git repository, so workspace.commit cannot be {commit!r}"
         raise WorkspaceError(msg)
     run = partial(_run_git, f"{what}: its git repository", env=_NO_CONFIG, timeout_s=_FETCH_S)
     with translate_errors(f"cannot change {own}"), tempfile.TemporaryDirectory(dir=folder) as name:
@@ -235,11 +241,11 @@ async def _read_head(git: Callable[..., Awaitable[str]], commit: str, what: str)
     try:
         head = (await git("rev-parse", "--verify", "-q", "HEAD^{commit}")).strip()
     except WorkspaceError as error:
-        raise WorkspaceError(f"{what}: the git repository in it has nothing checked out") from error
+        raise WorkspaceError(f"{what}: its git repository has no commit checked out") from error
     try:
         await git("merge-base", "--is-ancestor", commit, head)
     except WorkspaceError as error:
-        msg = f"{what} has no commit {commit!r} in the history of what is checked out"
+        msg = f"{what}: commit {commit!r} is not in the history of the checked-out commit"
         raise WorkspaceError(msg) from error
     return head
 

@@ -163,7 +163,7 @@ class ResourceMonitor:
             return None
         now = self.count_kills()
         if now.own == before.own and now.others > before.others:
-            msg = "the node is out of memory: the kernel ended a program that was within its limit"
+            msg = "the node is out of memory: the kernel killed a program that was within its limit"
             raise SandboxError(msg)
         return Cause.AGENT_MEMORY if now.own > before.own else None
 

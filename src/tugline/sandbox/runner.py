@@ -242,7 +242,7 @@ class Runner:
             asyncio.get_running_loop().remove_reader(self._replies)
         for future in list(self._expected.values()):
             if not future.done():
-                future.set_exception(SandboxEnded("the sandbox ended by itself"))
+                future.set_exception(SandboxEnded("the sandbox ended unexpectedly"))
 
 
 class Guard:
@@ -275,10 +275,10 @@ def program_script(argv: Sequence[str], env: Mapping[str, str], cwd: PurePath) -
     try:
         script = os.fsencode("\n".join(lines))
     except UnicodeEncodeError as error:
-        msg = f"the command or its environment is not text that a program can be given: {error}"
+        msg = f"the command or its environment cannot be encoded: {error}"
         raise UsageError(msg) from error
     if b"\0" in script:
-        raise UsageError(f"the command {argv[0]!r} or its environment holds a NUL byte")
+        raise UsageError(f"the command {argv[0]!r} or its environment contains a NUL byte")
     return script
 
 

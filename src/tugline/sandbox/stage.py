@@ -114,7 +114,9 @@ def mount_stage(
             for tree in trees.values():
                 os.close(tree)
         if overlay is not None and (error := mount_overlay(*overlay)):
-            raise CannotMapError(f"no overlay over folders with mapped owners: {error}")
+            raise CannotMapError(
+                f"an overlay over folders with mapped owners cannot be mounted: {error}"
+            )
         return os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
 
     with ThreadPoolExecutor(1) as thread:  # leaves this process's namespace, so it must end

@@ -89,7 +89,7 @@ def _list_older(shard: Path, than: float) -> list[str]:
 
 
 def _missing(name: str) -> Missing:
-    return Missing(f"no blob {name!r}")
+    return Missing(f"unknown blob {name!r}")
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def _explain(
         yield
     except errors as error:
         reason = getattr(error, "strerror", None) or first_line(error)
-        msg = f"cannot {verb} {where}: {reason}; nothing acknowledged is lost"
+        msg = f"cannot {verb} {where}: {reason}; no acknowledged data is lost"
         raise StoreError(msg) from error
 
 
@@ -132,7 +132,7 @@ class ObjectBlobs:
             )
         except (self._error, ValueError) as error:
             reason = first_line(error)
-            msg = f"blobs: {where!r} cannot be used, expected s3://BUCKET/PREFIX: {reason}"
+            msg = f"server.blobs is {where!r}, must be a path or s3://BUCKET/PREFIX: {reason}"
             raise UsageError(msg) from error
 
     async def put(self, name: str, data: bytes) -> None:

@@ -150,7 +150,10 @@ class ControlPlane:
             left = min(most, left + (now - at) * most / 60) - 1
             if left < 0:
                 wait_s = math.ceil(-left * 60 / most)
-                msg = f"tenant is {tenant!r}, for which a token may submit {most} times a minute"
+                msg = (
+                    f"tenant is {tenant!r}, whose limit is {most} submissions a minute for "
+                    "each token"
+                )
                 error = QuotaExceeded(f"{msg}; submit again in {wait_s} s", field="tenant")
                 error.retry_s = wait_s
                 raise error

@@ -43,7 +43,7 @@ def check_task(task: Task) -> None:
     for kind in ("harness", "evaluator", "runtime", "builder"):
         problems += _check_options(f"{kind}.options", getattr(task, kind).options)
     if not task.instruction.strip():
-        problems.append(_wrong("instruction", task.instruction, "a text that says what to do"))
+        problems.append(_wrong("instruction", task.instruction, "a non-empty text"))
     min_usable = task.group.min_usable
     if min_usable is not None and min_usable > task.samples:
         must = f"at most samples, which is {task.samples}"
@@ -76,15 +76,15 @@ def _check_options(field: str, options: dict[str, Any]) -> Iterator[Invalid]:
 
 def _check_files(files: dict[str, str]) -> Iterator[Invalid]:
     if len(files) > MAX_FILES:
-        yield Invalid(f"files are {len(files)}, must be at most {MAX_FILES}", field="files")
+        yield Invalid(f"files has {len(files)} entries; the limit is {MAX_FILES}", field="files")
         return
     size = sum(map(len, files.values()))
     if size > MAX_FILE_BYTES:
-        yield Invalid(f"files have {size} characters, the most is {MAX_FILE_BYTES}", field="files")
+        yield Invalid(f"files hold {size} characters; the limit is {MAX_FILE_BYTES}", field="files")
     for name in files:
         parts = name.split("/")
         if len(name) > 1024 or "\0" in name or any(part in {"", ".", ".."} for part in parts):
-            must = "a relative path with / between its parts, none of them empty, . or .."
+            must = "a relative path with / between its parts, none of which is empty, . or .."
             yield _wrong("files", name, must)
         for folder in PurePosixPath(name).parents:
             if str(folder) in files:
@@ -132,11 +132,11 @@ def read_end(session: str, epoch: int, data: bytes, digest: str) -> End:
     trajectory = decode_trajectory(data)
     status = trajectory.status
     if trajectory.session != session or status not in TERMINAL:
-        msg = f"a result of {session} must name it and be final, not {trajectory.session} {status}"
+        msg = f"the result is of {trajectory.session} and {status}, must be of {session} and final"
         raise Invalid(msg, field="session" if status in TERMINAL else "status")
     failure = trajectory.failure
     if status is Status.FAILED and failure is None:
-        msg = f"session {session} has failed, so its result must have a failure"
+        msg = "failure is null, but a failed session must have one"
         raise Invalid(msg, field="failure")
     reward = trajectory.reward.value if trajectory.reward else None
     blob = f"{session}.{epoch}.{digest[:12]}"
@@ -149,11 +149,11 @@ def decode_trajectory(data: bytes) -> Trajectory:
     try:
         size = zstandard.frame_content_size(data)
         if size > MAX_TRAJECTORY:
-            raise Invalid(f"a result has {size} bytes, must have at most {MAX_TRAJECTORY}")
+            raise Invalid(f"the result has {size} bytes; the limit is {MAX_TRAJECTORY}")
         plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=MAX_TRAJECTORY)
         return decode(plain, Trajectory)
     except (zstandard.ZstdError, msgspec.DecodeError) as error:
-        raise Invalid(f"not a trajectory, encoded and compressed with zstd: {error}") from error
+        raise Invalid(f"the body is not a trajectory compressed with zstd: {error}") from error
 
 
 # --------------------------------------------------------------------------- errors

@@ -40,7 +40,7 @@ from tugline.signing import sign
 from tugline.types import Task
 
 _log = log.get("webhooks")
-_MUST_BE_PUBLIC = "must be public or named in server.callback_hosts"
+_MUST_BE_PUBLIC = "must have a public address or be listed in server.callback_hosts"
 
 
 class WebhookRetries(NamedTuple):
@@ -113,7 +113,7 @@ class WebhookSender:
         """Check the callback of a task. Raises `Invalid` if it would never be sent."""
         if task.callback is not None and not is_allowed(task.callback.url, self.hosts):
             known = ", ".join(sorted(self.hosts or ()))
-            must = f"must go to one of: {known}" if known else _MUST_BE_PUBLIC
+            must = f"must have one of the hosts {known}" if known else _MUST_BE_PUBLIC
             raise Invalid(f"callback.url is {task.callback.url!r}, {must}", field="callback.url")
 
     # ------------------------------------------------------------------ scheduling
@@ -172,7 +172,7 @@ class WebhookSender:
         name = f"{self._name}_{delivery.id}"
         now = int(time.time())
         if not is_allowed(delivery.url, self.hosts):
-            return _Try(delivery, "its host is not among callback_hosts", final=True)
+            return _Try(delivery, "its host is not in server.callback_hosts", final=True)
         try:
             body = await self.database.read(_encode_body, delivery, name)
         except Missing as error:
@@ -197,7 +197,7 @@ class WebhookSender:
             return _Try(delivery)
         if status == 410:
             return _Try(delivery, "410: the receiver refuses further deliveries", final=True)
-        error = f"answered {status}"
+        error = f"the receiver answered {status}"
         if 300 <= status < 400:
             error += ", and redirects are not followed"
         asked_s = float(retry_after) if retry_after.isdigit() else 0.0
@@ -263,7 +263,9 @@ class _Resolver(AbstractResolver):
         resolve = partial(socket.getaddrinfo, host, port, family=family, type=socket.SOCK_STREAM)
         infos = await asyncio.get_running_loop().run_in_executor(self._pool, resolve)
         if self._public_only and not all(_may_be_public(str(info[4][0])) for info in infos):
-            raise OSError(errno.EACCES, f"{host!r} has a private address, {_MUST_BE_PUBLIC}")
+            raise OSError(
+                errno.EACCES, f"{host!r} resolves to a private address; it {_MUST_BE_PUBLIC}"
+            )
         flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         return [
             {

@@ -304,7 +304,7 @@ def find_call_faults(call: Call) -> Iterator[str]:
         return
     sampled = len(call.sampled_ids)
     if not len(call.prompt_ids):
-        yield "prompt_ids is empty; the engine must report the ids of its prompt"
+        yield "prompt_ids is empty; the engine must report the ids of the prompt"
     if len(call.logprobs) != sampled:
         yield f"{sampled} sampled_ids but {len(call.logprobs)} logprobs"
     ends = [0, *(span.end for span in call.versions)]
@@ -313,4 +313,4 @@ def find_call_faults(call: Call) -> Iterator[str]:
     )
     if not in_order or ends[-1] != sampled:
         spans = ", ".join(f"{span.start}-{span.end}" for span in call.versions) or "none"
-        yield f"versions for {spans} of {sampled} sampled tokens, which they must cover in order"
+        yield f"versions cover {spans} of {sampled} sampled tokens; they must cover all, in order"

@@ -56,7 +56,10 @@ class TaskBatches:
         self.held_out = _read(held_out, config, folder, "heldout") if held_out else []
         both = set(map(instance_of, self.trained)) & set(map(instance_of, self.held_out))
         if both:
-            msg = f"heldout: {len(both)} instances are also trained on, such as {min(both)!r}"
+            msg = (
+                f"heldout shares {len(both)} instances with the training tasks, such as "
+                f"{min(both)!r}"
+            )
             raise ConfigError(msg, "heldout")
 
     def check(self) -> None:
@@ -177,7 +180,7 @@ def _compare(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     texts = [
         f"{len(names)} {what}, such as {min(names)!r}" for what, names in counts.items() if names
     ]
-    return ", ".join(texts) or "they are in another order"
+    return ", ".join(texts) or "their order is different"
 
 
 @lru_cache(maxsize=2)
@@ -231,7 +234,7 @@ def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:
         else "",
         f"sessions    {groups * plan.samples}, {plan.samples} in a group",
         f"checkpoints every {plan.checkpoint_every} steps, the last {plan.keep} are kept",
-        f"figures     console, metrics.jsonl {' '.join(sink.name for sink in config.metrics)}",
+        f"metrics     console, metrics.jsonl {' '.join(sink.name for sink in config.metrics)}",
         f"folder      {folder}{' (resumed)' if folder.exists() else ''}",
     ]
     return "\n".join(filter(None, lines))

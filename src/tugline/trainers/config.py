@@ -137,10 +137,10 @@ class TrainConfig(Config, frozen=True, kw_only=True):
         """Check constraints between sections. Raises `ConfigError`."""
         super().__post_init__()
         if self.engine.model is not None:
-            msg = f"engine.model is {str(self.engine.model)!r}: leave it out and set `model`"
+            msg = f"engine.model is {str(self.engine.model)!r}; leave it out and set `model`"
             raise ConfigError(msg, "engine.model")
         if self.server is not None and not self.engine.urls:
-            msg = "engine.urls is empty: the nodes of `server` need an engine that they can reach"
+            msg = "engine.urls is empty, but the nodes of `server` need the URL of an engine"
             raise ConfigError(msg, "engine.urls")
         if "samples" in self.template:
             msg = "template.samples has no effect: set schedule.samples and heldout.samples"
@@ -149,8 +149,9 @@ class TrainConfig(Config, frozen=True, kw_only=True):
             not self.engine.urls or self.server or self.schedule.pause is PauseMode.KEEP
         ):
             msg = (
-                "lora.publish is 'adapter': it needs engine.urls, no server, and schedule.pause"
-                " 'wait' or 'abort', because a kept answer would continue with the old adapter"
+                "lora.publish is 'adapter', which requires engine.urls, no `server`, and "
+                "schedule.pause"
+                " 'wait' or 'abort': with 'keep', running calls would continue with the old adapter"
             )
             raise ConfigError(msg, "lora.publish")
         stale = self.grpo.max_staleness
@@ -183,7 +184,10 @@ def read_config(
     if urls:
         tokenizer = model if tokenizer is None else folder / tokenizer.expanduser()
     elif tokenizer is not None:
-        msg = f"{path}: engine.tokenizer needs engine.urls; else the model's tokenizer is used"
+        msg = (
+            f"{path}: engine.tokenizer requires engine.urls; without them, the model's "
+            "tokenizer is used"
+        )
         raise ConfigError(msg, "engine.tokenizer")
     engine = replace(config.engine, urls=urls, tokenizer=tokenizer)
     return replace(config, server=server or config.server, model=model, engine=engine)
@@ -205,7 +209,10 @@ def store_config(folder: Path, config: Config) -> None:
             and _comparable(name, getattr(stored, name)) != _comparable(name, getattr(config, name))
         ]
         if changed:
-            msg = f"{folder} has another {', '.join(changed)} (see {CONFIG}); choose another --out"
+            msg = (
+                f"{folder} was started with other values of {', '.join(changed)} (see "
+                f"{CONFIG}); choose another --out"
+            )
             raise UsageError(msg)
     write_file(path, msgspec.json.format(msgspec.json.encode(config, enc_hook=str)))
 

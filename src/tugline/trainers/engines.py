@@ -71,7 +71,10 @@ async def open_replicas(
                 await stack.enter_async_context(each)
             if config.publishes_adapter:
                 if other := [r.url for r in remotes if not isinstance(r, VllmWeightUpdater)]:
-                    msg = f"lora.publish is 'adapter', but {other[0]} is not vLLM: set 'merged'"
+                    msg = (
+                        f"lora.publish is 'adapter', which requires vLLM, but {other[0]} is "
+                        "another engine; set 'merged'"
+                    )
                     raise UsageError(msg)
                 await asyncio.to_thread(write_model, config, models, folder)
                 for each in remotes:
@@ -149,7 +152,7 @@ class ServedWeights:
                 retryable = self.config.engine.urls and error.status is None
                 if not retryable or time.monotonic() > deadline:
                     raise
-                self.report(f"publishing version {version} again: {error}")
+                self.report(f"retrying to publish version {version}: {error}")
                 await asyncio.sleep(_WATCH_S)
 
     async def restore_replicas(self) -> None:

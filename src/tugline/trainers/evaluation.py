@@ -94,7 +94,10 @@ def pass_at_k(attempts: int, passed: int, k: int) -> float:
     ``1 - C(n - c, k) / C(n, k)`` is unbiased (Chen et al. 2021, arXiv 2107.03374, eq. 1).
     """
     if not 0 <= passed <= attempts or not 1 <= k <= attempts:
-        msg = f"pass@{k} of {passed} in {attempts} attempts: needs passed <= attempts >= k >= 1"
+        msg = (
+            f"pass@{k} of {passed} in {attempts} attempts: requires passed <= attempts and 1 "
+            "<= k <= attempts"
+        )
         raise UsageError(msg)
     return 1.0 - math.comb(attempts - passed, k) / math.comb(attempts, k)
 
@@ -144,7 +147,7 @@ def compare(
     before = _count(earlier)
     shared = [task for task in counts if task in before]
     if not shared:
-        raise UsageError("the two runs have no rewarded task in common: run the same task set")
+        raise UsageError("the two runs share no task with a reward; run the same task set")
     first, second = (_rates([run[task] for task in shared], 1) for run in (counts, before))
     gaps = first - second
     step = 1 / min(run[task][0] for task in shared for run in (counts, before))

@@ -178,22 +178,23 @@ def find_alarms(
     if ledger.trained == 0:
         lost = {**ledger.masked, **ledger.dropped}
         most = max(lost, key=lambda reason: lost[reason], default=None)
-        cause = f"most tokens are lost as {most}" if most else "the agents made no model call"
-        alarms["no_tokens"] = f"no token was trained: {cause}"
+        cause = f"most tokens were excluded as {most}" if most else "the agents made no model calls"
+        alarms["no_tokens"] = f"no tokens were trained: {cause}"
     if rollout.signal == 0:
         earned = rollout.reward or 0.0
         alarms["no_signal"] = (
-            f"no group has a signal: rewards are equal within each (mean {earned:.2f});"
+            "no group has a training signal: all rewards within each group are equal (mean "
+            f"{earned:.2f});"
             " the tasks are too hard or too easy, or the evaluator fails"
         )
     if rollout.tool_calls is not None and rollout.tool_calls < _TOOL_CALLS:
         alarms["no_tool_calls"] = (
-            "tools are offered and hardly ever called: does engine.renderer fit the model?"
+            "tools are offered but hardly ever called: check that engine.renderer fits the model"
         )
     if rollout.malformed is not None and rollout.malformed > _MALFORMED:
         alarms["malformed"] = (
             f"{rollout.malformed:.0%} of answers have a malformed tool call:"
-            " does engine.renderer fit the model, and is max_tokens large enough?"
+            " check that engine.renderer fits the model, and that max_tokens is large enough"
         )
     if publish.moved == 0.0 and ledger.trained and rollout.signal:
         alarms["unchanged"] = (
@@ -212,7 +213,7 @@ def _find_mismatch(report: StepReport, publish: Publication) -> dict[str, str]:
     """Return the alarm if engine and trainer differ on a probe or on the newest trained tokens."""
     if publish.max_abs_dlogprob is not None and publish.max_abs_dlogprob > _MISMATCH:
         text = f"engine and trainer differ by {publish.max_abs_dlogprob:.2g} nats on a probe"
-        return {"mismatch": f"{text}: another precision, or another model"}
+        return {"mismatch": f"{text}; check that both have the same model and precision"}
     if report.mismatch is None or not report.mismatch.by_version:
         return {}
     newest = report.mismatch.by_version[max(report.mismatch.by_version)]
@@ -221,5 +222,9 @@ def _find_mismatch(report: StepReport, publish: Publication) -> dict[str, str]:
             f"captured and recomputed logprobs of trained tokens differ by {newest.mean_abs:.2g}"
             f" nats on average, {newest.p99_abs:.2g} at the 99th percentile"
         )
-        return {"mismatch": f"{text}: another precision, distribution or model"}
+        return {
+            "mismatch": (
+                f"{text}; check that both have the same model, precision and sampling distribution"
+            )
+        }
     return {}

@@ -43,7 +43,7 @@ async def run_patiently(
         pause_s = next(pauses, None)
         if pause_s is None:
             raise EngineError(cause)
-        report(f"{cause}; they run again in {pause_s:g} s")
+        report(f"{cause}; retrying in {pause_s:g} s")
         await sleep(pause_s)
         if not await server.run_again([task.id for task in tasks]):
             return results

@@ -144,7 +144,7 @@ async def make_updater(url: str, key: str = "") -> RemoteWeightUpdater:
     async with EngineHttp(url, key) as engine:
         owner = (await engine.card(None)).owned_by
     if owner not in _REMOTE:
-        msg = f"the engine at {url} is owned by {owner!r}: only vLLM and SGLang take new weights"
+        msg = f"the engine at {url} is {owner!r}, but only vLLM and SGLang accept new weights"
         raise EngineError(msg)
     return _REMOTE[owner](url, key)
 
@@ -250,7 +250,7 @@ class Publisher:
 
     async def _roll_back(self, probe: Probe | None, error: TuglineError) -> None:
         """Load the previous version into every replica. Raises `EngineError` if this fails."""
-        held = "the replicas may have different weights, so model calls stay held"
+        held = "the replicas may have different weights, so model calls stay paused"
         status = error.status if isinstance(error, EngineError) else None
         if self._published is None or not self._published[0].is_dir():  # none, or not from a folder
             raise EngineError(f"{error}; {held}", status=status) from error
@@ -258,7 +258,7 @@ class Publisher:
         try:
             await self._replace(*self._published, before)
         except TuglineError as again:
-            msg = f"{error}; the version before cannot be loaded again ({again}): {held}"
+            msg = f"{error}; the previous version cannot be restored ({again}): {held}"
             raise EngineError(msg, status=status) from error
 
     async def find_outdated(self, version: int) -> list[str]:
@@ -290,7 +290,7 @@ class Publisher:
         try:
             async with asyncio.timeout(self.within_s), self.connect(url) as scorer:
                 if scorer.version not in {None, version}:
-                    msg = f"the replica {url} has version {scorer.version}, not {version}"
+                    msg = f"the replica {url} has version {scorer.version}, must have {version}"
                     raise EngineError(msg)
                 if probe is None:
                     return 0.0, None
@@ -302,8 +302,9 @@ class Publisher:
         share = measure_arrival(probe.before[known], probe.after[known], scored[known])
         if share is not None and share < _ARRIVED:
             raise EngineError(
-                f"the replica {url} took version {version}, but its logprobs show {share:.0%} of"
-                " the update: does it read the folder that the trainer writes?"
+                f"the replica {url} reports version {version}, but its logprobs show only "
+                f"{share:.0%} of"
+                " the update; check that it reads the folder that the trainer writes"
             )
         return float(np.abs(scored - probe.after)[known].max(initial=0.0)), share
 

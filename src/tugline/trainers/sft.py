@@ -159,10 +159,13 @@ def _read_ids(row: Mapping[str, Any], digest: str, where: str) -> tuple[Ids, Mas
     """Return the ids of a row of ``export parquet`` or ``export trl``, and their mask."""
     ids, mask = (row.get(a, row.get(b)) for a, b in (("ids", "input_ids"), _MASKS))
     if not isinstance(ids, list) or not isinstance(mask, list) or len(ids) != len(mask):
-        msg = f"{where} needs messages, or ids and loss_mask of equal length; it has {sorted(row)}"
+        msg = (
+            f"{where} must have messages, or ids and loss_mask of equal length; it has "
+            f"{sorted(row)}"
+        )
         raise UsageError(msg)
     if row.get("tokenizer") not in {None, "", digest}:
-        msg = f"{where}: ids are of another tokenizer than the model's; use conversations,"
+        msg = f"{where}: the ids are of another tokenizer than the model's; use conversations"
         msg += " as written by `tugline export sft`"
         raise UsageError(msg)
     return np.array(ids, np.int32), np.array(mask, np.bool_)
@@ -271,7 +274,7 @@ def _read_data(
     counts = f"{len(trained)} conversations to train, {len(heldout)} held out;"
     counts += f" left out: {dict(left_out) or '-'}"
     if not trained:
-        raise UsageError(f"data: nothing is left to train on: {counts}")
+        raise UsageError(f"data contains nothing to train on: {counts}")
     report(counts)
     return trained, heldout
 

@@ -50,7 +50,7 @@ def _to_wire(value: object) -> object:
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.type in _CODES:
         dtype = value.dtype.type  # in native byte order, whatever that of `value`
         return _CODES[dtype] + np.ascontiguousarray(value, dtype).tobytes()
-    raise NotImplementedError(f"cannot encode {type(value).__name__}")
+    raise NotImplementedError(f"cannot encode a value of type {type(value).__name__}")
 
 
 def _from_wire(kind: Any, value: object) -> object:

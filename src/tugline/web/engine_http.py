@@ -251,20 +251,20 @@ class EngineHttp:
         try:
             async with asyncio.timeout(timeout_s), self.request(where) as reply:
                 if reply.status == 401:
-                    msg = f"the engine at {url} refuses the API key, or wants one: "
-                    msg += "engine.api_key_env (--api-key-env) must name an environment variable "
-                    raise UsageError(msg + "with one that it accepts")
+                    msg = f"the engine at {url} rejects the API key or requires one: set "
+                    msg += "engine.api_key_env (--api-key-env) to an environment variable "
+                    raise UsageError(msg + "that holds a valid key")
                 status = None if reply.status in _AWAY else reply.status
                 if model is not None and reply.status == 404:
                     return ModelCard(model)
                 data = await reply.read()
             if reply.status != 200:
-                msg = f"no usable engine: {where} answers {reply.status}"
+                msg = f"cannot use the engine: {where} answers with status {reply.status}"
                 raise EngineError(msg, status=status)
             cards = msgspec.json.decode(data, type=_Models).data
         except (OSError, msgspec.DecodeError) as error:
             reason = str(error) or type(error).__name__
-            msg = f"no usable engine at {where}: {reason}; start it or correct its address"
+            msg = f"cannot reach the engine at {where}: {reason}; start it or correct its URL"
             raise EngineError(msg, status=status) from error
         for card in cards:
             if model in {None, card.id}:
@@ -273,10 +273,10 @@ class EngineHttp:
         if not cards and model is not None:
             return ModelCard(model)
         if not cards:
-            msg = f"the engine lists no models at {where}: name the one it serves (--model)"
+            msg = f"the list of models at {where} is empty: name the model with --model"
             raise UsageError(msg)
         names = ", ".join(card.id for card in cards)
-        raise UsageError(f"the engine at {url} serves no model {model!r}; it serves {names}")
+        raise UsageError(f"the engine at {url} does not serve model {model!r}; it serves {names}")
 
     async def post(
         self, path: str, body: bytes, timeout_s: float = ANSWER_TIMEOUT_S
@@ -304,7 +304,7 @@ def _split(url: str) -> tuple[_Origin, bytes, bytes]:
     """Split `url` into origin, path, and the rest of the request line with the host header."""
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise UsageError(f"{url!r} is not an engine's address, such as http://127.0.0.1:8000")
+        raise UsageError(f"{url!r} is not the URL of an engine, such as http://127.0.0.1:8000")
     secure = parts.scheme == "https"
     path = parts.path + ("?" + parts.query if parts.query else "")
     host = f" HTTP/1.1\r\nhost: {parts.netloc.rpartition('@')[2]}\r\n"

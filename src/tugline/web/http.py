@@ -103,7 +103,7 @@ class Http:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 self.disconnected = True
-                raise ClientGone("the client hung up before its request was complete")
+                raise ClientGone("the client disconnected before its request was complete")
             part: bytes = message.get("body", b"")
             size += len(part)
             self._more = message.get("more_body", False)
@@ -161,7 +161,7 @@ class Http:
 
 
 def _too_large(size: int, limit: int) -> TooLarge:
-    return TooLarge(f"the request body has {size} bytes or more; the bound is {limit}")
+    return TooLarge(f"the request body has at least {size} bytes; the limit is {limit}")
 
 
 def _decompress(raw: bytes, encoding: str, limit: int) -> bytes:
@@ -177,7 +177,7 @@ def _decompress(raw: bytes, encoding: str, limit: int) -> bytes:
             if len(data) <= limit and not inflater.eof:
                 raise RequestError(f"the {encoding} body is incomplete")
         else:
-            msg = f"content-encoding {encoding!r} is unknown; use gzip, deflate, zstd or none"
+            msg = f"content-encoding {encoding!r} is not supported; use gzip, deflate, zstd or none"
             raise _Encoding(msg)
     except (zlib.error, zstandard.ZstdError) as error:
         raise RequestError(f"the body is not valid {encoding}: {error}") from error

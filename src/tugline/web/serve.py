@@ -161,7 +161,7 @@ def listen(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        msg = f"cannot listen on {host}:{port} ({error.strerror}); choose a free port or 0 for any"
+        msg = f"cannot listen on {host}:{port} ({error.strerror}); choose a free port, or 0 for any"
         raise UsageError(msg) from error
     return sock
 

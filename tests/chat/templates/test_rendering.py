@@ -41,11 +41,11 @@ def text_of(made: Rendering, ids: Ids) -> str:
 def test_every_template_of_the_library_is_known_by_name() -> None:
     """The registry has each typed configuration; the error for an unknown name lists them."""
     assert set(SPECIALS) == set(CONFIGS)
-    with pytest.raises(ConfigError, match=r"renderer='qwen2' is unknown.*glm-4\.5.*qwen3\.5"):
+    with pytest.raises(ConfigError, match=r"renderer='qwen2' must be one of .*glm-4\.5.*qwen3\.5"):
         Rendering(tokenizer(), "qwen2")
     with pytest.raises(ConfigError, match=r"thinking_retention='some'.*all, tool_cycle, template"):
         Rendering(tokenizer(), "qwen3", thinking_retention="some")
-    with pytest.raises(ConfigError, match="cannot be made for byte-level"):
+    with pytest.raises(ConfigError, match="cannot be created for byte-level"):
         Rendering(tokenizer(("<|im_start|>",)), "qwen3")
 
 

@@ -47,11 +47,11 @@ NEVER = Message(Role.ASSISTANT, "Never.")
     [
         (one_changed(0, "sampled_ids", 3, Z), "lineage text", "call 0 was answered with text 'Let"),
         (one_changed(1, "prompt_ids", 5, 0), "lineage", "call 1 has only 5 of the"),
-        (one_changed(3, "sampled_ids", 2, -1), "numbers text", "call 3 has an id below 0"),
+        (one_changed(3, "sampled_ids", 2, -1), "numbers text", "call 3 has a negative token id"),
         (one_changed(2, "logprobs", 2, 0.5), "numbers", "call 2 has the logprob 0.5 at sampled"),
         (one_changed(2, "logprobs", 2, np.nan), "numbers traces", "logprob nan at sampled"),
         (changed(2, versions=()), "ledger numbers traces", "versions for none of 7"),
-        (changed(2, versions=LONG_SPAN), "ledger numbers traces", "versions for 0-9 of 7"),
+        (changed(2, versions=LONG_SPAN), "ledger numbers traces", "versions cover 0-9 of 7"),
         (changed(2, answer=NEVER), "text", "'Never.'; its ids decode to text"),
         (changed(3, branch=None), "lineage", "call 3 has only"),
         (changed(3, parent=7), "lineage", "continues call 7, which is not recorded"),
@@ -244,7 +244,7 @@ def test_an_observed_answer_is_checked_with_a_tokenizer_only(tmp_path: Path) -> 
     path, recording = _observed(tmp_path, Mode.OBSERVED)
     check = verify_session(path, recording, TextVerifier()).checks["text"]
     assert check.verdict is VerifyVerdict.UNCHECKED
-    assert "give --tokenizer" in check.detail
+    assert "give one with --tokenizer" in check.detail
     (tmp_path / "tokenizer").mkdir()
     RENDERING.tokenizer.save(tmp_path / "tokenizer")
     texts = TextVerifier(tmp_path / "tokenizer")

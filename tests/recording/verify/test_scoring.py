@@ -96,7 +96,7 @@ TRUNCATED = {"sampling": Sampling(temperature=1.0, top_p=0.9, top_k=0)}
     ("change", "reason"),
     [
         (changed(0, **TRUNCATED), "top_p or top_k"),
-        (changed(0, constrained=True), "a grammar or a ban"),
+        (changed(0, constrained=True), "a grammar or banned ids"),
         (changed(0, replayed=True), "another session"),
         (one_changed(0, "logprobs", 0, np.inf), "the recorded numbers are not valid"),
     ],
@@ -142,8 +142,8 @@ async def test_an_engine_that_cannot_score_is_an_error(tmp_path: Path) -> None:
         report = verify_session(path, recording, TextVerifier())
         url = it.gateway._upstream.replicas[0].url
         async with connect_scorer(url) as scorer:
-            with pytest.raises(EngineError, match="prompt_logprobs=0 cannot be served"):
+            with pytest.raises(EngineError, match="prompt_logprobs=0 is not supported"):
                 await verify_logprobs(report, recording, scorer)
-    with pytest.raises(EngineError, match="no usable engine at"):
+    with pytest.raises(EngineError, match="cannot reach the engine at"):
         async with connect_scorer("http://127.0.0.1:9"):
             pass

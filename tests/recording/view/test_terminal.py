@@ -75,7 +75,7 @@ def test_a_turn_has_its_messages_and_answer(session: ViewedSession) -> None:
     """And its tokens, ledger and events."""
     text = render(session, turn=1)
     assert visible(HOSTILE) in text.split("tool\n")[1]
-    assert "assistant (as the harness received it)" in text
+    assert "assistant (as returned to the harness)" in text
     assert "sampled 56 = trained 56" in text
     assert "engine_fault" not in text
     assert "engine_fault" in render(session, turn=2)

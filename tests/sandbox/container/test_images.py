@@ -104,13 +104,13 @@ GONE = "registry.invalid/nobody/nothing:1"
     ("options", "image", "expected"),
     [
         ({}, GONE, f"'{GONE}' cannot be pulled: .*registry.invalid.*load it into the engine by"),
-        ({"pull": "never"}, GONE, f"'{GONE}' is missing, and the option pull is 'never'$"),
+        ({"pull": "never"}, GONE, f"'{GONE}' is missing, and the option `pull` is 'never'$"),
         ({}, "../../info?", r"'\.\./\.\./info\?': not a valid name of an image$"),
         ({}, "a/../../../version", ": not a valid name of an image$"),
         ({}, "a b", ": not a valid name of an image$"),
         ({}, "x?all=1", ": not a valid name of an image$"),
         ({}, "./a", ": not a valid name of an image$"),
-        ({"pull_s": 1.0}, "127.0.0.1:{port}/x:1", r": not done within 1 s \(option pull_s\)$"),
+        ({"pull_s": 1.0}, "127.0.0.1:{port}/x:1", r": not finished within 1 s \(option pull_s\)$"),
     ],
 )
 async def test_missing_images_are_reported(
@@ -162,7 +162,7 @@ async def test_sessions_share_a_build(podman: str, tmp_path: Path) -> None:
         ),
         (f"FROM {BUSYBOX}\nNONSENSE x\n", "(?i)nonsense"),
         ("FROM registry.invalid/x:1\n", "registry.invalid"),
-        (f"FROM {BUSYBOX}\nRUN sleep 20\n", r"not done within 2 s \(option build_s\)"),
+        (f"FROM {BUSYBOX}\nRUN sleep 20\n", r"not finished within 2 s \(option build_s\)"),
     ],
     ids=["a step fails", "an unknown instruction", "a missing base", "it hangs"],
 )

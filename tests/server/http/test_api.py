@@ -44,7 +44,7 @@ async def test_a_task_is_submitted_once(server_of_each: Served) -> None:
     batch = [*({**TASK, "id": f"b{n}"} for n in range(999)), {**TASK, "instruction": "other"}]
     other = await server.ask("POST", "/v1/tasks", json=batch)
     assert (*other.refusal, other.problem.field) == (409, "conflict", "999.id")
-    assert "'t' was submitted before with other content" in other.problem.detail
+    assert "'t' was already submitted with different content" in other.problem.detail
     assert (await server.ask("GET", "/v1/tasks/b0")).status == 404
     assert len((await server.ask("POST", "/v1/tasks", json=batch[:-1])).json) == 999
 

@@ -206,7 +206,7 @@ async def test_submissions_per_minute_are_limited(tmp_path: Path) -> None:
             response = await _post(server, tenant=tenant)
             assert response.refusal == (429, "quota")
             assert response.headers["retry-after"] == "20"
-            detail = f"tenant is '{tenant}', for which a token may submit 2 times a minute;"
+            detail = f"tenant is '{tenant}', whose limit is 2 submissions a minute for each token;"
             assert response.problem.detail == f"{detail} submit again in 20 s"
         assert (await _post(server, "ann-token", tenant="a")).status == 200
         assert (await _post(server, id="f", tenant="free")).status == 201
@@ -230,7 +230,7 @@ async def test_a_tenants_token_changes_only_its_own_work(server_of_each: Served)
         await server.ask("POST", "/v1/sessions/theirs-0/cancel", "ann-token"),
     ):
         assert response.refusal == (403, "forbidden")
-        expected = "this token is for the work of tenant 'lab' only, not of 'other'"
+        expected = "this token is limited to tenant 'lab'; the tenant is 'other'"
         assert response.problem.detail == expected
     assert (await server.ask("GET", "/v1/tasks/mine", "ann-token")).json["tenant"] == "lab"
     assert (await server.ask("GET", "/v1/tasks/theirs", "ann-token")).status == 200

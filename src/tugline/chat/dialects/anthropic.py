@@ -143,7 +143,7 @@ class Anthropic(base.Dialect):
         body, items = cache.decode_body(request.body, _decoder, "messages")
         _check(body)
         if body.max_tokens is None and not counting:
-            msg = "max_tokens is required: how many tokens the answer may have at most"
+            msg = "max_tokens is required: the maximum number of tokens to generate"
             raise RequestError(msg, param="max_tokens")
         messages = items.fold(anthropic_messages.fold_message, [bytes(body.system)])
         tools = cache.parse_tools(body.tools, _parse_tool)
@@ -222,14 +222,14 @@ class Anthropic(base.Dialect):
 # --------------------------------------------------------------------------- request fields
 def _check(body: _MessagesBody) -> None:
     if body.mcp_servers:
-        advice = ": no servers are called; leave it out"
+        advice = ": MCP servers are not called from here; leave it out"
         raise decoding.unsupported(body.mcp_servers, "mcp_servers", advice)
     for index, edit in enumerate(body.context_management.edits if body.context_management else []):
         kind = edit.get("type")
         keep = edit.get("keep")
         if not (str(kind).startswith("clear_thinking_") and keep == "all"):
             path = f"context_management.edits[{index}]"
-            advice = "; only clear_thinking with keep='all' leaves the prompt as it was sampled"
+            advice = "; only clear_thinking with keep='all' keeps the prompt as it was sampled"
             raise decoding.unsupported(edit, path, advice)
 
 
@@ -239,7 +239,7 @@ def _parse_constraint(body: _MessagesBody) -> Constraint | None:
     if form is None:
         return None
     if form.type != "json_schema" or bytes(form.schema)[:1] != b"{":
-        msg = f"output_config.format of type {form.type!r} must be json_schema with a schema"
+        msg = f"output_config.format.type={form.type!r} must be 'json_schema', with a schema object"
         raise RequestError(msg, param="output_config.format")
     return Constraint(ConstraintKind.JSON_SCHEMA, bytes(form.schema).decode())
 
@@ -260,7 +260,9 @@ def _parse_tool(item: Any, where: str) -> tuple[Tool, ...]:
         tool = base.CLIENT_TOOLS[kind.rpartition("_")[0]]
         return (msgspec.structs.replace(tool, name=name, strict=strict),)
     if kind is not None and kind != "custom":
-        advice = f" ({name}): only Anthropic's servers define it; declare an input_schema"
+        advice = (
+            f" ({name}): it is defined by Anthropic's servers; declare a tool with an input_schema"
+        )
         raise decoding.unsupported(kind, f"{where}.type", advice)
     schema = decoding.require_schema(item, "input_schema", where)
     return (Tool(name, decoding.optional_text(item, "description") or "", schema, strict=strict),)

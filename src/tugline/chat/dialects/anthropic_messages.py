@@ -285,12 +285,14 @@ def _parse_piece(block: Any, where: str) -> Piece:
     if kind == "thinking":
         return ReasoningDelta(decoding.require(block, "thinking", str, where))
     if kind != "tool_use":
-        raise _unknown(block, where, "an answer has text, thinking and tool_use blocks")
+        raise _unknown(
+            block, where, "an assistant message consists of text, thinking and tool_use blocks"
+        )
     arguments = _parse_input(decoding.require(block, "input", dict, where))
     name = decoding.require(block, "name", str, where)
     return ToolCall(decoding.require(block, "id", str, where), name, arguments)
 
 
 def _unknown(block: dict[str, Any], where: str, advice: str) -> RequestError:
-    msg = f"{where} is a block of type {block.get('type')!r}, which cannot be honoured; {advice}"
+    msg = f"{where} is a block of type {block.get('type')!r}, which is not supported; {advice}"
     return RequestError(msg, param=where)

@@ -40,15 +40,17 @@ def invalid(value: object, path: str, problem: str) -> RequestError:
 
 def unsupported(value: object, path: str, advice: str, *, param: str | None = None) -> Unsupported:
     """Make the error for a well-formed value that cannot be honoured."""
-    msg = f"{path}={value!r:.60} cannot be honoured here{advice}"
+    msg = f"{path}={value!r:.60} is not supported here{advice}"
     return Unsupported(msg, param=param or path)
 
 
 def refuse_prefill(messages: Sequence[Message]) -> None:
     """Raise `Unsupported` if the last message is the assistant's, for APIs that continue it."""
     if messages and messages[-1].role is Role.ASSISTANT:
-        msg = "the last message is the assistant's: continuing an answer that was not sampled here"
-        msg += " is not supported; end with a user or tool message"
+        msg = (
+            "the last message is from the assistant, but continuing a message is not supported; "
+            "end with a user or tool message"
+        )
         raise Unsupported(msg, param="messages")
 
 
@@ -173,7 +175,7 @@ def require_schema(item: Any, field: str, where: str) -> dict[str, Any]:
 
 def _check_schema(value: Any, where: str, depth: int) -> None:
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise invalid(value, where, "must fit in 64 bits")
+        raise invalid(value, where, "must be an integer of at most 64 bits")
     if not isinstance(value, dict | list):
         return
     if not depth:
@@ -272,7 +274,7 @@ class Items(Sequence[bytes]):
             self.counts = []
             self.lasts = []
         if (count := len(self) + len(after)) > _MAX_ITEMS:
-            raise invalid(count, "messages", f"are too many; the bound is {_MAX_ITEMS}")
+            raise invalid(count, "messages", f"are too many; the limit is {_MAX_ITEMS}")
         messages = self.messages
         counts = self.counts
         lasts = self.lasts
@@ -307,7 +309,9 @@ class ParseCache:
         """Return the stored conversation of an id such as ``resp_s1-4``. Raises `RequestError`."""
         stored = self.conversations.get(name.partition("_")[2])
         if stored is None:
-            raise invalid(name, path, "is not kept by this session; send the whole conversation")
+            raise invalid(
+                name, path, "is not a response of this session; send the whole conversation"
+            )
         return stored
 
     def known_bytes(self, data: bytes) -> int:

@@ -193,10 +193,10 @@ class Google(base.Dialect):
             items = decoding.Items()
             counted = [bytes(content) for content in body.contents]
         if not (items or counted):
-            raise RequestError("contents=[] must hold at least one content", param="contents")
+            raise RequestError("contents=[] must contain at least one item", param="contents")
         cached = body.cached_content or body.cached_snake
         if cached:
-            advice = ": nothing is cached here; send the whole prompt"
+            advice = ": prompts are not cached by name; send the whole prompt"
             raise decoding.unsupported(cached, "cachedContent", advice)
         system = _either(body.system_instruction, body.system_snake)
         messages = items.fold(google_messages.fold_content, [bytes(system)], counted)
@@ -339,6 +339,8 @@ def _parse_constraint(config: _Config) -> Constraint | None:
             return Constraint(ConstraintKind.JSON_OBJECT)
         return Constraint(ConstraintKind.JSON_SCHEMA, base.encode(schema).decode())
     if media != "text/plain" or schema is not None:
-        problem = "must be 'text/plain', or 'application/json' (which a response schema needs)"
+        problem = (
+            "must be 'text/plain' or 'application/json'; a response schema requires the latter"
+        )
         raise decoding.invalid(media, f"{_CONFIG}.responseMimeType", problem)
     return None

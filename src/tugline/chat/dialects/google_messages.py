@@ -120,7 +120,7 @@ def _parse_part(part: Any, where: str) -> _Part:
     fields = to_camel(decoding.require_object(part, where))
     kinds = [name for name, value in fields.items() if name not in _ASIDE and value is not None]
     if len(kinds) > 1:
-        msg = f"{where} must hold one of {', '.join(sorted(kinds))}, not all"
+        msg = f"{where} must have exactly one of {', '.join(sorted(kinds))}"
         raise RequestError(msg, param=where)
     if not kinds:  # a bare signature, as Gemini sends at the end of a stream
         return "text", {**fields, "text": ""}, where
@@ -160,19 +160,21 @@ def _add_part(builder: ContentBuilder, kind: str, part: dict[str, Any], where: s
         builder.add_text(decoding.require(part, "text", str, where))
         return
     if kind not in {"inlineData", "fileData"}:
-        raise _unknown(kind, where, "a user's parts are text, images or functionResponse")
+        raise _unknown(
+            kind, where, "the content of a user consists of text, images and functionResponse"
+        )
     data = to_camel(decoding.require(part, kind, dict, where))
     media = str(data.get("mimeType") or "")
     where = f"{where}.{kind}"
     if not media.startswith("image/") and not (media == "" and kind == "fileData"):
-        msg = f"{where}.mimeType={media!r} cannot be honoured; only images are supported"
+        msg = f"{where}.mimeType={media!r} is not supported; only images are"
         raise RequestError(msg, param=f"{where}.mimeType")
     if kind == "inlineData":
         builder.add_image(f"data:{media};base64,{decoding.require(data, 'data', str, where)}")
         return
     uri = decoding.require(data, "fileUri", str, where)
     if not uri.startswith(("https://", "http://")):
-        problem = "must be an https address; uploaded files are not kept"
+        problem = "must be an http:// or https:// URL; uploaded files are not stored here"
         raise decoding.invalid(uri, f"{where}.fileUri", problem)
     builder.add_image(uri)
 
@@ -211,7 +213,10 @@ def _find_call(messages: Sequence[Message], given: Any, name: str, where: str) -
                 if call.name == name and call.id not in taken:
                     return call.id
             break
-    msg = f"{where} (name={name!r}, id={given!r}) answers no functionCall of the last model content"
+    msg = (
+        f"{where} (name={name!r}, id={given!r}) matches no functionCall of the last content of "
+        "the model"
+    )
     raise RequestError(msg, param=where)
 
 
@@ -228,7 +233,7 @@ def _add_answer(messages: list[Message], parts: Sequence[_Part], index: int) -> 
             pieces.append(_parse_call(fields, f"call_{index}_{number}", f"{where}.{kind}"))
             number += 1
         else:
-            raise _unknown(kind, where, "a model's parts are text and functionCall")
+            raise _unknown(kind, where, "the content of a model consists of text and functionCall")
     add_turn(messages, join_pieces(pieces) or Message(Role.ASSISTANT))
 
 
@@ -242,7 +247,7 @@ def _parse_call(fields: dict[str, Any], substitute: str, where: str) -> ToolCall
 
 
 def _unknown(kind: str, where: str, advice: str) -> RequestError:
-    msg = f"{where}.{kind} cannot be honoured; {advice}"
+    msg = f"{where}.{kind} is not supported; {advice}"
     return RequestError(msg, param=f"{where}.{kind}")
 
 
@@ -252,7 +257,7 @@ def parse_tools(item: Any, where: str) -> tuple[Tool, ...]:
     fields = to_camel(decoding.require_object(item, where))
     for name in sorted(fields):
         if fields[name] is not None and name != "functionDeclarations":
-            advice = ": Google's own servers run it; only functionDeclarations are supported"
+            advice = ": Google's servers run this tool; only functionDeclarations are supported"
             raise decoding.unsupported(fields[name], f"{where}.{name}", advice)
     declared = fields.get("functionDeclarations")
     return decoding.parse_list(declared, f"{where}.functionDeclarations", _parse_tool)

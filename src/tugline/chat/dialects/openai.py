@@ -274,7 +274,7 @@ def parse_custom(item: Any, where: str) -> Tool:
     form = item.get("format") or {"type": "text"}
     kind = decoding.require(form, "type", str, f"{where}.format")
     if kind != "text":
-        advice = ": a grammar cannot be enforced inside an answer; it must be 'text'"
+        advice = ": grammars of custom tools are not enforced; it must be 'text'"
         raise decoding.unsupported(kind, f"{where}.format.type", advice)
     description = decoding.optional(item, "description", "", where)
     return Tool(_parse_name(item, where), description, CUSTOM_INPUT, ToolKind.CUSTOM)
@@ -358,7 +358,7 @@ def parse_constraint(form: ResponseFormat | None, field: str) -> Constraint | No
     schema = bytes(named.schema)
     if not schema.startswith(b"{"):
         path = f"{field}.json_schema.schema" if field == "response_format" else f"{field}.schema"
-        raise RequestError(f"{path} must be a JSON schema, an object", param=path)
+        raise RequestError(f"{path} must be a JSON schema object", param=path)
     return Constraint(ConstraintKind.JSON_SCHEMA, schema.decode(), named.name)
 
 

@@ -175,7 +175,7 @@ def parse_conversation(
 ) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
     """Parse a conversation outside of a request, such as one of a data set."""
     if not messages:
-        raise decoding.invalid(messages, "messages", "must have at least one message")
+        raise decoding.invalid(messages, "messages", "must contain at least one message")
     parsed: list[Message] = []
     for index, item in enumerate(messages):
         _fold_message(parsed, item, index)
@@ -195,7 +195,7 @@ def _fold_message(messages: list[Message], item: Any, index: int) -> None:
             raise Unsupported(msg, param=f"{where}.{field}")
     for field in _PREFILLS:
         if item.get(field) is True:
-            advice = ": answers are not continued; leave it out, and the message is a closed turn"
+            advice = ": a message cannot be continued; leave it out to send a complete turn"
             raise decoding.unsupported(value=True, path=f"{where}.{field}", advice=advice)
     content = _parse_content(item.get("content"), f"{where}.content")
     calls = decoding.require(item, "tool_calls", list, where) if item.get("tool_calls") else None
@@ -309,7 +309,7 @@ class OpenAICompletions(openai.OpenAIDialect):
         prompt = _parse_prompt(body.prompt)
         options = body.stream_options
         if body.echo and (body.logprobs is not None or not isinstance(prompt, str)):
-            advice = " with logprobs, or with a prompt of ids; it must be false"
+            advice = " together with logprobs or a prompt of token ids; it must be false"
             raise decoding.unsupported(value=True, path="echo", advice=advice)
         return _TextRequest(
             model=body.model, prompt=prompt, logprobs=body.logprobs is not None,
@@ -331,7 +331,9 @@ def _parse_prompt(value: Any) -> str | tuple[int, ...]:
     if isinstance(value, list) and all(type(token) is int for token in value):
         return tuple(value)
     if not isinstance(value, str):
-        problem = "must be one text or the ids of one; each prompt needs a request of its own"
+        problem = (
+            "must be one string or one list of token ids; send a separate request for each prompt"
+        )
         raise decoding.invalid(value, "prompt", problem)
     return value
 

@@ -171,7 +171,7 @@ def _find_surroundings(
     before = [_encode_item("system", body.instructions)] if body.instructions else []
     after = [_encode_item("user", body.input)] if isinstance(body.input, str) else []
     if not (items or after):
-        raise RequestError("input must be text or a list of at least one item", param="input")
+        raise RequestError("input must be a string or a list of at least one item", param="input")
     return before, [*after, _encode_item("user", _SUMMARISE)] if compact else after
 
 

@@ -171,7 +171,10 @@ def _parse_compaction(item: Any, where: str) -> Message:
 
 
 def _foreign(where: str) -> Unsupported:
-    msg = f"{where}.encrypted_content was not made here and cannot be read; leave the item out"
+    msg = (
+        f"{where}.encrypted_content was not created by this gateway and cannot be read; leave "
+        "the item out"
+    )
     return Unsupported(msg, param=f"{where}.encrypted_content")
 
 
@@ -263,8 +266,8 @@ def parse_tools(item: Any, where: str) -> tuple[Tool, ...]:
         return _parse_namespace(item, where)
     off = ' (for codex: web_search = "disabled")' if kind.startswith("web_search") else ""
     advice = (
-        f": it runs at OpenAI; switch it off in the client{off}; function, custom, local_shell and "
-        "namespace tools are served"
+        f": OpenAI's servers run this tool; disable it in the client{off}; function, custom, "
+        "local_shell and namespace tools are supported"
     )
     raise decoding.unsupported(kind, f"{where}.type", advice)
 

@@ -179,7 +179,7 @@ class Reader(ABC, Generic[R]):
         """Read a reply that is not streamed. Raises `EngineError` if it contains no answer."""
         deltas = self.add_all([self.decode(body)])
         if not deltas:
-            raise EngineError("the engine answered without a choice")
+            raise EngineError("the engine's response has no choices")
         return deltas
 
     def add_all(self, replies: Iterable[R]) -> list[Delta]:
@@ -194,7 +194,7 @@ class Reader(ABC, Generic[R]):
         try:
             reply = self.decoder.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise EngineError(f"the engine sent a reply that cannot be read: {error}") from error
+            raise EngineError(f"the engine's response cannot be decoded: {error}") from error
         if reply.error is not None:
             code = reply.error.code
             raise parse_engine_error(code if isinstance(code, int) else 500, payload, None)
@@ -250,7 +250,9 @@ _SECONDS = re.compile(r"\d+(?:\.\d+)?")
 def parse_engine_error(status: int, body: bytes, retry_after: str | None) -> TuglineError:
     """Parse an engine's error body; a prompt beyond the window is a `ContextOverflow`."""
     # An engine may repeat a refused key in its message.
-    text = "see engine.api_key_env for its API key" if status == 401 else _find_message(body)
+    text = (
+        "it rejects the API key; see engine.api_key_env" if status == 401 else _find_message(body)
+    )
     too_long = _TOO_LONG.search(text)
     if status in {400, 413, 422} and too_long:
         counts = [int(count) for count in re.findall(r"\d+", text)]
@@ -294,7 +296,7 @@ def parse_version(version: str) -> int:
     """
     digits = "".join(char for char in version if char in "0123456789")
     if len(digits) > len(str(BIG)) or int(digits or 0) > BIG:
-        raise EngineError(f"the engine's weight version {version!r:.60} must be at most {BIG}")
+        raise EngineError(f"the engine's weight version is {version!r:.60}, must be at most {BIG}")
     return int(digits or 0)
 
 

@@ -224,9 +224,7 @@ class VllmChat(ChatFormat):
     advice = (
         "start it with --enable-auto-tool-choice --tool-call-parser NAME (and --reasoning-parser)"
     )
-    missing_ids = (
-        "vllm sent text without token ids; it must support `return_token_ids` (0.10.2 or later)"
-    )
+    missing_ids = "vllm sent text without token ids: `return_token_ids` needs vLLM 0.10.2 or later"
     abort_path = "/abort_requests"
     abort_id = "chatcmpl-{}"
 
@@ -237,8 +235,8 @@ class ObservedChat(ChatFormat):
     name = "openai"
     advice = "use an engine that supports `return_token_ids`"
     missing_ids = (
-        "the engine sent text without token ids; run it with format `text`, or find its option "
-        "for `return_token_ids`"
+        "the engine sent text without token ids; use mode `text`, or an engine that supports "
+        "`return_token_ids`"
     )
 
 
@@ -247,7 +245,7 @@ class TextChat(ChatFormat):
 
     name = "openai"
     mode = Mode.TEXT
-    advice = "give it a chat template"
+    advice = "give the model a chat template"
     reader = TextReader
     reasoning_field = None
 

@@ -34,7 +34,9 @@ class TokenFormat(base.EngineFormat):
     def build_request(self, ask: base.EngineRequest) -> base.Post:
         """Join the prompt's encoded digits with the other fields."""
         if ask.prompt is None:
-            raise EngineError(f"{self.name} takes token ids; the prompt was not rendered")
+            raise EngineError(
+                f"{self.name} expects a prompt of token ids, but the prompt was not rendered"
+            )
         fields = msgspec.json.encode(self.build_fields(ask))
         before = b'{"' + self.prompt_field + b'":['
         return base.Post(self.path, ask.prompt.to_json(before, b"]," + fields[1:]))
@@ -53,7 +55,10 @@ class TokenReader(base.Reader[base.R]):
     ) -> None:
         """Add tokens of one version; `spans` override the version of the whole reply so far."""
         if len(ids) != len(logprobs):
-            msg = f"the engine sent {len(ids)} token ids but {len(logprobs)} logprobs; ask for all"
+            msg = (
+                f"the engine sent {len(ids)} token ids but {len(logprobs)} logprobs; there "
+                "must be one for each"
+            )
             raise EngineError(msg)
         last = self.deltas[-1]
         changed = spans or (version is not None and version != last.version)
@@ -162,7 +167,7 @@ class Embedded(Generate):
 
     name = "embedded"
     features = frozenset()
-    advice = "this is not Tugline's embedded engine"
+    advice = "this server is not Tugline's embedded engine"
     abort_path = "/abort_requests"
 
 
@@ -187,7 +192,7 @@ class VllmCompletions(TokenFormat):
     path = "/v1/completions"
     prompt_field = b"prompt"
     reader = ChoiceReader
-    missing_ids = "vllm sent no token ids; it must support `return_token_ids` (0.10.2 or later)"
+    missing_ids = "vllm sent no token ids: `return_token_ids` needs vLLM 0.10.2 or later"
     abort_path = "/abort_requests"
     abort_id = "cmpl-{}-0"
     default_meaning = LogprobMeaning.RAW

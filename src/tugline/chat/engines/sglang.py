@@ -73,7 +73,10 @@ class _SglangReader(TokenReader[_SglangReply]):
             return
         pairs = meta.output_token_logprobs
         if new > len(pairs):
-            msg = f"sglang reported {len(pairs)} of {new} tokens; it must support `return_logprob`"
+            msg = (
+                f"sglang reported logprobs of {len(pairs)} of {new} tokens; it must support "
+                "`return_logprob`"
+            )
             raise EngineError(msg)
         pairs = pairs[len(pairs) - new :] if new > 0 else []
         ids = [pair.id for pair in pairs]
@@ -161,13 +164,15 @@ class SglangChat(_Sglang, chat.ChatFormat):
 
     reader = _ChatReader
     advice = "start it with --tool-call-parser and --reasoning-parser"
-    missing_ids = "sglang sent text without ids; it must support `return_output_ids_in_sglext`"
+    missing_ids = (
+        "sglang sent text without token ids; it must support `return_output_ids_in_sglext`"
+    )
     reasoning_field = "reasoning_content"
 
     def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
         """See `ChatFormat.build_fields`. Raises `Unsupported` for a field that SGLang ignores."""
         if ask.request.tools and not ask.request.parallel:
-            msg = "sglang's chat route cannot hold an answer to one tool call; exact mode can"
+            msg = "sglang's chat route cannot limit a response to one tool call; use exact mode"
             raise Unsupported(msg, param="parallel_tool_calls")
         return base.NEUTRAL | {
             "logprobs": True,

@@ -34,12 +34,12 @@ def create(tokenizer: ContentTokenizer, renderer: str, retention: str) -> Any:
     """Create the library's renderer. Raises `ConfigError`."""
     if retention not in RETENTIONS:
         known = ", ".join(RETENTIONS)
-        raise ConfigError(f"thinking_retention={retention!r} is unknown; it must be one of {known}")
+        raise ConfigError(f"thinking_retention={retention!r} must be one of {known}")
     keep = None if retention == "template" else retention
     try:
         return create_renderer(tokenizer, CONFIGS[renderer](thinking_retention=keep))
     except (AssertionError, ValueError, RuntimeError) as error:
-        msg = f"renderer={renderer!r} cannot be made for {tokenizer.name_or_path}: {error}"
+        msg = f"renderer={renderer!r} cannot be created for {tokenizer.name_or_path}: {error}"
         raise ConfigError(msg) from error
 
 
@@ -211,7 +211,7 @@ def template(name: str) -> Template:
     """Return the template `name`. Raises `ConfigError`."""
     if name not in _TEMPLATES:
         known = ", ".join(sorted(_TEMPLATES))
-        raise ConfigError(f"renderer={name!r} is unknown; it must be one of {known}")
+        raise ConfigError(f"renderer={name!r} must be one of {known}")
     return _TEMPLATES[name]
 
 

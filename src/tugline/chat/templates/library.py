@@ -187,7 +187,7 @@ def serialize_conversation(
 def serialize_text(message: Message) -> JsonObject:
     """Serialize a message. Raises `Unsupported` for images."""
     if message.images:
-        raise Unsupported("this model's template has no place for images", param="messages")
+        raise Unsupported("this model's chat template does not support images", param="messages")
     return serialize_message(message, arguments=decode_arguments)
 
 

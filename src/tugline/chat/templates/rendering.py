@@ -53,8 +53,11 @@ class Rendering(AnswerSyntax):
     ) -> None:
         """Raises `ConfigError`."""
         if special_tokens_in_contents not in SPECIAL_TOKENS:
-            msg = f"special_tokens_in_contents={special_tokens_in_contents!r} is unknown;"
-            raise ConfigError(f"{msg} it must be one of {', '.join(SPECIAL_TOKENS)}")
+            known = ", ".join(SPECIAL_TOKENS)
+            msg = (
+                f"special_tokens_in_contents={special_tokens_in_contents!r} must be one of {known}"
+            )
+            raise ConfigError(msg)
         self.name = renderer
         self.thinking_retention = thinking_retention
         self.special_tokens_in_contents = special_tokens_in_contents

@@ -72,7 +72,9 @@ class Scorer:
             request = self._score_sglang if self.card.owned_by == "sglang" else self._score_openai
             values = await request(sent, start, temperature)
             if len(values) != len(sent) - start:
-                raise EngineError(f"the engine scored {len(values)} of {len(sent) - start} ids")
+                raise EngineError(
+                    f"the engine returned logprobs for {len(values)} of {len(sent) - start} ids"
+                )
             logprobs[: len(values)] = values
         return logprobs
 
@@ -121,7 +123,9 @@ async def connect_scorer(
     async with EngineHttp(url, key) as engine:
         card = await engine.card(model)
         if card.owned_by not in _OWNERS:
-            msg = f"{url} is not a vLLM, SGLang or embedded engine: it cannot recompute logprobs"
+            msg = (
+                f"{url} is not a vLLM, SGLang or embedded engine, and only these recompute logprobs"
+            )
             raise EngineError(msg)
         facts = await engine.get_object(_OWNERS[card.owned_by])
         facts = facts["data"][0] if card.owned_by == "tugline" else facts
@@ -143,7 +147,7 @@ def _decode(raw: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.DecodeError as error:
-        msg = f"the engine's answer has no log probabilities of its prompt: {error}"
+        msg = f"the engine's response lacks the log probabilities of the prompt: {error}"
         raise EngineError(msg) from error
 
 
@@ -157,15 +161,15 @@ def why_not_comparable(call: Call, scorer: Scorer) -> str:
     others = sorted({span.version for span in call.versions} - {version})
     if version is not None and others:
         names = ", ".join(map(str, others))
-        return f"sampled under weights of version {names}, the engine has {version}"
+        return f"sampled under weights of version {names}, but the engine has version {version}"
     if call.logprob_meaning is LogprobMeaning.RAW:
         return ""
     if call.constrained:
-        return "constrained by a grammar or a ban, unknown to the engine"
+        return "constrained by a grammar or banned ids, which the engine does not apply to a prompt"
     if sampling.top_p not in {None, 1.0} or sampling.top_k not in {None, 0}:
-        return "captured after top_p or top_k, which no engine recomputes"
+        return "captured after top_p or top_k, which engines do not apply when they recompute"
     if _scoring_temperature(call, scorer) != (sampling.temperature or 1.0):  # 0 is captured as 1
-        return f"captured at temperature {sampling.temperature:g}, this engine recomputes at 1"
+        return f"captured at temperature {sampling.temperature:g}, but this engine recomputes at 1"
     return ""
 
 

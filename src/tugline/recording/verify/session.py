@@ -180,7 +180,7 @@ def _report_calls(recording: Recording) -> list[CallReport]:
         )
         if continuation is Continuation.BROKEN:
             report.detail = (
-                f"has only {shared} of the ids of call {call.parent}"
+                f"repeats only {shared} of the ids of call {call.parent}"
                 if parent
                 else f"continues call {call.parent}, which is not recorded before it"
             )
@@ -196,7 +196,7 @@ def _find_number_faults(call: Call) -> list[str]:
     where = f"call {call.number}"
     faults = [f"{where}: {fault}" for fault in find_call_faults(call)]
     if min(call.prompt_ids.min(initial=0), call.sampled_ids.min(initial=0)) < 0:
-        faults.append(f"{where} has an id below 0")
+        faults.append(f"{where} has a negative token id")
     wrong = ~np.isfinite(call.logprobs) | (call.logprobs > MAX_LOGPROB)
     if wrong.any():
         at = int(wrong.argmax())
@@ -230,14 +230,16 @@ def _check_builder(recording: Recording) -> tuple[VerifyCheck, VerifyCheck]:
     equation += "".join(f" + {count} {reason}" for reason, count in reasons)
     calls = {call.number: call for call in recording.calls}
     faults = [
-        f"trace {number} does not hold what call {span.call} sampled at {span.start}-{span.end}"
+        f"trace {number} differs at {span.start}-{span.end} from what call {span.call} sampled"
         for number, trace in enumerate(traces)
         for span in (trace.spans if trace.exact else ())
         if span.call not in calls or not _is_as_sampled(trace, span, calls[span.call])
     ]
     trained = sum(int(trace.mask.sum()) for trace in traces)
     if trained != ledger.trained:
-        faults.append(f"the traces train {trained} tokens, the ledger {ledger.trained}")
+        faults.append(
+            f"the traces have {trained} trained tokens, but the ledger has {ledger.trained}"
+        )
     inexact = sum(not trace.exact for trace in traces)
     count = f"{len(traces)}" + (f", {inexact} of them inexact" if inexact else "")
     ledger_check = check_result(_find_ledger_faults(recording, ledger), equation)
@@ -250,11 +252,13 @@ def _find_ledger_faults(recording: Recording, ledger: Ledger) -> list[str]:
         faults.append(f"the ledger does not balance: {ledger}")
     sampled = sum(len(call.sampled_ids) + call.unreported_tokens for call in recording.calls)
     if ledger.sampled != sampled:
-        faults.append(f"{sampled} tokens were sampled, the ledger has {ledger.sampled}")
+        faults.append(
+            f"the calls have {sampled} sampled tokens, but the ledger has {ledger.sampled}"
+        )
     result = recording.result
     never_built = result is not None and result.failure is not None and not result.ledger.sampled
     if result is not None and not never_built and result.ledger != ledger:
-        faults.append(f"the recorded ledger differs: {result.ledger}, not {ledger}")
+        faults.append(f"the recorded ledger is {result.ledger}, but the rebuilt one is {ledger}")
     return faults
 
 
@@ -295,18 +299,20 @@ async def verify_logprobs(
         elif turn.mean_dlogprob is not None:
             compared.append(turn)
             if not turn.mean_dlogprob <= tolerance:
-                apart = f"{turn.mean_dlogprob:.3g} nats apart on average, more than {tolerance:g}"
-                too_far.append(f"call {call.number}: captured and recomputed logprobs are {apart}")
+                apart = (
+                    f"differ by {turn.mean_dlogprob:.3g} nats on average, more than {tolerance:g}"
+                )
+                too_far.append(f"call {call.number}: captured and recomputed logprobs {apart}")
                 turn.faults.append(too_far[-1])
     if not_comparable:
         report.notes.append(check_result(not_comparable).detail)
     versions = sorted({span.version for call in recording.calls for span in call.versions})
     if scorer.version is None and len(versions) > 1:
         report.notes.append(
-            f"sampled under versions {versions}; the engine does not report its own"
+            f"sampled under versions {versions}; the engine does not report its version"
         )
     if not compared:
-        detail = (*not_comparable, "nothing was sampled")[0]
+        detail = (*not_comparable, "no token was sampled")[0]
         report.checks["engine"] = VerifyCheck(VerifyVerdict.UNCHECKED, detail)
         return
     sums = summarize([SessionReport(session="", recording="", turns=compared)])

@@ -44,14 +44,14 @@ class TextVerifier:
         if not answered:
             return {}
         if header is None:
-            raise ConfigError("the recording has no header, so its tokenizer is not known")
+            raise ConfigError("the recording has no header, so its tokenizer is unknown")
         tokenizer, rendering = self._load(recording, header)
         faults = {}
         for call, answer in answered:
             exact = rendering if call.mode is Mode.EXACT else None
             other = _find_other_answer(tokenizer, exact, call, answer)
             if other:
-                fault = f"was answered with {_abbreviate(answer)}; its ids decode to {other}"
+                fault = f"returned {_abbreviate(answer)}, but its ids decode to {other}"
                 faults[call.number] = f"call {call.number} {fault}"
         return faults
 
@@ -61,7 +61,9 @@ class TextVerifier:
         if key not in self._loaded:
             tokenizer = self._other or load_tokenizer(recording, header)
             if tokenizer is None:
-                raise ConfigError("no tokenizer is kept beside the recording; give --tokenizer")
+                raise ConfigError(
+                    "there is no tokenizer beside the recording; give one with --tokenizer"
+                )
             self._loaded[key] = tokenizer, make_rendering(header, tokenizer)
         return self._loaded[key]
 
@@ -73,7 +75,7 @@ def _find_other_answer(
     if call.sampled_ids.min(initial=0) < 0:
         return "no tokens"
     if rendering is None:
-        return "" if _contains_answer(tokenizer, call, answer) else "not all of that"
+        return "" if _contains_answer(tokenizer, call, answer) else "another text"
     message = _decode(rendering, call)
     return "" if _normalize(message) == _normalize(answer) else _abbreviate(message)
 

@@ -92,7 +92,10 @@ def write_run(
         except CaptureError as error:
             cells, page = ["", "unreadable", *[""] * 5, str(error)], b""
         if size + len(page) > _MAX_RUN:
-            page, cells[-1] = b"", f"no page: the others have {size:,} bytes. {cells[-1]}"
+            page, cells[-1] = (
+                b"",
+                f"no page: the limit of {_MAX_RUN:,} bytes is reached. {cells[-1]}",
+            )
         title = html.escape(parse_name(path)[0])
         if page:
             (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +103,9 @@ def write_run(
             title = f'<a href="{quote(name.as_posix())}">{title}</a>'
         rows.append("<tr><td>" + "<td>".join([title, *map(html.escape, cells)]))
     count = f"{len(rows):,} sessions, {pages:,} pages, {size / 1e6:,.1f} MB"
-    count += f"; {len(rows) - pages:,} without a page, as the rows say" * (len(rows) > pages)
+    count += f"; {len(rows) - pages:,} without a page, for the reason in their rows" * (
+        len(rows) > pages
+    )
     title = html.escape(f"{root.resolve().name} - Tugline")
     index = _fill("run.html", title=title, count=count, rows="\n".join(rows))
     (out / "index.html").write_text(index, encoding="utf-8")

@@ -80,7 +80,7 @@ class Terminal:
             facts["seconds"] = ", ".join(parts)
         facts |= {"status": _format_status(result), "damage": view.damage}
         if view.torn_bytes:
-            facts["damage"] += f"{view.torn_bytes} bytes at the end were cut off"
+            facts["damage"] += f"{view.torn_bytes} bytes at the end are an incomplete record"
         if len(self._threads) > 1:
             named = (f"{letter} = {name or 'unnamed'}" for name, letter in self._threads.items())
             facts["threads"] = ", ".join(named)
@@ -162,7 +162,7 @@ class Terminal:
 
     def _print_message(self, message: Message, *, received: bool = False) -> None:
         self.print_line("")
-        suffix = " (as the harness received it)" if received else ""
+        suffix = " (as returned to the harness)" if received else ""
         self.print_line((f"{message.role.value}{suffix}", "bold"))
         if message.reasoning:
             self._print_text(message.reasoning, "dim italic")
@@ -281,7 +281,7 @@ def _plural(count: int, what: str) -> str:
 
 def _format_status(result: RecordedResult | None) -> str:
     if result is None:
-        return "no result recorded: it is still running, or its node died"
+        return "no result recorded: the session is still running, or its node was lost"
     if result.failure is not None:
         return f"{result.status}, {result.failure.boundary}: {result.failure.message}"
     if result.reward is None:

@@ -118,9 +118,9 @@ class Api:
                 if request.method in routes:
                     return routes[request.method], "".join(match.groups())
                 known = tuple(sorted(routes))
-                msg = f"{path[:200]} takes {', '.join(known)}, not {request.method}"
+                msg = f"{path[:200]} accepts {', '.join(known)}, not {request.method}"
                 raise Refusal(msg, "method", known=known)
-        raise Refusal(f"nothing is at {path[:200]}; see /openapi.json", "no-route")
+        raise Refusal(f"there is no route {path[:200]}; see /openapi.json", "no-route")
 
     async def _call(self, route: Route, request: Http, ident: str) -> Response:
         """Authorize and decode a request, and call its handler."""
@@ -130,10 +130,13 @@ class Api:
             caller = await identify(header, self.tokens, self._control.database)
             if caller.role not in route.roles:
                 needed = " or ".join(sorted(route.roles))
-                msg = f"{route.name} needs the {needed} token; this is a {caller.role} token"
+                msg = f"{route.name} requires the {needed} token, but this is a {caller.role} token"
                 raise Refusal(msg, "forbidden")
         if caller.tenant and route.shared:
-            msg = f"{route.name} is for all tenants; this token is for {caller.tenant!r} only"
+            msg = (
+                f"{route.name} affects all tenants, but this token is limited to tenant "
+                f"{caller.tenant!r}"
+            )
             raise Refusal(msg, "forbidden")
         if caller.tenant and route.find_owner:
             caller.check_tenant((await self._control.database.read(route.find_owner, ident)).tenant)
@@ -227,17 +230,17 @@ def decode_query(query: str, kind: type[S]) -> S:
         raise Refusal(f"the query cannot be parsed: {error}", "malformed") from error
     for name, value in pairs:
         if "\0" in value:
-            raise Invalid(f"{name} holds a zero byte", field=name)
+            raise Invalid(f"{name} contains a NUL byte", field=name)
         if name in repeated:
             values.setdefault(name, []).append(value)
         elif name in values:
-            raise Invalid(f"{name} is given twice, must be given once", field=name)
+            raise Invalid(f"{name} is given more than once", field=name)
         else:
             values[name] = value
     decoded = decode(values, kind, strict=False)
     for name, value in values.items():
         if getattr(decoded, name) is None:  # msgspec takes the text "null" for None
-            raise Invalid(f"{name} is {value!r}; leave it out instead", field=name)
+            raise Invalid(f"{name} is {value!r}, which is not a value; leave it out", field=name)
     return decoded
 
 

@@ -43,7 +43,7 @@ class CancelQuery(msgspec.Struct, frozen=True):
 async def submit(call: route.BodyCall[list[Task]]) -> list[protocol.Accepted] | Response:
     """Submit one task or up to 1,000 tasks; all are stored or none."""
     if not 1 <= len(call.body) <= MAX_BATCH:
-        raise Invalid(f"the body holds {len(call.body)} tasks, must be 1 to {MAX_BATCH}")
+        raise Invalid(f"the body has {len(call.body)} tasks, must have 1 to {MAX_BATCH}")
     accepted = await call.control.submit(route.admit(call))
     status = 201 if any(each.new for each in accepted) else 200
     return Response(msgspec.json.encode(accepted), status, media_type=route.JSON)
@@ -247,7 +247,7 @@ async def drain(call: route.PlainCall) -> None:
 
 def _check_own(call: route.ApiCall[Any, Any]) -> None:
     if call.caller.node != call.id:
-        raise route.Refusal("a node may act for itself only", "forbidden")
+        raise route.Refusal("a node may only act for itself", "forbidden")
 
 
 # --------------------------------------------------------------------------- weights

@@ -79,7 +79,7 @@ def respond(error: Exception) -> Response:
     if name == "fault":
         fault = uuid.uuid4().hex[:12]
         _log.error("fault", id=fault, traceback=log.describe_error(error))
-        detail = f"something went wrong here; the server's log has it under the id {fault}"
+        detail = f"internal error; the server's log has the traceback under the id {fault}"
     status, title = PROBLEMS[name]
     mistakes = getattr(error, "problems", ()) if status == 422 else ()
     listed = tuple(copy_fields(FieldError, each, detail=str(each)) for each in mistakes)
@@ -127,8 +127,8 @@ class Waits:
                 future.cancel()
             await asyncio.gather(working, *ends, return_exceptions=True)
         if self._stopped.is_set():
-            raise Refusal("the server is shutting down; ask again in a moment", "stopping")
-        raise errors.ClientGone("the client hung up before it was answered")
+            raise Refusal("the server is shutting down; retry in a moment", "stopping")
+        raise errors.ClientGone("the client disconnected before the response")
 
     async def forward(self, pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
         """Yield `pieces` until the server shuts down; the stream then ends normally."""
@@ -169,7 +169,7 @@ class Caller(NamedTuple):
     def check_tenant(self, tenant: str) -> None:
         """Check the right to submit and cancel a tenant's work. Raises `Refusal`."""
         if self.tenant not in {None, tenant}:
-            msg = f"this token is for the work of tenant {self.tenant!r} only, not of {tenant!r}"
+            msg = f"this token is limited to tenant {self.tenant!r}; the tenant is {tenant!r}"
             raise Refusal(msg, "forbidden")
 
     def check_name(self, field: str, name: str) -> str:
@@ -179,7 +179,10 @@ class Caller(NamedTuple):
         """
         own = self.tenant
         if own is not None and name != own and not name.startswith(f"{own}."):
-            msg = f"{field} is {name!r}; with a token of tenant {own!r} it must be {own!r} or begin"
+            msg = (
+                f"{field} is {name!r}; but a token of tenant {own!r} requires {own!r} or a "
+                "name that begins"
+            )
             raise Refusal(f"{msg} with {own + '.'!r}", "forbidden")
         return name
 
@@ -207,7 +210,7 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True):
         tokens = own | {f"people.{name}": person.token for name, person in self.people.items()}
         for name, token in tokens.items():
             if not token or not token.isascii() or any(c.isspace() for c in token):
-                msg = f"the {name} token must be ASCII without spaces, and not empty"
+                msg = f"the {name} token must be non-empty ASCII without spaces"
                 raise errors.UsageError(msg)
         if len(set(tokens.values())) < len(tokens):
             raise errors.UsageError(f"the {', '.join(tokens)} tokens must differ from each other")
@@ -234,7 +237,9 @@ async def identify(header: str | None, tokens: Tokens, database: Database) -> Ca
             return caller
     node = await database.read(nodes.find_by_token, token)
     if node is None:
-        raise Refusal("this token is unknown, or of a node that is gone", "unauthorized")
+        raise Refusal(
+            "the token is unknown, or belongs to a node that has been removed", "unauthorized"
+        )
     return Caller(ApiRole.NODE, node)
 
 

@@ -207,7 +207,7 @@ class Connection(Tx, ABC):
         self._db.close()
 
 
-FULL = "; free some space, nothing that was acknowledged is lost"
+FULL = "; free some space; no acknowledged data is lost"
 
 
 class Driver(ABC):
@@ -233,7 +233,10 @@ class Driver(ABC):
     def migrate(self, tx: Tx, layout: int) -> None:
         """Migrate the tables from `layout`. Raises `UsageError` for a newer one."""
         if layout > len(STEPS):
-            msg = f"store {self.location} has layout {layout}, this version reads {len(STEPS)}"
+            msg = (
+                f"store {self.location} has layout {layout}, but this release reads layout "
+                f"{len(STEPS)} at most"
+            )
             raise UsageError(msg)
         for step in range(layout, len(STEPS)):
             terms = {"sqlite": "--", "postgresql": "--", self.name: "", "blob": self.blob}

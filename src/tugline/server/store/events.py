@@ -72,7 +72,8 @@ def check_position(tx: Tx, after: int) -> None:
     last = latest(tx)
     if after > last:
         msg = (
-            f"after is {after}, the latest position is {last}: the store was replaced or restored"
+            f"after is {after}, but the latest position is {last}: the store was replaced or "
+            "restored"
             " from a backup; read it again from position 0"
         )
         raise Invalid(msg, field="after")
@@ -153,7 +154,7 @@ def retry_delivery(tx: Tx, delivery: int) -> Delivery:
     row = tx.require_one(
         "UPDATE outbox SET state = 'pending', tries = 0, next_try = :now"  # noqa: S608 - constants
         f" WHERE id = :id RETURNING {_DELIVERY}",
-        Missing(f"no delivery {delivery}"),
+        Missing(f"unknown delivery {delivery}"),
         id=delivery,
         now=tx.now,
     )

@@ -182,7 +182,7 @@ def give_up(tx: Tx, entries: Sequence[SessionRow], failure: Failure) -> None:
         if entry.stop == protocol.StopKind.CANCELLED:
             finish(tx, entry, CANCELLED)
         else:
-            message = f"{failure.message} (try {entry.attempt + entry.outages + 1}, the last)"
+            message = f"{failure.message} (after {entry.attempt + entry.outages + 1} attempts)"
             final = Failure(failure.boundary, message, failure.cause)
             finish(tx, entry, End(Status.FAILED, final))
 

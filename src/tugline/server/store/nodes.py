@@ -60,8 +60,9 @@ def list_named(tx: Tx, name: str, instance: str = "") -> list[str]:
     for _, registration, deadline in rows:
         if _registration.decode(registration).instance != instance:
             msg = (
-                f"a node named {name!r} is active; give this one another name. If it was an"
-                f" earlier process in another folder: its lease ends in {deadline - tx.now:.0f} s"
+                f"a node named {name!r} is already active; give this node another name. If the "
+                "active one was an"
+                f" earlier process in another folder, its lease ends in {deadline - tx.now:.0f} s"
             )
             raise Conflict(msg, field="name")
     return [node for node, _, _ in rows]
@@ -70,7 +71,9 @@ def list_named(tx: Tx, name: str, instance: str = "") -> list[str]:
 def state(tx: Tx, node: str) -> NodeState:
     """Return the state of a node. Raises `FencedError` if it is gone or unknown."""
     query = "SELECT state FROM nodes WHERE id = :node AND state <> 'gone'"
-    lost = FencedError(f"node {node!r} was lost: other nodes get its sessions; register again")
+    lost = FencedError(
+        f"node {node!r} was lost, and its sessions go to other nodes; register again"
+    )
     return NodeState(tx.require_one(query, lost, node=node)[0])
 
 

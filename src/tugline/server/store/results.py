@@ -203,7 +203,7 @@ def get_blob(tx: Tx, session: str) -> tuple[str, str]:
     """Return name and digest of a trajectory's blob. Raises `Missing`, also if it never ran."""
     blob, digest, _ = _get(tx, "session", session)
     if not blob:
-        raise Missing(f"session {session!r} never ran: it has no trajectory")
+        raise Missing(f"session {session!r} has no trajectory, because it never ran")
     return blob, digest
 
 
@@ -219,7 +219,7 @@ def get_at(tx: Tx, position: int) -> ResultView:
 
 def _get(tx: Tx, column: str, value: str | int) -> tuple[str, str, ResultView]:
     query = f"SELECT blob, digest, view FROM results WHERE {column} = :value"  # noqa: S608 - constants
-    missing = Missing(f"{column} {value!r} has no result, or is unknown")
+    missing = Missing(f"{column} {value!r} is unknown, or has no result yet")
     blob, digest, packed = tx.require_one(query, missing, value=value)
     return blob, digest, decode_view(packed)
 
@@ -273,7 +273,7 @@ def ack(tx: Tx, consumer: str, cursor: int) -> Consumer:
     """
     latest = events.latest(tx)
     if not 0 <= cursor <= latest:
-        msg = f"cursor is {cursor}, the latest position is {latest}: acknowledge what was received"
+        msg = f"cursor is {cursor}, must be the position of a received result (at most {latest})"
         raise Invalid(msg, field="cursor")
     tx.run(
         "INSERT INTO consumers (name, acked, updated) VALUES (:name, :cursor, :now)"
@@ -289,7 +289,7 @@ def ack(tx: Tx, consumer: str, cursor: int) -> Consumer:
 def delete_consumer(tx: Tx, consumer: str) -> None:
     """Delete a consumer. Raises `Missing`."""
     if not tx.run("DELETE FROM consumers WHERE name = :name", name=consumer):
-        raise Missing(f"no consumer {consumer!r}")
+        raise Missing(f"unknown consumer {consumer!r}")
 
 
 def list_consumers(tx: Tx) -> list[Consumer]:

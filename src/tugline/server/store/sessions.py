@@ -76,7 +76,7 @@ def get(tx: Tx, session: str) -> SessionRow:
     """Return a session. Raises `Missing`."""
     rows = select(tx, "id = :session", session=session)
     if not rows:
-        raise Missing(f"no session {session!r}")
+        raise Missing(f"unknown session {session!r}")
     return rows[0]
 
 
@@ -84,7 +84,10 @@ def get_leased(tx: Tx, session: str, epoch: int) -> SessionRow:
     """Return a session whose current lease has this `epoch`. Raises `FencedError`."""
     entry = get(tx, session)
     if entry.epoch != epoch or not entry.leased:
-        msg = f"session {session} is {entry.status} at epoch {entry.epoch}; {epoch} is lost"
+        msg = (
+            f"session {session} is {entry.status} at epoch {entry.epoch}; the lease of epoch "
+            f"{epoch} was lost"
+        )
         raise FencedError(msg)
     return entry
 

@@ -39,7 +39,10 @@ class Sqlite(Driver):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            msg = f"store {self._path} is used by another server; stop it, or give this one another"
+            msg = (
+                f"store {self._path} is in use by another server; stop that server, or use "
+                "another store"
+            )
             raise UsageError(msg) from None
         try:
             with closing(self.connect()) as connection:
@@ -61,7 +64,7 @@ class Sqlite(Driver):
         """Return the advice after the text of an error."""
         if "full" in str(error) or "No space" in str(error):
             return FULL
-        return "; another program is using the file" if "locked" in str(error) else ""
+        return "; another program has locked the file" if "locked" in str(error) else ""
 
     def release(self) -> None:
         """Unlock the file."""

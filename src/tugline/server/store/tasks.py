@@ -65,7 +65,10 @@ def submit(tx: Tx, batch: Sequence[Packed], settings: ServerSettings = DEFAULTS)
             known[packed.task.id] = packed.digest
             fresh[packed.task.id] = packed
         elif digest != packed.digest and _differs(tx, packed, fresh):
-            msg = f"task {packed.task.id!r} was submitted before with other content; use another id"
+            msg = (
+                f"task {packed.task.id!r} was already submitted with different content; use "
+                "another id"
+            )
             raise Conflict(msg, field=f"{n}.id")
     for tenant in sorted({packed.task.tenant for packed in fresh.values()}):
         if most := settings.find_tenant(tenant).queued:
@@ -96,7 +99,10 @@ def raise_samples(tx: Tx, batch: Sequence[Packed]) -> None:
             if old.samples == task.samples or replace(old, samples=task.samples) != task:
                 continue  # `submit` reports a different task
             if old.samples > task.samples:
-                msg = f"task {task.id!r} has {old.samples} samples here, which can be raised but"
+                msg = (
+                    f"task {task.id!r} has {old.samples} samples on this server; they can be "
+                    "raised, but"
+                )
                 raise Conflict(f"{msg} not lowered to {task.samples}", field="samples")
             more = task.samples - old.samples
             last = tx.advance("places", more)
@@ -131,8 +137,11 @@ def _check_quota(tx: Tx, tenant: str, more: int, most: int) -> None:
     parts = ("status = 'queued' AND turn > 0", "node IS NOT NULL")  # each uses its own index
     have = sum(tx.fetch_value(f"{query} {part}", tenant=tenant) for part in parts)
     if have + more > most:
-        msg = f"tenant is {tenant!r}, which may have {most} unfinished sessions and has {have}"
-        advice = f"{more} more are too many: submit {max(0, most - have)}, and others as those end"
+        msg = f"tenant is {tenant!r}, which has {have} of at most {most} unfinished sessions"
+        advice = (
+            f"{more} more exceed it: submit {max(0, most - have)} now, and the others as "
+            "sessions end"
+        )
         raise QuotaExceeded(f"{msg}; {advice}", field="tenant")
 
 
@@ -206,7 +215,7 @@ def view(tx: Tx, task: str) -> TaskView:
 def of_delivery(tx: Tx, delivery: str) -> TaskView:
     """Return the task of a webhook delivery. Raises `Missing`."""
     query = "SELECT task FROM outbox WHERE id = :id"
-    [task] = tx.require_one(query, Missing(f"no delivery {delivery}"), id=int(delivery))
+    [task] = tx.require_one(query, Missing(f"unknown delivery {delivery}"), id=int(delivery))
     return view(tx, task)
 
 
@@ -267,7 +276,7 @@ def _encode_tags(tags: dict[str, str]) -> str:
 
 
 def _missing(task: str) -> Missing:
-    return Missing(f"no task {task!r}")
+    return Missing(f"unknown task {task!r}")
 
 
 # --------------------------------------------------------------------------- retention

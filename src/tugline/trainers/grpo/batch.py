@@ -164,7 +164,10 @@ def pack(rows: Sequence[Row], config: UpdateConfig, device: torch.device) -> Ite
     """
     for row in rows:
         if row.sample.loss_mask[0]:
-            msg = f"session {row.sample.session}: loss_mask[0] is True: its token has no context"
+            msg = (
+                f"session {row.sample.session}: loss_mask[0] is True, but the first token has "
+                "no context to be predicted from"
+            )
             raise CaptureError(msg)
     rank, world = rank_and_world()
     tree = config.tree_packing

@@ -96,7 +96,7 @@ def save(
             shutil.rmtree(old)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
-        msg = f"checkpoint {path} cannot be written ({error}); is the disk full?"
+        msg = f"checkpoint {path} cannot be written ({error}); check that the disk is not full"
         raise CheckpointError(msg) from error
     return path
 
@@ -135,7 +135,7 @@ def update(path: Path, *, version: int, extra: dict[str, Any]) -> None:
     try:
         _replace_state(path, msgspec.structs.replace(read(path), version=version, extra=extra))
     except OSError as error:
-        msg = f"checkpoint {path} cannot be written ({error}); is the disk full?"
+        msg = f"checkpoint {path} cannot be written ({error}); check that the disk is not full"
         raise CheckpointError(msg) from error
 
 

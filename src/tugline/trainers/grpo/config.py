@@ -59,7 +59,9 @@ class UpdateConfig(Config, frozen=True):
         """Check that options fit together. Raises `ConfigError`."""
         super().__post_init__()
         if self.decay_updates is not None and self.decay_updates <= self.warmup_updates:
-            msg = f"decay_updates is {self.decay_updates}, must be more than warmup_updates, which"
+            msg = (
+                f"decay_updates is {self.decay_updates}, must be greater than warmup_updates, which"
+            )
             msg += f" is {self.warmup_updates}: the decay begins after the warm-up"
             raise ConfigError(msg, "decay_updates")
 

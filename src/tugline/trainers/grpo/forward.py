@@ -157,9 +157,9 @@ class PolicyModel:
                 # on an H100, kernels differed by 3e-4 nats in float32 for a model of 135M weights
                 within = 5e-3 if self.device.type == "cuda" else 1e-4
                 same = self._agree(plain, self._probe(tree=True), within)
-                problem = None if same else "gives different log probabilities in a tree"
+                problem = None if same else "computes different log probabilities in a tree"
             except (ValueError, TypeError) as error:
-                problem = f"does not support another attention ({error})"
+                problem = f"does not support tree attention ({error})"
             if problem:
                 inner.set_attn_implementation(before)
         if problem:

@@ -66,7 +66,7 @@ def _check_ledger(trajectory: Trajectory) -> None:
     in_traces = sum(trace.trained for trace in trajectory.traces)
     if not ledger.balanced or ledger.trained != in_traces:
         raise CaptureError(
-            f"session {trajectory.session}: its ledger {ledger} does not balance with the "
+            f"session {trajectory.session}: its ledger {ledger} does not agree with the "
             f"{in_traces} trained tokens in its traces"
         )
 

@@ -80,7 +80,7 @@ class Grpo(Updater):
         self, model: torch.nn.Module, config: GrpoConfig, reference: torch.nn.Module | None = None
     ) -> None:
         if config.kl > 0 and reference is None:
-            msg = f"kl is {config.kl}, so a reference model is needed; give one or set kl to 0"
+            msg = f"kl is {config.kl}, which requires a reference model; give one, or set kl to 0"
             raise ConfigError(msg)
         super().__init__(model, config)
         self.reference = PolicyModel(reference, config) if reference is not None else None
