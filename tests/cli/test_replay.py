@@ -48,7 +48,7 @@ def test_a_difference_is_reported(run: Path, tmp_path: Path) -> None:
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert lines[0] == "s1 by shell: 1 of 3 requests answered, 1 differ"
-    assert lines[1].startswith("request 1, compared with call 1: message 3 (tool), the result of bash ")
+    assert lines[1].startswith("request 1, compared with call 1: message 3 (tool), the result of")
     assert "cat one.txt" in lines[1]
     assert lines[2:4] == ["  - tool: wallaby", "  - <time>"]
     assert "  + tool: walrus" in lines

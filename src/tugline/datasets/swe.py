@@ -145,9 +145,7 @@ def _convert_r2e(row: _R2eRow, where: str) -> SweRow:
     plain = {_COLOUR.sub("", name).split(" - ")[0]: end for name, end in expected.items()}
     passing = tuple(name for name, end in plain.items() if name and end == "PASSED")
     if not passing:
-        msg = (
-            f"{where}: expected_output_json is {reprlib.repr(expected)}, must contain PASSED tests"
-        )
+        msg = f"{where}: expected_output_json is {reprlib.repr(expected)}, must have PASSED tests"
         raise ConfigError(msg)
     issue = _ISSUE.search(row.problem_statement)
     return SweRow(
