@@ -105,7 +105,9 @@ def test_unreadable_files_are_reported(tmp_path: Path) -> None:
         load(tmp_path / "absent.yaml", Settings)
     with pytest.raises(ConfigError, match="Is a directory"):
         load(tmp_path, Settings)
-    with pytest.raises(ConfigError, match=r"'\.ini' is unknown; use one of \.yaml, \.yml, \.toml"):
+    with pytest.raises(
+        ConfigError, match=r"'\.ini' is not supported; use one of \.yaml, \.yml, \.toml"
+    ):
         load(_write(tmp_path, "a.ini", "{}"), Settings)
     (tmp_path / "b.yaml").write_bytes(b"name: \xff")
     with pytest.raises(ConfigError, match=r"not UTF-8 text \(byte 6\)"):

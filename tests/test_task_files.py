@@ -57,7 +57,7 @@ def test_folders_and_patterns_are_searched(tmp_path: Path) -> None:
     assert [task.id for task in load_tasks([tmp_path])] == ["a", "b"]
     assert [task.id for task in load_tasks([f"{tmp_path}/[b].yaml"])] == ["b"]
     for nothing in (tmp_path / "c.yaml", f"{tmp_path}/*.toml"):
-        with pytest.raises(UsageError, match="there is no file"):
+        with pytest.raises(UsageError, match="does not exist"):
             load_tasks([nothing])
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="contains no task files"):
@@ -86,12 +86,16 @@ def test_texts_can_be_read_from_files(tmp_path: Path) -> None:
         ("t.yaml", RIGHT + "callback: {uri: x}", "unknown key 'callback.uri'; did you mean 'url'?"),
         ("t.yaml", RIGHT + "group: {on_stale: x}", "group.on_stale is 'x', must be one of mark, a"),
         ("t.yaml", RIGHT + "callback: {}", "callback.url is missing"),
-        ("t.yaml", RIGHT + "instruction_file: x", "give either instruction or instruction_file"),
+        (
+            "t.yaml",
+            RIGHT + "instruction_file: x",
+            "instruction and instruction_file are both given",
+        ),
         ("t.yaml", RIGHT + "files: {a: {file: b}}", "files.a.file is 'b', which cannot be read: N"),
         ("t.jsonl", '{"id": "t"}\n{', "t.jsonl, line 1: instruction is missing"),
         ("t.jsonl", "{", "t.jsonl, line 1 is not valid JSON"),
         ("t.yaml", "[3]", "t.yaml, task 1: 3 is not a task"),
-        ("t.txt", "", "file type '.txt' is unknown; use one of .yaml"),
+        ("t.txt", "", "file type '.txt' is not supported; use one of .yaml"),
     ],
 )
 def test_mistakes_have_file_field_and_value(
@@ -151,7 +155,7 @@ def test_ids_are_unique(tmp_path: Path) -> None:
     """Over all files together; the error names both."""
     make_file(tmp_path, "a.yaml", YAML.format(id="t"))
     make_file(tmp_path, "b.yaml", YAML.format(id="t"))
-    with pytest.raises(ConfigError, match=r"b\.yaml: id 't' is taken, by .*a\.yaml"):
+    with pytest.raises(ConfigError, match=r"b\.yaml: id 't' is already used by .*a\.yaml"):
         load_tasks([tmp_path])
 
 

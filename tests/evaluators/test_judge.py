@@ -177,7 +177,10 @@ async def test_answers_in_a_code_block_or_after_reasoning_are_read(
     [
         ([500, 500], "no verdict after 2 attempts; the last error: HTTP 500: busy now"),
         (["no", "no"], "the last error: the answer cannot be decoded"),
-        ([reply({"right": 99, "clear": 1})] * 2, "must be 0 to 10 for each of right, clear"),
+        (
+            [reply({"right": 99, "clear": 1})] * 2,
+            "must have a number from 0 to 10 for each of right, clear",
+        ),
         ([1.0, 1.0], "the last error: no answer within 0.2 s"),
         ([401], "HTTP 401: busy now"),
         ([404], "HTTP 404: busy now"),

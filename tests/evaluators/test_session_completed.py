@@ -24,10 +24,15 @@ CALL = make_call(0, [1], [2])
         # Any exit code will do.
         ([CALL], {"exit": Exit(1, timed_out=False, seconds=1.0)}, 1.0, "completed"),
         ([], {}, 0.0, "the agent made no model call"),
-        ([CALL], {"exit": Exit(-9, timed_out=True, seconds=9.0)}, 0.0, "out of time"),
-        ([CALL], {"exit": None}, 0.0, "out of time"),
+        (
+            [CALL],
+            {"exit": Exit(-9, timed_out=True, seconds=9.0)},
+            0.0,
+            "the agent's time limit expired",
+        ),
+        ([CALL], {"exit": None}, 0.0, "the agent's time limit expired"),
         ([CALL], {"exit": Exit(137, False, 9.0, Cause.AGENT_MEMORY)}, 0.0, "agent_memory"),
-        ([CALL], {"spent": SpentLimit.MAX_TURNS}, 0.0, "max_turns is spent"),
+        ([CALL], {"spent": SpentLimit.MAX_TURNS}, 0.0, "max_turns was reached"),
     ],
 )
 async def test_the_reward_is_1_if_the_agent_ended_by_itself(

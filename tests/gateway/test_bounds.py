@@ -222,7 +222,7 @@ async def test_bytes_in_flight_are_bounded(tmp_path: Path, dialect: Dialect, who
         await until(lambda: it.engine.requests)
         codes = {"anthropic": 529, "google": 503}
         code = codes.get(dialect.name, 429 if who == "session" else 503)
-        message = f"the {who} may have 10000 request bytes in flight"
+        message = f"the limit of the {who} is 10000 request bytes in flight"
         _, headers = await it.expect(dialect, code, message, body=large)
         assert headers["retry-after"] == "1"
         released.set()
@@ -275,7 +275,10 @@ def test_an_amount_that_the_total_refuses_is_not_counted() -> None:
     first, second = InFlight("bytes", 8, total), InFlight("bytes", 8, total)
     with first.hold() as take:
         take(8)
-        with pytest.raises(Exception, match="gateway may have 10 bytes"), second.hold() as claim:
+        with (
+            pytest.raises(Exception, match="limit of the gateway is 10 bytes"),
+            second.hold() as claim,
+        ):
             claim(3)
         assert (first.used, second.used, total.used) == (8, 0, 8)
     assert (first.used, total.used) == (0, 0)

@@ -101,7 +101,7 @@ async def test_a_prefill_is_refused_where_the_api_continues_it(tmp_path: Path) -
         ):
             async with it.http.post(f"{it.url}/{path}", json=body) as response:
                 assert response.status == 400
-                assert "the last message is the assistant's" in await response.text()
+                assert "the last message is from the assistant" in await response.text()
         for path, body in (
             ("v1/messages/count_tokens", {"model": "m", "messages": [*ASK, OWN]}),
             ("v1beta/models/m:countTokens", {"contents": contents}),

@@ -241,7 +241,7 @@ async def test_an_engine_without_a_model_list_needs_a_name() -> None:
 async def test_errors_of_the_model_list_have_its_status(status: int, expected: int | None) -> None:
     """Unless it may pass, as 503; on 404 a given name is probed."""
     async with serve(Stub(owner="", status=status).app()) as url:
-        with pytest.raises(EngineError, match=f"/v1/models answers {status}") as caught:
+        with pytest.raises(EngineError, match=f"/v1/models answers with status {status}") as caught:
             await probe(url)
         assert caught.value.status == expected
         if status == 404:
@@ -272,7 +272,7 @@ async def test_replicas_that_differ_are_refused() -> None:
     """A conversation may continue on another replica."""
     apps = [create_app(engine(window), model_name="scripted") for window in (4096, 2048)]
     async with serve(apps[0]) as one, serve(apps[1]) as other:
-        with pytest.raises(UsageError, match=r"window is 4096 at .* and 2048 at "):
+        with pytest.raises(UsageError, match=r"same window, but it is 4096 at .* and 2048 at "):
             await connect([one, other])
 
 

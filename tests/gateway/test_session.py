@@ -33,7 +33,7 @@ async def test_the_policy_can_refuse(tmp_path: Path) -> None:
     async with rig(tmp_path, says("Hi."), sampling=contract, policy=Policy.REFUSE) as it:
         reply = await it.ask(temperature=0.5)
     assert reply["status"] == 400
-    assert "temperature=0.5 is refused" in reply["error"]["message"]
+    assert "temperature=0.5 violates the task's sampling contract" in reply["error"]["message"]
 
 
 async def test_the_contract_reaches_the_engine(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_changed_file_is_refused_by_its_digest(path: Path, tmp_path: Path) -> 
     rebuild_all([path], path.parent, out, None)
     (file,) = out.glob("*.traj")
     file.write_bytes(file.read_bytes() + b"x")
-    with pytest.raises(CaptureError, match=r"s1\.traj is not the file that index\.json names"):
+    with pytest.raises(CaptureError, match=r"s1\.traj differs from index\.json"):
         list(read_folder(out))
     file.unlink()
     with pytest.raises(CaptureError, match="cannot read trajectory"):

@@ -85,11 +85,16 @@ def test_text_of_rows_is_unchanged(tmp_path: Path) -> None:
             "",
             "line 2: the line has more values than the 2 names",
         ),
-        ("r.csv", "id,instruction\n1\n", "", "line 2: instruction has no value, must be a text"),
-        ("r.jsonl", '{"id": 1, "instruction": null}', "", "instruction has no value"),
-        ("r.jsonl", '{"id": 1, "instruction": " "}', "", "instruction is ' ', must be a text"),
-        ("r.jsonl", '{"id": 1, "q": null}', ", instruction: 'Say {q}'", "q has no value"),
-        ("r.jsonl", '{"id": null, "instruction": "a"}', "", "id has no value"),
+        ("r.csv", "id,instruction\n1\n", "", "line 2: instruction is null, must be a text"),
+        ("r.jsonl", '{"id": 1, "instruction": null}', "", "instruction is null"),
+        (
+            "r.jsonl",
+            '{"id": 1, "instruction": " "}',
+            "",
+            "instruction is ' ', must be a non-empty text",
+        ),
+        ("r.jsonl", '{"id": 1, "q": null}', ", instruction: 'Say {q}'", "q is null"),
+        ("r.jsonl", '{"id": null, "instruction": "a"}', "", "id is null"),
     ],
 )
 def test_missing_values_are_reported(
@@ -109,7 +114,9 @@ def test_task_files_and_sets_share_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(f"{own}own")
     assert [task.id for task in load_tasks([tmp_path])] == ["own", "x-a-1", "x-a-2"]
     (tmp_path / "z.yaml").write_text(f"{own}x-a-2")
-    with pytest.raises(ConfigError, match=r"z\.yaml: id 'x-a-2' is taken, by .*set\.yaml, a/2"):
+    with pytest.raises(
+        ConfigError, match=r"z\.yaml: id 'x-a-2' is already used by .*set\.yaml, a/2"
+    ):
         load_tasks([tmp_path])
 
 
@@ -119,14 +126,14 @@ def test_task_files_and_sets_share_a_folder(tmp_path: Path) -> None:
         ("prefix:", "prefx:", "unknown key 'prefx'; did you mean 'prefix'?"),
         ("samples: 4", "sampels: 4", "template: unknown key 'sampels'; did you mean 'samples'?"),
         ("samples: 4", "samples: many", "template: samples is 'many'"),
-        ("samples: 4", "files: {}", "template: files belongs to each instance"),
+        ("samples: 4", "files: {}", "template: files is set for each instance"),
         ("name: jsonl", "name: jsnol", "unknown taskset 'jsnol'; did you mean 'jsonl'?"),
         ("id: name", "idd: name", "taskset 'jsonl': "),
         ("id: name", "id: nam", "rows.jsonl, line 1: unknown field 'nam' (known: name, q"),
         ("path: rows.jsonl", "path: none.jsonl", "none.jsonl: No such file"),
         ("path: rows.jsonl", "path: rows.txt", "must end in .jsonl, .json, .csv, .parquet"),
         ("path: rows.jsonl", "split: x", "give either path or dataset"),
-        ('"{instruction} Be', '"Be', "must have {instruction}"),
+        ('"{instruction} Be', '"Be', "must contain {instruction}"),
         ("prefix: x-", "select: {include: [zzz]}", "no tasks are selected"),
         ("prefix: x-", "select: {limit: 0}", "select.limit is 0"),
         ("prefix: x-", "select: {shufle: 0}", "unknown key 'select.shufle'"),

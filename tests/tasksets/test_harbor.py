@@ -112,7 +112,7 @@ def test_unsupported_settings_are_errors(tmp_path: Path, toml: str, message: str
         ("tests/test.sh", "tests/test.sh is missing"),
         ("environment/Dockerfile", "needs environment/Dockerfile or environment.docker_image"),
         ("instruction.md", "instruction.md: No such file"),
-        ("task.toml", "it has no folder with task.toml"),
+        ("task.toml", "must be a folder of tasks, each a folder with task.toml"),
     ],
 )
 def test_missing_files_and_services_are_errors(tmp_path: Path, name: str, message: str) -> None:

@@ -193,9 +193,15 @@ def test_bad_rows_are_reported(wrong: dict[str, Any], message: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt": "{issue}"}, r"prompt is '\{issue\}', must be text with \{problem_statement\}"),
-        ({"images": "x/{id}"}, r"images is 'x/\{id\}', must be text with \{instance_id\}"),
-        ({"repos": "{"}, r"repos is '.*\{', must be text with"),
+        (
+            {"prompt": "{issue}"},
+            r"prompt is '\{issue\}', must be a text that contains \{problem_statement\}",
+        ),
+        (
+            {"images": "x/{id}"},
+            r"images is 'x/\{id\}', must be a text that contains \{instance_id\}",
+        ),
+        ({"repos": "{"}, r"repos is '.*\{', must be a text that contains"),
         ({"folder": "testbed"}, r"folder is 'testbed', must be a string matching regex '\^/'"),
         ({"path": None}, "give either path or dataset"),
     ],

@@ -148,5 +148,5 @@ def test_comparisons_cover_the_true_difference(tasks: int, k: int) -> None:
 
 def test_a_run_without_results_is_an_error(tmp_path: Path) -> None:
     """It has the name of the file."""
-    with pytest.raises(UsageError, match=r"results\.jsonl has no results"):
+    with pytest.raises(UsageError, match=r"results\.jsonl is not a file of results"):
         read_results(tmp_path)

@@ -45,15 +45,15 @@ NEVER = Message(Role.ASSISTANT, "Never.")
 @pytest.mark.parametrize(
     ("change", "wrong", "expected"),
     [
-        (one_changed(0, "sampled_ids", 3, Z), "lineage text", "call 0 was answered with text 'Let"),
-        (one_changed(1, "prompt_ids", 5, 0), "lineage", "call 1 has only 5 of the"),
+        (one_changed(0, "sampled_ids", 3, Z), "lineage text", "call 0 returned text 'Let"),
+        (one_changed(1, "prompt_ids", 5, 0), "lineage", "call 1 repeats only 5 of the"),
         (one_changed(3, "sampled_ids", 2, -1), "numbers text", "call 3 has a negative token id"),
         (one_changed(2, "logprobs", 2, 0.5), "numbers", "call 2 has the logprob 0.5 at sampled"),
         (one_changed(2, "logprobs", 2, np.nan), "numbers traces", "logprob nan at sampled"),
-        (changed(2, versions=()), "ledger numbers traces", "versions for none of 7"),
+        (changed(2, versions=()), "ledger numbers traces", "versions cover none of 7"),
         (changed(2, versions=LONG_SPAN), "ledger numbers traces", "versions cover 0-9 of 7"),
-        (changed(2, answer=NEVER), "text", "'Never.'; its ids decode to text"),
-        (changed(3, branch=None), "lineage", "call 3 has only"),
+        (changed(2, answer=NEVER), "text", "'Never.', but its ids decode to text"),
+        (changed(3, branch=None), "lineage", "call 3 repeats only"),
         (changed(3, parent=7), "lineage", "continues call 7, which is not recorded"),
     ],
 )

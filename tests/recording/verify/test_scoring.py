@@ -81,7 +81,7 @@ async def test_an_engine_of_another_version_is_unchecked(tmp_path: Path) -> None
         await it.talk(1)
         both = await score(tmp_path, it)
     assert report.checks["engine"].verdict is VerifyVerdict.UNCHECKED
-    reason = "sampled under weights of version 0, the engine has 5"
+    reason = "sampled under weights of version 0, but the engine has version 5"
     assert reason in report.checks["engine"].detail
     assert report.turns[0].max_dlogprob > 0.1
     assert both.checks["engine"].verdict is VerifyVerdict.PASS
