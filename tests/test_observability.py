@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.core import Metric
 
-from support.deployment import observed
+from support.deployment import deploy
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = ROOT / "examples" / "grafana" / "tugline.json"
@@ -21,8 +21,11 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Metric]
     """Every metric, of the server and of a node."""
 
     async def look() -> dict[str, list[Metric]]:
-        async with observed(tmp_path_factory.mktemp("observed")) as rig:
-            return {"the server": await rig.pages.families(), "a node": rig.metrics.collect()}
+        async with deploy(tmp_path_factory.mktemp("observed")) as deployment:
+            return {
+                "the server": await deployment.pages.families(),
+                "a node": deployment.metrics.collect(),
+            }
 
     return asyncio.run(look())
 

@@ -11,9 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from support import evaluation
-from support.attacks import Arena, running, shell, token
-from support.gateway import until
+from support.attacks import Arena, shell, token
+from support.polling import until
 from support.repositories import git
+from support.sandbox import running
 from tugline.errors import SandboxError
 from tugline.evaluators.base import Evaluator
 from tugline.evaluators.harbor import HarborEvaluator
@@ -53,7 +54,7 @@ async def earned(
         end = await sandbox.run(("sh", "-c", script), env=env, timeout_s=10)
         assert not end.timed_out
         patch = await sandbox.diff()
-    task = evaluation.task(files, workspace)
+    task = evaluation.make_task_with_files(files, workspace)
     spec = SandboxSpec(workspace=workspace, mounts=evaluator.mounts(task))
     folder = arena.folder / f"evaluator-{number}"
     judge = evaluation.Judge(folder, task, timeout_s=20.0, runtime=arena.runtime, spec=spec)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from support.attacks import Arena, python, running, shell, token
+from support.attacks import Arena, python, shell, token
+from support.sandbox import running
 from tugline.sandbox.base import Mount, Sandbox
 from tugline.sandbox.limits import find_cgroup_parent
 from tugline.types import Cause, Workspace

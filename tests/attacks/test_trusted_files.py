@@ -51,7 +51,7 @@ async def give_verdict(
 ) -> Verdict:
     """The verdict on `work`, in sandboxes that begin with `base`."""
     workspace = Workspace(folder="/srv/shop", image=arena.workspace.image)
-    task = evaluation.task(workspace=workspace)
+    task = evaluation.make_task_with_files(workspace=workspace)
     spec = SandboxSpec(workspace=Workspace(image=workspace.image))
     place = arena.folder / folder
     judge = Judge(place, task, base, timeout_s=60.0, runtime=arena.runtime, spec=spec)

@@ -17,7 +17,7 @@ from browser.chromium import Tab
 from browser.conftest import DRAWN, TOKEN_FACTS, TOKENS_BOX, TURNS, check_accessibility
 from recording.view.synthetic import HOSTILE, LAST_WORD, Script, encode, long, small, whole
 from support.commands import run_program
-from support.server import TOKENS, Served
+from support.server import TOKENS, RunningServer
 from tugline.protocol import NodeRegistered, Work
 from tugline.recording.file import read
 from tugline.recording.trajectories import rebuild
@@ -31,7 +31,7 @@ REPORT = {"diff": DIFF, "passed": 1, "total": 2, "output": f"FAILED {HOSTILE}\n1
 class Rig:
     """A server, and a node that is played by the test."""
 
-    def __init__(self, served: Served, node: NodeRegistered, folder: Path) -> None:
+    def __init__(self, served: RunningServer, node: NodeRegistered, folder: Path) -> None:
         self.served, self.node = served, node
         self.recordings = folder / "nodes" / "n" / "recordings"
         self.recordings.mkdir(parents=True)
@@ -57,7 +57,7 @@ class Rig:
 
 
 @pytest.fixture
-async def rig(tmp_path: Path, served: Served) -> Rig:
+async def rig(tmp_path: Path, served: RunningServer) -> Rig:
     """An empty server, and a node."""
     return Rig(served, await served.join(), tmp_path)
 

@@ -16,11 +16,10 @@ import pytest
 from rich.console import Console
 
 from cli.conftest import TUGLINE, Shell, end
-from support.deployment import CALL, Observed, observed, task
-from support.gateway import until
-from support.restartable_server import commit
-from support.restartable_server import task as a_task
-from support.server import TOKENS
+from support.deployment import CALL, Deployment, deploy, script_task
+from support.polling import until
+from support.server import TOKENS, commit
+from support.tasks import make_task
 from tugline.cli.status import render
 from tugline.client.api import Client
 from tugline.client.overview import Monitor
@@ -36,17 +35,17 @@ STRAGGLER = f"{CALL}\nimport os, time\nwhile 'g-2.' in os.getcwd():\n    time.sl
 
 
 @contextlib.asynccontextmanager
-async def served(folder: Path) -> AsyncIterator[tuple[Observed, str]]:
+async def served(folder: Path) -> AsyncIterator[tuple[Deployment, str]]:
     """Serve the API of a server with one node; yield its URL."""
-    async with observed(folder) as rig:
-        app = Api(rig.control, TOKENS, rig.pages)
+    async with deploy(folder) as deployment:
+        app = Api(deployment.control, TOKENS, deployment.pages)
         async with serve_api(app) as url:
-            yield rig, url
+            yield deployment, url
 
 
 async def test_a_server_a_task_and_a_session(shell: Shell) -> None:
     """Printed as tables and as JSON; without a terminal --watch prints once."""
-    await shell.live.control.submit([a_task("a", samples=2), a_task("b")])
+    await shell.live.control.submit([make_task("a", samples=2), make_task("b")])
     await shell.live.finish(limit=2)
     whole = await shell.run("status", "--watch")
     assert (whole.returncode, whole.stderr) == (0, "")
@@ -68,15 +67,15 @@ async def test_a_server_a_task_and_a_session(shell: Shell) -> None:
 
 async def test_an_overview_has_queue_stages_tasks_and_failures(tmp_path: Path) -> None:
     """Read from a real server with a real node; a read token suffices, a wrong one is an error."""
-    async with served(tmp_path) as (rig, url), Client(url, TOKENS.read) as client:
+    async with served(tmp_path) as (deployment, url), Client(url, TOKENS.read) as client:
         async with Client(url, "wrong") as stranger:
             with pytest.raises(ServerError):
                 await Monitor(stranger).read()
-        await rig.run(task("bad", "exit(3)"))
-        await rig.control.submit([task("g", STRAGGLER, samples=3)])
-        await until(lambda: rig.node.stats.committed == 3)
-        await rig.control.submit([task("long", SLOW, samples=9, tenant="other")])
-        await until(lambda: rig.node.pools.by_stage[Status.RUN].busy == 2)
+        await deployment.run(script_task("bad", "exit(3)"))
+        await deployment.control.submit([script_task("g", STRAGGLER, samples=3)])
+        await until(lambda: deployment.node.stats.committed == 3)
+        await deployment.control.submit([script_task("long", SLOW, samples=9, tenant="other")])
+        await until(lambda: deployment.node.pools.by_stage[Status.RUN].busy == 2)
         monitor = Monitor(client)
         first = overview = await monitor.read()
         async with asyncio.timeout(20):  # the node reports with its next lease, after its sessions
@@ -116,7 +115,7 @@ async def test_a_lost_node_is_listed_for_ten_minutes(shell: Shell) -> None:
 
 async def test_watch_refreshes_a_terminal_until_interrupted(tmp_path: Path) -> None:
     """Changes are drawn; Ctrl-C ends it with exit code 0."""
-    async with served(tmp_path) as (rig, url):
+    async with served(tmp_path) as (deployment, url):
         terminal, terminal_side = pty.openpty()
         program = await asyncio.create_subprocess_exec(
             TUGLINE,
@@ -138,7 +137,7 @@ async def test_watch_refreshes_a_terminal_until_interrupted(tmp_path: Path) -> N
 
         try:
             await until(lambda: has(b"none"))
-            await rig.run(task("a"))
+            await deployment.run(script_task("a"))
             await until(lambda: has(b"1 completed"))
             program.send_signal(signal.SIGINT)
             assert await asyncio.wait_for(program.wait(), 10) == 0
@@ -151,7 +150,7 @@ async def test_watch_refreshes_a_terminal_until_interrupted(tmp_path: Path) -> N
 
 async def test_a_consumer_continues_where_it_stopped(shell: Shell) -> None:
     """Each result is printed once."""
-    await shell.live.control.submit([a_task("a", samples=2)])
+    await shell.live.control.submit([make_task("a", samples=2)])
     await shell.live.finish()
     first = await shell.run("results", "--consumer", "me", "--json")
     assert [json.loads(line)["session"] for line in first.stdout.splitlines()] == ["a-0", "a-1"]
@@ -162,7 +161,7 @@ async def test_a_consumer_continues_where_it_stopped(shell: Shell) -> None:
 async def test_results_are_saved_as_a_folder_that_trainers_read(shell: Shell) -> None:
     """A second call adds new results."""
     for name in ("a", "b"):
-        await shell.live.control.submit([a_task(name)])
+        await shell.live.control.submit([make_task(name)])
         await shell.live.finish()
         done = await shell.run("results", "--out", "kept")
         assert [line.split()[1] for line in done.stdout.splitlines()] == [f"{name}-0"]
@@ -175,7 +174,7 @@ async def test_results_are_saved_as_a_folder_that_trainers_read(shell: Shell) ->
 
 async def test_a_log_is_printed_and_followed(shell: Shell) -> None:
     """Printed unchanged; ``-f`` ends with the session."""
-    async with shell.lease(a_task("a")) as (node, [work]):
+    async with shell.lease(make_task("a")) as (node, [work]):
         epoch = work.session.epoch
         await node.log("a-0", epoch, 0, b"one\n")
         following = await shell.start("logs", "-f", "a-0")
@@ -189,7 +188,7 @@ async def test_a_log_is_printed_and_followed(shell: Shell) -> None:
 async def test_a_terminal_gets_no_escape_sequences(shell: Shell) -> None:
     """An agent cannot set the title, move the cursor or hide text; a pipe gets the raw bytes."""
     logged = b"a\x1b]0;owned\x07b\xc2\x9b2Jc\xe2\x80\xaed\te \xff\n"
-    async with shell.lease(a_task("a")) as (node, [work]):
+    async with shell.lease(make_task("a")) as (node, [work]):
         await node.log("a-0", work.session.epoch, 0, logged)
     terminal, side = os.openpty()
     try:
@@ -208,12 +207,12 @@ async def test_a_terminal_gets_no_escape_sequences(shell: Shell) -> None:
 
 async def test_tasks_and_sessions_are_cancelled(shell: Shell) -> None:
     """The sessions that ended are printed; with an unknown name nothing is cancelled."""
-    await shell.live.control.submit([a_task("a", samples=3), a_task("b")])
+    await shell.live.control.submit([make_task("a", samples=3), make_task("b")])
     done = await shell.run("cancel", "a-1", "b", "--json")
     ended = {name: report["ended"] for name, report in json.loads(done.stdout).items()}
     assert ended == {"a-1": ["a-1"], "b": ["b-0"]}
     assert (await shell.run("cancel", "a")).stdout == "a: 2 ended, 1 final before\n"
-    await shell.live.control.submit([a_task("d")])
+    await shell.live.control.submit([make_task("d")])
     unknown = await shell.run("cancel", "d", "c")
     assert (unknown.returncode, "neither a task nor a session 'c'" in unknown.stderr) == (2, True)
     assert (await shell.run("cancel", "d")).stdout == "d: 1 ended\n", "nothing was cancelled before"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.evaluation import Judge, task
+from support.evaluation import Judge, make_task_with_files
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.evaluators.function import FunctionEvaluator
@@ -69,7 +69,7 @@ def target(function: Callable[..., object], **options: object) -> FunctionEvalua
 @pytest.fixture
 def judge(tmp_path: Path) -> Judge:
     """A judge with a folder of its own."""
-    return Judge(tmp_path, task(), timeout_s=30.0)
+    return Judge(tmp_path, make_task_with_files(), timeout_s=30.0)
 
 
 async def test_a_number_is_a_reward(judge: Judge) -> None:

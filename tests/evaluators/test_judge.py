@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestServer
 
 from support.calls import make_call
 from support.evaluation import Judge as Sandboxes
-from support.evaluation import task
+from support.evaluation import make_task_with_files
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import SessionOutcome
 from tugline.evaluators.judge import Criterion, JudgeEvaluator, make_prompt, shorten
@@ -101,7 +101,7 @@ def outcome(tmp_path: Path) -> SessionOutcome:
     tool = Message(Role.TOOL, "3 passed", tool_call_id="1")
     runs = Message(Role.ASSISTANT, "I look.", (ToolCall("1", "bash", '{"cmd": "pytest"}'),))
     first = msgspec.structs.replace(call(0, Message(Role.SYSTEM, "Be terse."), user), answer=runs)
-    work = Sandboxes(tmp_path, task({"bill.py": "a - b\n"}), timeout_s=60.0)
+    work = Sandboxes(tmp_path, make_task_with_files({"bill.py": "a - b\n"}), timeout_s=60.0)
     calls = [first, call(1, tool, answer="It is mended.")]
     return replace(work.outcome({"bill.py": "a + b\n"}), calls=calls)
 
@@ -133,7 +133,9 @@ async def test_a_rubric_may_be_one_text(model: Model, outcome: SessionOutcome) -
 
 async def test_the_prompt_has_a_diff_against_the_repository(model: Model, tmp_path: Path) -> None:
     """A change of one line is one line of the diff, also of a file that the task does not have."""
-    work = Sandboxes(tmp_path, task({}, Workspace(folder="/srv")), {"a.py": "one\ntwo\nthree\n"})
+    work = Sandboxes(
+        tmp_path, make_task_with_files({}, Workspace(folder="/srv")), {"a.py": "one\ntwo\nthree\n"}
+    )
     await model.judge().evaluate(work.outcome({"a.py": "one\n2\nthree\n"}))
     assert "-two\n+2\n" in model.seen
 

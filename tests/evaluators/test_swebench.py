@@ -53,7 +53,7 @@ class Judge(evaluation.Judge):
 @pytest.fixture
 def judge(tmp_path: Path) -> Judge:
     """A judge with a folder of its own."""
-    return Judge(tmp_path, evaluation.task(), FILES, timeout_s=40)
+    return Judge(tmp_path, evaluation.make_task_with_files(), FILES, timeout_s=40)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ async def test_files_that_shadow_a_test_are_refused(driver: Driver, tmp_path: Pa
     The row's script imports from the top before it imports from the tests.
     """
     given = {"timeout_s": 40, "runtime": driver.runtime, "spec": driver.spec()}
-    judge = Judge(tmp_path, evaluation.task(), FILES, **given)
+    judge = Judge(tmp_path, evaluation.make_task_with_files(), FILES, **given)
     shadows = dict.fromkeys(SHADOWS, FAKE)
     assert (await judge.evaluate(shadows)).reward.value == 0.0
     verdict = await judge.evaluate({**shadows, **GOOD})

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from support.evaluation import Judge, task
+from support.evaluation import Judge, make_task_with_files
 from support.sandbox import WITH_PYTHON, Driver
 from tugline.errors import EvaluatorError, SandboxError
 from tugline.evaluators.own_pytest import find_tests
@@ -53,13 +53,13 @@ OLD = {"bill.py": BILL, "test_bill.py": TEST}
 @pytest.fixture
 def judge(tmp_path: Path) -> Judge:
     """A task on a repository with a test of its own."""
-    return Judge(tmp_path, task(workspace=Workspace(folder="/srv/shop")), OLD)
+    return Judge(tmp_path, make_task_with_files(workspace=Workspace(folder="/srv/shop")), OLD)
 
 
 @pytest.fixture
 def with_files(tmp_path: Path) -> Judge:
     """The same files, as those of the task."""
-    return Judge(tmp_path, task(OLD))
+    return Judge(tmp_path, make_task_with_files(OLD))
 
 
 @pytest.mark.parametrize("options", [OWN, JUNIT, PYTEST], ids=["own", "junit", "pytest"])
@@ -217,7 +217,7 @@ async def test_a_rewritten_report_must_agree_with_the_exit_code(
     driver: Driver, tmp_path: Path, signal: str, reason: str, *, partial: bool
 ) -> None:
     """A process of the agent stops the runner, rewrites the report, and continues or kills it."""
-    judge = Judge(tmp_path, task(OLD), runtime=driver.runtime, spec=driver.spec())
+    judge = Judge(tmp_path, make_task_with_files(OLD), runtime=driver.runtime, spec=driver.spec())
     tests = TestsEvaluator(timeout_s=60, expected=[TOTAL, ZERO], partial=partial)
     verdict = await judge(tests, {"bill.py": REWRITES.replace("SIGNAL", signal)})
     assert (verdict.reward.value, verdict.report["reason"]) == (0.0, reason)
@@ -251,7 +251,7 @@ async def test_names_of_files_are_no_options(
         pytest.skip("make is not installed")
     base = {"Makefile": "out/t: t.sh\n\tmkdir -p out\n\tcp t.sh out/t\n", "t.sh": "false\n"}
     spec = driver.spec(mounts=driver.host_programs)
-    given = task(workspace=Workspace(folder="/srv/shop"))
+    given = make_task_with_files(workspace=Workspace(folder="/srv/shop"))
     judge = Judge(tmp_path, given, base, runtime=driver.runtime, spec=spec)
     forged = dict.fromkeys([*names, "out/t"], FORGED)
     command = "make -s out/t && sh out/t"
@@ -306,7 +306,7 @@ async def test_settings_of_the_agent_are_refused(
         "t/a.t": "#!/bin/sh\nif [ $(sh sum.sh 2 3) = 5 ]; then echo 'ok 1 - a'\n"
         "else echo 'not ok 1 - a'; fi\necho 1..1\n",
     }
-    given = task(workspace=Workspace(folder="/srv/shop"))
+    given = make_task_with_files(workspace=Workspace(folder="/srv/shop"))
     spec = driver.spec(mounts=driver.host_programs)
     judge = Judge(tmp_path, given, base, runtime=driver.runtime, spec=spec)
     tests = TestsEvaluator(command=command, format="tap", expected=["a"])
@@ -446,7 +446,7 @@ async def test_invalid_tests_are_no_verdict(with_files: Judge) -> None:
     """A task without tests, and a test file that is not Python, are errors."""
     with pytest.raises(EvaluatorError, match="not valid Python"):
         await with_files(TestsEvaluator(files={"test_x.py": "def ("}))
-    with_files.task = task({"bill.py": BILL})
+    with_files.task = make_task_with_files({"bill.py": BILL})
     with pytest.raises(EvaluatorError, match="no test functions"):
         await with_files(TestsEvaluator(files={"test_x.py": ""}))
 

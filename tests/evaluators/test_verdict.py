@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.evaluation import task
+from support.evaluation import make_task_with_files
 from support.failing_plugins import Ending
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
@@ -155,7 +155,7 @@ def test_texts_of_failures_can_be_written() -> None:
 
 
 # --------------------------------------------------------------------------- cancellation
-OUTCOME = SessionOutcome(task(), Patch(), lambda _: pytest.fail("no sandbox"), 10.0)
+OUTCOME = SessionOutcome(make_task_with_files(), Patch(), lambda _: pytest.fail("no sandbox"), 10.0)
 
 
 @pytest.mark.parametrize("by", ["cancellation", "exit"])

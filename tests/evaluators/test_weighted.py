@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from support.evaluation import Judge, task
-from support.gateway import in_turn, rig
+from support.engine import reply_in_turn
+from support.evaluation import Judge, make_task_with_files
+from support.gateway import open_session
 from tugline.errors import ConfigError, EvaluatorError, SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.weighted import WeightedEvaluator
@@ -60,7 +61,7 @@ class Fixed(Evaluator):
 @pytest.fixture
 def judge(tmp_path: Path) -> Judge:
     """A judge with a folder of its own."""
-    return Judge(tmp_path, task(), timeout_s=30.0)
+    return Judge(tmp_path, make_task_with_files(), timeout_s=30.0)
 
 
 def part(weight: float = 1.0, *, required: bool = True, **options: Any) -> dict[str, Any]:
@@ -146,8 +147,8 @@ def test_needs_of_parts_are_combined() -> None:
     """Mounts, hidden paths, and the use of sandboxes."""
     parts = {"a": part(mount=["/a", "/srv/a"]), "b": part(mount=["/b", None], hides=["/x"])}
     weighted = WeightedEvaluator(parts=parts)
-    assert weighted.mounts(task()) == (Mount("/a", "/srv/a"), Mount("/b"))
-    assert weighted.hidden(task()) == ("/x",)
+    assert weighted.mounts(make_task_with_files()) == (Mount("/a", "/srv/a"), Mount("/b"))
+    assert weighted.hidden(make_task_with_files()) == ("/x",)
     assert not weighted.in_place
     assert weighted.sandboxes == 0
     assert WeightedEvaluator(parts={"a": part(in_place=True)}).in_place
@@ -168,7 +169,7 @@ def test_needs_of_parts_are_combined() -> None:
 def test_conflicting_folders_are_reported(parts: dict[str, Any], message: str) -> None:
     """Two folders with one path, or hidden tests in the agent's sandbox."""
     with pytest.raises(ConfigError, match=message):
-        WeightedEvaluator(parts=parts).mounts(task())
+        WeightedEvaluator(parts=parts).mounts(make_task_with_files())
 
 
 AGENT = """
@@ -202,9 +203,9 @@ async def test_several_evaluators_in_a_rollout(tmp_path: Path) -> None:
         },
     )
     session = Session(id="t-0", task="t", sample=0)
-    async with rig(tmp_path / "gateway", in_turn("Done.")) as it:
+    async with open_session(tmp_path / "gateway", reply_in_turn("Done.")) as opened:
         done = await roll_out(
-            graded, session, gateway=it.gateway, directory=tmp_path / "s", parts=Parts()
+            graded, session, gateway=opened.gateway, directory=tmp_path / "s", parts=Parts()
         )
     assert done.status is Status.COMPLETED
     assert done.reward is not None

@@ -20,7 +20,8 @@ from renderers import create_renderer
 from exports.made import call, export, read_rows, record, two_turns
 from support.calls import read_calls
 from support.commands import run_program
-from support.gateway import ASK, RENDERING, in_turn, rig
+from support.engine import RENDERING, reply_in_turn
+from support.gateway import ASK, open_session
 from support.training import TRL_ON_CPU, load_tokenizer
 from trainers.sessions import tiny
 from tugline.chat.templates.base import CONFIGS
@@ -135,15 +136,17 @@ def test_rows_of_other_sessions(tmp_path: Path, case: dict[str, Any]) -> None:
 async def test_a_template_renders_a_line_to_the_recorded_text(tmp_path: Path) -> None:
     """For a session whose history was never rewritten."""
     look = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py", "n": 1}}\n</tool_call>'
-    async with rig(tmp_path, in_turn(f"Let me look.\n{look}", "It is mended.")) as it:
-        answer = (await it.ask())["content"]
+    async with open_session(
+        tmp_path, reply_in_turn(f"Let me look.\n{look}", "It is mended.")
+    ) as session:
+        answer = (await session.ask())["content"]
         result = {"type": "tool_result", "tool_use_id": answer[1]["id"], "content": "def f"}
         echo = {"role": "assistant", "content": answer}
-        await it.ask([*ASK, echo, {"role": "user", "content": [result]}])
+        await session.ask([*ASK, echo, {"role": "user", "content": [result]}])
     renderer = create_renderer(RENDERING.tokenizer, CONFIGS["qwen3"](thinking_retention="all"))
     (line,) = rows("sft", tmp_path, options={"arguments": "object"})
     ids = renderer.render_ids(line["messages"], tools=line["tools"])
-    (trace,) = PrefixMerging().build(it.calls).traces
+    (trace,) = PrefixMerging().build(session.calls).traces
     assert len(trace.spans) == line["metadata"]["turns"] == 2
     expected, seen = (RENDERING.tokenizer.decode(list(each)) for each in (ids, trace.ids))
     unthought = expected.replace("<think>\n\n</think>\n\n", "")  # Qwen3 adds it to recent turns

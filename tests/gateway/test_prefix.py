@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from support.tokenizer import rendering, tokenizer
+from support.tokenizer import make_rendering, make_tokenizer
 from tugline.chat.model_call import ThreadInfo
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ from tugline.types import Branch, EchoChange, Ids, Message, Role, Tool, ToolCall
 TOOLS = (Tool("read", "Read a file", {"type": "object", "properties": {"path": {}}}),)
 START = (Message(Role.SYSTEM, "You help."), Message(Role.USER, "Mend it."))
 ARGUMENTS = '{"path": "a.py", "line": 1.0}'
-RENDERING = rendering()
+RENDERING = make_rendering()
 
 
 def sampled(text: str) -> Ids:
@@ -278,7 +278,7 @@ def test_an_answer_that_replaces_the_history_is_its_summary() -> None:
 
 def test_text_prompts_need_exact_mode() -> None:
     """Refused where the engine renders prompts, and where ids cannot be decoded one by one."""
-    joined = Rendering(tokenizer(), "qwen3")
+    joined = Rendering(make_tokenizer(), "qwen3")
     joined.tokenizer.token_bytes = None
     for tree in (CallTree(None), CallTree(joined)):
         with pytest.raises(Unsupported, match="needs exact mode") as caught:
@@ -288,7 +288,7 @@ def test_text_prompts_need_exact_mode() -> None:
 
 def test_text_prompts_get_the_special_tokens_of_the_tokenizer() -> None:
     """Such as a begin-of-text token, as engines do for text completions; ids stay as they are."""
-    backend = tokenizers.Tokenizer.from_str(tokenizer().to_json())
+    backend = tokenizers.Tokenizer.from_str(make_tokenizer().to_json())
     begin = backend.token_to_id("<|im_start|>")
     backend.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", begin)]

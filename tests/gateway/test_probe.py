@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from support.commands import run_command
-from support.gateway import RENDERING, says
+from support.engine import RENDERING, reply_with
 from tugline.errors import EngineError, UsageError
 from tugline.gateway.app import Gateway
 from tugline.gateway.probe import CheckOutcome, EngineReport, connect, probe
@@ -152,7 +152,7 @@ def outcomes(report: EngineReport) -> dict[str, CheckOutcome]:
 
 def engine(window: int = 4096) -> ScriptedEngine:
     """An engine that answers anything."""
-    play = says("word " * 60, delay_s=0.002)
+    play = reply_with("word " * 60, delay_s=0.002)
     return ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=window)
 
 

@@ -12,8 +12,8 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from inference.tiny_model import EOS, VOCAB, prompt, tiny, truth
-from support.gateway import until
-from support.models import mistral
+from support.models import make_mistral
+from support.polling import until
 from tugline.errors import ContextOverflow, EngineError, RequestError, UsageError
 from tugline.inference.base import GenerateRequest, SampledChunk, join
 from tugline.inference.engine import Engine
@@ -237,4 +237,4 @@ async def test_values_that_json_cannot_have_are_refused(
 def test_sliding_window_models_are_refused() -> None:
     """The error names the model type and another engine."""
     with pytest.raises(UsageError, match=r"mistral.*vLLM"):
-        make(mistral())
+        make(make_mistral())

@@ -15,7 +15,7 @@ import pytest
 from transformers import Qwen3ForCausalLM
 
 from inference.tiny_model import EOS, prompt, truth
-from support.gateway import until
+from support.polling import until
 from tugline.inference.engine import Engine
 from tugline.inference.server import create_app
 from tugline.schema import read_jsonl

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from chaos.fleet import free_ports
 from launch.engine import create_engine
-from support.tokenizer import tokenizer
+from support.tokenizer import make_tokenizer
 from tugline.errors import EngineError, UsageError
 from tugline.launch.engine import open_engine
 from tugline.launch.settings import EngineSettings
@@ -20,7 +20,7 @@ from tugline.web.serve import serve
 
 async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:
     """It starts after its node, and is used in exact mode with the configured template."""
-    (tmp_path / "tokenizer.json").write_text(tokenizer().to_json())
+    (tmp_path / "tokenizer.json").write_text(make_tokenizer().to_json())
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     settings = EngineSettings(urls=(url,), tokenizer=tmp_path, renderer="qwen3", wait_s=30)

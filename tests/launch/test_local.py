@@ -17,7 +17,7 @@ import structlog
 import tugline
 from launch.engine import create_engine
 from launch.processes import AGENT, task
-from support.tokenizer import rendering
+from support.tokenizer import make_rendering
 from tugline.chat.engines.generate import Embedded
 from tugline.client.streams import Result
 from tugline.errors import ServerError
@@ -32,7 +32,7 @@ from tugline.server.store import stats
 from tugline.types import Boundary, Failure, PluginSpec, Status, Task
 from tugline.web.serve import serve
 
-RENDERING = rendering()
+RENDERING = make_rendering()
 TOKENIZER = RENDERING.tokenizer
 PAGE = Path(__file__).parents[2] / "docs/client.md"
 

@@ -15,7 +15,7 @@ import pytest
 
 from launch.engine import create_engine
 from launch.processes import DATA, EXACT, World, task, write
-from support.gateway import RENDERING
+from support.engine import RENDERING
 from support.polling import until
 from tugline.chat.engines.generate import Embedded
 from tugline.errors import ServerError, UsageError

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from support.calls import make_call, write_calls
-from support.random_sessions import SESSIONS, Drawn
+from support.random_sessions import SESSIONS, RandomSession
 from tugline.errors import CaptureError
 from tugline.recording.file import Writer, read
 from tugline.types import Call, Image, Message, Role, Sampling, Tool, ToolCall, VersionSpan, encode
@@ -60,7 +60,7 @@ contents = st.fixed_dictionaries(
 @settings(max_examples=80)
 @given(drawn=SESSIONS, data=st.data())
 def test_any_calls_are_read_as_written(
-    tmp_path_factory: pytest.TempPathFactory, drawn: Drawn, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, drawn: RandomSession, data: st.DataObject
 ) -> None:
     """With forks, repeats, images and files that are closed and opened in between."""
     calls = [replace(call, **data.draw(contents)) for call in drawn.calls]

@@ -28,7 +28,7 @@ from replay.played import (
     tampered,
     task,
 )
-from support.gateway import until
+from support.polling import until
 from tugline.errors import UsageError
 from tugline.plugins import find
 from tugline.recording.file import read

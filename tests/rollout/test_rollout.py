@@ -15,8 +15,9 @@ import pytest
 
 from rollout.test_failures import FILES
 from support.deployment import CALL
+from support.engine import reply_in_turn
 from support.failing_plugins import Uninstallable
-from support.gateway import in_turn, rig
+from support.gateway import open_session
 from tugline.aio import PausableTimeout
 from tugline.errors import SandboxError
 from tugline.gateway.app import Gateway
@@ -93,8 +94,8 @@ def shell(script: str) -> PluginSpec:
 @pytest.fixture
 async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
     """A gateway whose model fixes the bug."""
-    async with rig(tmp_path / "gateway", in_turn(*FIX), window=200_000) as it:
-        yield it.gateway
+    async with open_session(tmp_path / "gateway", reply_in_turn(*FIX), window=200_000) as session:
+        yield session.gateway
 
 
 async def run_task(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.gateway import until
+from support.polling import until
 from tugline.errors import SandboxError
 from tugline.rollout.parts import PrewarmedSandboxes
 from tugline.sandbox.local import LocalRuntime, LocalSandbox

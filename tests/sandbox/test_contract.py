@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import uvloop
 
-from support.gateway import until
+from support.polling import until
 from support.sandbox import (
     DRIVERS,
     WITH_PYTHON,
@@ -29,11 +29,11 @@ from support.sandbox import (
     read_log,
     run_shell,
     running,
-    serve,
     unique_sleep,
     wait_until_gone,
     wait_until_running,
 )
+from support.sockets import serve
 from tugline.aio import PausableTimeout, run_beside
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox.base import OUTPUT_BYTES, Exit, Mount, ProgramTimeout, Sandbox

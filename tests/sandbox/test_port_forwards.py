@@ -19,8 +19,9 @@ import pytest
 
 from chaos.fleet import until as wait_until
 from support.certificates import make_certificate
-from support.gateway import until
-from support.sandbox import open_files, page, serve
+from support.polling import until
+from support.sandbox import open_files, page
+from support.sockets import serve
 from tugline.errors import ConfigError, SandboxNetworkError
 from tugline.sandbox import network
 from tugline.sandbox.network import (

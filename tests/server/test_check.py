@@ -10,7 +10,7 @@ from typing import Any
 
 from recording.verify.recorded import work
 from support.commands import run_command
-from support.server import Served, damage_results, flip_bit, serve
+from support.server import RunningServer, damage_results, flip_bit, serve
 
 
 async def check(folder: Path, *options: object) -> tuple[int, Any]:
@@ -20,7 +20,7 @@ async def check(folder: Path, *options: object) -> tuple[int, Any]:
     return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr
 
 
-def serve_in(folder: Path) -> AbstractAsyncContextManager[Served]:
+def serve_in(folder: Path) -> AbstractAsyncContextManager[RunningServer]:
     """A server with the store that `tugline server` uses by default in its folder."""
     return serve(f"sqlite:{folder / 'server.db'}", folder)
 

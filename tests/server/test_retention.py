@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from support.control_plane import Idler, Open, a_task
+from support.control_plane import IdleNode, Open
+from support.tasks import make_task
 from tugline.errors import Missing
 from tugline.protocol import ResultQuery
 from tugline.server.control import ControlPlane
@@ -15,7 +16,7 @@ from tugline.server.store.events import latest
 
 async def finish_tasks(control: ControlPlane, *names: str) -> int:
     """Run tasks to their end; the position of the last release."""
-    node = await Idler.at_work(control, *(a_task(name, 2) for name in names), room=100)
+    node = await IdleNode.at_work(control, *(make_task(name, 2) for name in names), room=100)
     for session in list(node.held):
         await node.commit(session)
     return max([(await control.database.read(tasks.view, name)).released or 0 for name in names])
@@ -25,7 +26,7 @@ async def test_acknowledged_tasks_are_deleted(control: ControlPlane) -> None:
     """Old, released and acknowledged by all: tasks, sessions and results go; the counts stay."""
     read, write = control.database.read, control.database.write
     position = await finish_tasks(control, "a", "b")
-    await control.submit([a_task("open")])
+    await control.submit([make_task("open")])
     delete, later = tasks.delete_finished, time.time() + 60
     await write(results.ack, "trainer", position - 1)
     await write(results.ack, "archive", position)
@@ -47,9 +48,9 @@ async def test_the_id_of_a_deleted_task_can_be_reused(control: ControlPlane) -> 
     """Also for a task with another body."""
     position = await finish_tasks(control, "a")
     assert await control.database.write(tasks.delete_finished, time.time() + 60) == 1
-    changed = a_task("a", tags={"other": "body"})
+    changed = make_task("a", tags={"other": "body"})
     await control.submit([changed])
-    node = await Idler.join(control, "last")
+    node = await IdleNode.join(control, "last")
     assert [work.task for work in (await node.ask()).work] == [changed]
     assert await control.database.read(latest) > position
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from support.control_plane import Earlier, Open, a_task, finish, read_pages, submit
+from support.control_plane import Earlier, Open, finish, read_pages, submit
+from support.tasks import make_task
 from tugline.errors import Missing
 from tugline.protocol import EventKind, EventQuery, SessionQuery
 from tugline.server.control import ControlPlane
@@ -18,7 +19,7 @@ from tugline.types import Status, Task
 
 def task(name: str, instruction: str, samples: int = 2, **tags: str) -> Task:
     """A task that no node runs."""
-    return a_task(name, samples, instruction=instruction, tags=tags)
+    return make_task(name, samples, instruction=instruction, tags=tags)
 
 
 def fill(tx: Tx) -> None:

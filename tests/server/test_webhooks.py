@@ -16,7 +16,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from support.control_plane import a_task, finish, submit
+from support.control_plane import finish, submit
+from support.tasks import make_task
 from tugline.aio import run_beside
 from tugline.errors import Invalid
 from tugline.protocol import Delivery, DeliveryQuery, DeliveryState, EventKind, WebhookBody
@@ -73,7 +74,7 @@ async def receiver() -> AsyncIterator[Receiver]:
 
 
 def _task(name: str, url: str, samples: int = 1) -> Task:
-    return a_task(name, samples, callback=Callback(url))
+    return make_task(name, samples, callback=Callback(url))
 
 
 async def _run_task(database: Database, name: str, url: str, samples: int = 1) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.swe_repository import make, tasks, written
+from support.swe_repository import make_repository, tasks, write_rows
 from tugline import plugins
 from tugline.datasets.base import TaskSet
 from tugline.datasets.swe import END, START, SweTaskSet, list_files
@@ -25,7 +25,7 @@ NO_COMMAND = {"test_command": "make test", "log_parser": "parse_log_pytest"}
 
 def read_task(path: Path, row: object, **options: Any) -> Any:
     """The task of a row."""
-    (task,) = tasks(SweTaskSet(path=written(path / "rows.jsonl", row), **options))
+    (task,) = tasks(SweTaskSet(path=write_rows(path / "rows.jsonl", row), **options))
     return task
 
 
@@ -155,13 +155,13 @@ def test_test_names_of_r2e(tmp_path: Path) -> None:
 
 def test_the_reference_solution(tmp_path: Path) -> None:
     """The row's reference patch, applied by git; none if the row has none."""
-    rows = make(tmp_path)
+    rows = make_repository(tmp_path)
     taskset = SweTaskSet(path=str(tmp_path / "rows.jsonl"), repos="{repo}")
     solution = taskset.solution(tasks(taskset)[1])
     assert solution is not None
     assert solution.home == {"solution.patch": rows[1]["patch"]}
     assert solution.argv[-1].endswith('apply -v "$HOME/solution.patch"')
-    r2e = SweTaskSet(path=written(tmp_path / "r2e.jsonl", R2E))
+    r2e = SweTaskSet(path=write_rows(tmp_path / "r2e.jsonl", R2E))
     assert r2e.solution(tasks(r2e)[0]) is None
 
 
@@ -225,5 +225,5 @@ def test_patches_with_quoted_names() -> None:
 
 def test_commits_of_the_toy_are_reproducible(tmp_path: Path) -> None:
     """They do not depend on the machine."""
-    rows = make(tmp_path)
+    rows = make_repository(tmp_path)
     assert [row["base_commit"][:7] for row in rows] == ["d91a131", "c6019f3", "871deca"]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3ForCausalLM
 
-from support.models import qwen3
+from support.models import make_qwen3
 from trainers import ranks
 from trainers.sessions import run_policy, sample, tiny, weights
 from tugline.inference.base import GenerateRequest, join
@@ -30,7 +30,7 @@ BFLOAT16_LOGPROB = 0.1
 
 def small() -> Qwen3ForCausalLM:
     """Random weights with grouped heads, on the GPU in float32."""
-    model = qwen3(
+    model = make_qwen3(
         vocab_size=VOCABULARY,
         hidden_size=256,
         intermediate_size=512,

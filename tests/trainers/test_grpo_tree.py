@@ -19,7 +19,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from support.models import SMALL, mistral
+from support.models import SMALL, make_mistral
 from trainers.sessions import VERSION, captured, groups, run_policy, sample, session, tiny
 from tugline.errors import CaptureError, ConfigError
 from tugline.trainers.grpo.batch import Row, pack
@@ -117,7 +117,7 @@ def linear() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"), [(mistral, "sliding_attention"), (linear, "linear_attention")]
+    ("make", "message"), [(make_mistral, "sliding_attention"), (linear, "linear_attention")]
 )
 def test_models_without_full_attention_need_no_trees(make: Any, message: str) -> None:
     """Sliding windows and recurrent states are refused, and trained without trees."""

@@ -21,7 +21,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from support.tokenizer import OFFLINE, SPECIALS, merging_tokenizer, rendering, tokenizer
+from support.tokenizer import (
+    OFFLINE,
+    SPECIALS,
+    make_merging_tokenizer,
+    make_rendering,
+    make_tokenizer,
+)
 from tugline.chat.model_call import ChoiceMode, ToolChoice
 from tugline.chat.templates.contents import ContentTokenizer
 from tugline.chat.templates.library import write_call
@@ -83,7 +89,9 @@ def converse(text: Callable[[], str]) -> tuple[list[Message], Tool]:
 def made(name: str, *, merges: bool) -> Rendering:
     """A template over a vocabulary, whose tokens are bytes or merge words."""
     specials = SPECIALS[name].split()
-    vocabulary = merging_tokenizer(specials, across_words=True) if merges else tokenizer(specials)
+    vocabulary = (
+        make_merging_tokenizer(specials, across_words=True) if merges else make_tokenizer(specials)
+    )
     return Rendering(vocabulary, name)
 
 
@@ -195,7 +203,7 @@ def schemas() -> st.SearchStrategy[Any]:
 @given(schema=schemas(), more=schemas(), text=st.sampled_from(["", "Reads."]))
 def test_any_schema_can_be_declared(name: str, schema: Any, more: Any, text: str) -> None:
     """Every tool is named in the prompt, and its description is there."""
-    of = rendering(name)
+    of = make_rendering(name)
     bodies = [body if isinstance(body, dict) else {"x": body} for body in (schema, more)]
     tools = tuple(Tool(f"tool_{at}", text, body) for at, body in enumerate(bodies))
     prompt = of.tokenizer.decode(of.render((HELLO,), tools).tolist())
@@ -222,7 +230,7 @@ def test_any_call_can_be_rendered_again(
     name: str, calls: list[tuple[str, str]], *, text: bool
 ) -> None:
     """Whatever its arguments are; those that are not an object are in the prompt as written."""
-    of = rendering(name)
+    of = make_rendering(name)
     made_calls = [ToolCall(f"call_0_{at}", *call) for at, call in enumerate(calls)]
     results = [Message(Role.TOOL, "RESULT", tool_call_id=call.id) for call in made_calls]
     answer = Message(Role.ASSISTANT, "SAID" if text else "", tuple(made_calls))
@@ -267,8 +275,11 @@ def test_prompts_without_special_tokens_are_as_before(name: str) -> None:
     ]
     properties = {"path": {"type": "string", "title": "T", "enum": ["<", "é"]}, "user": {}}
     tool = Tool("read", "Reads [x] >", {"type": "object", "properties": properties})
-    for_words = merging_tokenizer(SPECIALS[name].split(), across_words=True)
-    ids = [of.render(conversation, (tool,)) for of in (rendering(name), Rendering(for_words, name))]
+    for_words = make_merging_tokenizer(SPECIALS[name].split(), across_words=True)
+    ids = [
+        of.render(conversation, (tool,))
+        for of in (make_rendering(name), Rendering(for_words, name))
+    ]
     digest = hashlib.sha256(np.concatenate(ids).astype("<i4").tobytes()).hexdigest()
     assert digest == json.loads(DIGESTS.read_text())[name]
 
@@ -278,20 +289,20 @@ def test_a_tool_result_cannot_write_a_system_message() -> None:
     result = Message(Role.TOOL, INJECTED, tool_call_id="call_0_0")
     prompts = {}
     for setting in ("text", "tokens"):
-        of = Rendering(tokenizer(), "qwen3", special_tokens_in_contents=setting)
+        of = Rendering(make_tokenizer(), "qwen3", special_tokens_in_contents=setting)
         ids = of.render([HELLO, result], ()).tolist()
         assert INJECTED in of.tokenizer.decode(ids)
         prompts[setting] = ids.count(of.tokenizer.convert_tokens_to_ids("<|im_start|>"))
         assert len(of.tokenizer.encode(INJECTED)) < len(INJECTED)
     assert prompts == {"text": 3, "tokens": 4}
     with pytest.raises(ConfigError, match=r"special_tokens_in_contents='no'.*text, tokens"):
-        Rendering(tokenizer(), "qwen3", special_tokens_in_contents="no")
+        Rendering(make_tokenizer(), "qwen3", special_tokens_in_contents="no")
 
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_the_name_of_a_forced_tool_adds_no_special_token(name: str) -> None:
     """The name is the client's."""
-    of = rendering(name)
+    of = make_rendering(name)
     forced = []
     for tool in ("name", SPECIALS[name].split()[-1], f"<{SPECIALS[name].split()[-1]}"):
         ids = of.force_tool_call(ToolChoice(ChoiceMode.NAMED, (tool,)))
@@ -304,7 +315,7 @@ def test_the_name_of_a_forced_tool_adds_no_special_token(name: str) -> None:
 
 def test_words_of_the_model_stay_tokens() -> None:
     """An added token that is neither special nor looks like a mark is not escaped."""
-    vocabulary = tokenizer()
+    vocabulary = make_tokenizer()
     vocabulary._backend.add_tokens(["a whole sentence.", "\n\n", "word", "<mark>"])
     contents = ContentTokenizer(vocabulary)
     ids = contents.encode(contents.escape("a whole sentence.\n\nword<mark>"))
@@ -375,7 +386,7 @@ def test_a_mark_that_is_a_word_of_the_vocabulary_is_split() -> None:
 
 def test_answers_to_train_on_may_begin_with_reasoning() -> None:
     """The marks of reasoning in a conversation of a data set stay marks; all others are text."""
-    of = rendering("qwen3")
+    of = make_rendering("qwen3")
     ids, mask = of.render_answers(
         [HELLO, Message(Role.ASSISTANT, "<think>\na</think>b\n</think>\n\nc<|im_end|>")], ()
     )
@@ -388,7 +399,7 @@ def test_answers_to_train_on_may_begin_with_reasoning() -> None:
 @pytest.mark.parametrize("name", OFFLINE)
 def test_null_properties_are_no_properties(name: str) -> None:
     """As servers write that are made with Go; where they can be rendered, they are as written."""
-    of = rendering(name)
+    of = make_rendering(name)
     null, none = (Tool("t", "D.", {"type": "object", "properties": p}) for p in (None, {}))
     prompt = decode(of, [HELLO], (null,))
     assert prompt == decode(of, [HELLO], (none,)) or "null" in prompt
@@ -396,7 +407,7 @@ def test_null_properties_are_no_properties(name: str) -> None:
 
 def test_kimi_declares_tools_as_json_where_its_types_do_not_suffice() -> None:
     """As the model's own tokenizer does: all tools, in the same message, with sorted keys."""
-    of = rendering("kimi-k2.5")
+    of = make_rendering("kimi-k2.5")
     odd = Tool("odd", "", {"type": "object", "properties": {"a": {"const": 1}}})
     prompt = decode(of, [HELLO], (*TOOLS, odd))
     start, end = "<|im_system|>tool_declare<|im_middle|>", "<|im_end|>"
@@ -410,7 +421,7 @@ def test_kimi_declares_tools_as_json_where_its_types_do_not_suffice() -> None:
 
 def test_only_the_tool_that_cannot_be_written_has_its_schema_as_json() -> None:
     """The others are declared as ever."""
-    of = rendering("nemotron-3")
+    of = make_rendering("nemotron-3")
     odd = Tool("odd", "Odd.", {"type": "object", "properties": {"a": True}})
     prompt = decode(of, [HELLO], (*TOOLS, odd))
     assert "<name>path</name>\n<type>string</type>" in prompt
@@ -421,7 +432,7 @@ def test_only_the_tool_that_cannot_be_written_has_its_schema_as_json() -> None:
 @pytest.mark.parametrize("arguments", ['{"path": "a', "[1]", "null", "NaN", '"x"'])
 def test_a_malformed_call_is_text_beside_a_good_one(name: str, arguments: str) -> None:
     """Its result follows; the good call stays a call, where a message can have both."""
-    of = rendering(name)
+    of = make_rendering(name)
     good, bad = ToolCall("call_0_0", "read", '{"path": "a"}'), ToolCall("call_0_1", "r", arguments)
     results = [Message(Role.TOOL, f"R{at}", tool_call_id=f"call_0_{at}") for at in range(2)]
     prompt = decode(of, [HELLO, Message(Role.ASSISTANT, "", (good, bad)), *results], TOOLS)
@@ -434,7 +445,7 @@ def test_a_malformed_call_is_text_beside_a_good_one(name: str, arguments: str) -
 
 def test_errors_have_no_keys_of_escaping(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a content could forge a special token with the key from an error."""
-    of = Rendering(tokenizer(), "qwen3")
+    of = Rendering(make_tokenizer(), "qwen3")
 
     def refuse(messages: list[dict[str, Any]], **_: Any) -> None:
         raise KeyError(messages[0]["content"])
@@ -450,4 +461,4 @@ def test_images_are_still_refused() -> None:
     """By name: they are no text."""
     picture = Message(Role.TOOL, "See", tool_call_id="1", images=(Image("data:,A"),))
     with pytest.raises(Unsupported, match="images"):
-        rendering("gemma4").render([HELLO, picture], TOOLS)
+        make_rendering("gemma4").render([HELLO, picture], TOOLS)
