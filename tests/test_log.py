@@ -118,7 +118,7 @@ def test_errors_are_described_without_their_texts() -> None:
 
 
 def test_no_error_is_logged_with_its_local_variables() -> None:
-    """Such as `structlog` prints for ``exc_info`` unless it is configured otherwise."""
+    """No source logs ``exc_info``, for which `structlog` would print local variables."""
     for path in (Path(__file__).parents[1] / "src").rglob("*.py"):
         found = re.findall(r"exc_info=|_log\.exception\(", path.read_text())
         assert not found, f"{path}: use log.describe_error"
@@ -165,7 +165,7 @@ def test_a_full_log_is_rotated(tmp_path: Path) -> None:
 
 
 def test_a_log_that_cannot_be_rotated_goes_on(tmp_path: Path) -> None:
-    """As when its folder is lost."""
+    """A log whose folder is lost raises no error."""
     folder = tmp_path / "logs"
     folder.mkdir()
     file = log.RotatingFile(folder / "log.jsonl", max_bytes=10)

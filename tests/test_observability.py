@@ -53,7 +53,7 @@ def test_every_metric_is_documented(whose: str, families: dict[str, list[Metric]
 
 
 def test_the_dashboard_queries_existing_metrics(families: dict[str, list[Metric]]) -> None:
-    """Each query has metrics and labels of ours."""
+    """Each query of the dashboard has metrics and labels of ours."""
     known: dict[str, set[str]] = {}
     for metric in (*families["the server"], *families["a node"]):
         labels = {*metric._labelnames, "instance"}  # type: ignore[attr-defined]

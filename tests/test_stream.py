@@ -56,7 +56,7 @@ async def test_groups_are_flat_arrays_with_advantages(live: RestartableServer) -
 
 
 async def test_sessions_without_a_reward_are_no_samples(live: RestartableServer) -> None:
-    """They are in `missing`; trajectory and failure are available."""
+    """A session without a reward is in `missing`, with its trajectory and failure."""
     await finish(live, a=[1.0, None])
     stream = GroupStream("me", live.url, TOKENS.client, follow=False)
     (group,) = await asyncio.to_thread(read, stream)

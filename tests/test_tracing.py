@@ -143,7 +143,7 @@ async def test_an_unreachable_collector_does_not_block() -> None:
 
 
 async def test_errors_are_on_the_failed_stage() -> None:
-    """And on the root; earlier stages have none."""
+    """The failed stage and the root have the error; earlier stages have none."""
     async with collect() as (collector, url):
         tracer = tracer_to(url)
         await asyncio.to_thread(tracer.export, failed_rollout())
@@ -173,7 +173,7 @@ def test_tracing_is_enabled_by_the_environment() -> None:
 
 
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only if tracing is enabled."""
+    """The error is raised only if tracing is enabled."""
     monkeypatch.delitem(sys.modules, "tugline.node.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     assert open_tracer({}, node="n") is None

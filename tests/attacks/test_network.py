@@ -65,7 +65,7 @@ async def send_to_gateway(
 
 
 async def test_reach_the_control_plane(any_arena: Arena) -> None:
-    """It is unreachable even with a valid token."""
+    """The control plane is unreachable even with a valid token."""
     folder = any_arena.folder
     serving = serve(f"sqlite:{folder}/store.db", folder / "server")
     async with serving as server, any_arena.open() as sandbox:
@@ -219,7 +219,7 @@ for family in range(46):
 
 
 async def test_open_a_socket_of_another_family(arena: Arena) -> None:
-    """Such as vsock, which network namespaces do not isolate: it reaches the hypervisor."""
+    """A vsock would reach the hypervisor, as network namespaces do not isolate it."""
     async with arena.open() as sandbox:
         lines = (await python(sandbox, FAMILIES)).text.splitlines()
     ends = [(int(family), end) for family, end in map(str.split, lines)]

@@ -178,7 +178,7 @@ async def test_loaded_before_the_tests(
 async def test_settings_and_plugins_of_a_script_that_runs_pytest(
     arena: Arena, repository: Workspace, tmp_path: Path, attack: str
 ) -> None:
-    """They are the repository's; the agent may change other parts of the same files."""
+    """The repository's settings apply; the agent may change other parts of the same files."""
     command = "python3 -m pytest -q -p no:cacheprovider -p no:schemathesis -p helpers.plug tests"
     evaluator = script_of(tmp_path, command)
     assert await earned(arena, ON_PYTEST[attack], evaluator, repository) == 0.0
@@ -225,7 +225,7 @@ async def test_earn_a_reward_by_the_tested_program(
 
 
 async def test_an_isolated_script_rewards_honest_work(arena: Arena, isolated: Evaluator) -> None:
-    """Also a program with much output; without isolation the tests would be readable."""
+    """Much output is no obstacle; without isolation the tests would be readable."""
     assert await earned(arena, HONEST, isolated) == 1.0
     loud = f"{HONEST}; echo 'import sys; sys.stderr.write(\"x\" * 300000)' >> bill.py"
     assert await earned(arena, loud, isolated) == 1.0

@@ -46,7 +46,7 @@ async def open_page(tab: Tab, served: RunningServer, path: str) -> None:
 
 
 async def test_the_token_of_the_link_is_not_sent(tab: Tab, served: RunningServer) -> None:
-    """It is removed from the address and kept in the tab."""
+    """The token is removed from the address and kept in the tab."""
     await tab.until("document.querySelector('tbody tr')")
     assert await tab.js("location.href") == f"{served.url}/"
     await open_page(tab, served, "/sessions")
@@ -66,7 +66,7 @@ async def test_without_a_token_the_console_asks_for_one(tab: Tab, served: Runnin
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 async def test_every_page_is_accessible(tab: Tab, served: RunningServer, theme: str) -> None:
-    """By the rules of WCAG 2.2, in either theme."""
+    """Each page follows the rules of WCAG 2.2, in either theme."""
     await tab.until("document.querySelector('nav button')")
     if theme == "dark":
         await tab.js("[...document.querySelectorAll('nav button')].at(-2).click()")
@@ -208,7 +208,7 @@ async def test_an_agents_text_is_never_markup(tab: Tab, served: RunningServer) -
 
 
 async def test_a_node_is_drained_with_a_client_token(tab: Tab, served: RunningServer) -> None:
-    """After a confirmation; with a read token the console asks for a client token."""
+    """A confirmation comes first; with a read token the console asks for a client token."""
 
     async def drain() -> None:
         await tab.until("!document.querySelector('form')")
@@ -246,7 +246,7 @@ async def test_a_failed_session_is_run_again_with_a_client_token(
 
 
 async def test_sessions_are_found_by_text(tab: Tab, served: RunningServer) -> None:
-    """On the page and by Ctrl-K; a row says where the text was matched."""
+    """The page and Ctrl-K search; a row says where the text was matched."""
     await served.submit(id="words", instruction="Repair the flux capacitor", samples=2)
     await open_page(tab, served, "/sessions")
     await tab.key("/")
@@ -263,7 +263,7 @@ async def test_sessions_are_found_by_text(tab: Tab, served: RunningServer) -> No
 
 
 async def test_a_note_is_written_with_a_client_token(tab: Tab, served: RunningServer) -> None:
-    """With a read token there is no editor; open pages are updated, and an empty note is none."""
+    """A read token has no editor; open pages are updated, and an empty note is removed."""
     edit, editor = ".note button", "document.querySelector('dialog[aria-label=Note]')"
     await tab.visit(f"{served.url}/sessions/fix-add-0")
     await tab.until(f"document.querySelector('{edit}')")
@@ -310,7 +310,7 @@ async def test_the_frame_is_painted_before_the_script_runs(tab: Tab, served: Run
 
 
 async def test_a_lost_connection_is_visible(tab: Tab, served: RunningServer) -> None:
-    """By the dot, while the page keeps its rows."""
+    """The dot shows the loss, while the page keeps its rows."""
     await open_page(tab, served, "/sessions")
     await tab.until("document.querySelector('.connection .live')")
     served.app.waits.stop()

@@ -243,7 +243,7 @@ def test_text_ends_before_a_stop_string(
 
 
 def test_a_stop_string_is_not_looked_for_in_reasoning_or_calls() -> None:
-    """Only in text."""
+    """A stop string ends an answer only in its text."""
     text = '<think>STOP</think>ab<tool_call>\n{"name": "read", "arguments": {"path": "STOP"}}\n'
     ids = make_rendering().tokenizer.encode(text + "</tool_call>")
     message, parser = parse("qwen3", ids, [], ("STOP",))

@@ -44,7 +44,7 @@ async def test_many_tasks_are_submitted_in_batches(client: Client) -> None:
 
 
 async def test_unknown_ids_are_missing(client: Client) -> None:
-    """Also ids that must be quoted in a URL."""
+    """An unknown id is an error, also one that must be quoted in a URL."""
     for asking in (client.task("x/.."), client.session("x-0?"), client.trajectory("x-0")):
         with pytest.raises(Missing):
             await asking
@@ -53,7 +53,7 @@ async def test_unknown_ids_are_missing(client: Client) -> None:
 
 
 async def test_calls_to_an_unreachable_server_end() -> None:
-    """At their deadline, with the reason; a client that is not open refuses them."""
+    """Calls end at their deadline with the reason; a client that is not open refuses them."""
     refused = r"127\.0\.0\.1:9 cannot be reached: Connection refused$"
     async with asyncio.timeout(20), Client("http://127.0.0.1:9", "t", deadline_s=0.5) as client:
         with pytest.raises(ServerError, match=refused):
@@ -90,7 +90,7 @@ async def test_a_call_rides_out_a_restart(live: RestartableServer, client: Clien
 async def test_a_lost_trajectory_does_not_stop_readers(
     live: RestartableServer, client: Client
 ) -> None:
-    """Its result comes without it, as for a damaged one; later results are whole.
+    """A lost or damaged result comes without its trajectory; later results are whole.
 
     All results can be read, or those of some tasks.
     """
@@ -109,7 +109,7 @@ async def test_a_lost_trajectory_does_not_stop_readers(
 async def test_results_come_with_their_trajectories(
     live: RestartableServer, client: Client
 ) -> None:
-    """In order, and again from the acknowledged position."""
+    """Results come in order, and again from the acknowledged position."""
     await client.submit(make_task(samples=3))
     await live.finish(t_1=0.5)
     got = [one async for one in client.results("trainer", follow=False)]
@@ -166,7 +166,7 @@ async def test_events_are_followed_from_a_position(client: Client) -> None:
 
 
 async def test_a_log_is_followed_to_its_end(live: RestartableServer, client: Client) -> None:
-    """Also over a restart of the server; `tail` reads the end alone."""
+    """A restart of the server does not end the log; `tail` reads the end alone."""
     await client.submit(make_task())
     async with lease_sessions(live.url) as (node, _, work), asyncio.timeout(30):
         epoch = work.session.epoch
@@ -217,7 +217,7 @@ async def test_a_pause_names_nodes_that_do_not_apply_it(
 
 
 async def test_a_replaced_node_is_fenced(live: RestartableServer) -> None:
-    """Its requests fail as a lost lease; a wrong token is another error."""
+    """Requests of the old node fail as a lost lease; a wrong token is another error."""
     hello = NodeRegistration(name="n", slots=1, capacity=1)
     async with NodeClient(live.url, TOKENS.join) as old, NodeClient(live.url, TOKENS.join) as new:
         welcome = await old.register(hello)

@@ -14,7 +14,7 @@ from tugline.errors import Missing, UsageError
 
 
 def test_both_clients_have_the_same_methods() -> None:
-    """With the same arguments."""
+    """Methods of both clients have the same arguments."""
     for name in (name for name in vars(Client) if not name.startswith("_")):
         assert getattr(SyncClient, name).__wrapped__ is getattr(Client, name)
 

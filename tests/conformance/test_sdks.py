@@ -102,7 +102,7 @@ async def test_a_forced_tool_is_called(tmp_path: Path, api: Api, force: str) -> 
 
 @each_api
 async def test_a_short_limit_ends_the_answer(tmp_path: Path, api: Api) -> None:
-    """Whole and streamed."""
+    """Whole and streamed answers end at the limit."""
     async with client(tmp_path, api, reply_with("Hello there.")) as (_, sdk):
         whole = await api.ask(sdk, api.start("Mend it."), limit=3)
         streamed = await api.stream(sdk, api.start("Again."), limit=3)
@@ -160,7 +160,7 @@ STRICT: dict[str, Any] = {
 
 @pytest.mark.parametrize("api", [CHAT, RESPONSES, ANTHROPIC], ids=lambda api: api.name)
 async def test_strict_tools_are_accepted(tmp_path: Path, api: Api) -> None:
-    """Without a grammar, since a constrained answer could not be trained."""
+    """Strict tools make no grammar, since a constrained answer could not be trained."""
     async with client(tmp_path, api, reply_with(CALLS)) as (session, sdk):
         reply = await api.ask(sdk, api.start("Mend it."), tools=[STRICT[api.name]])
         (call,) = session.calls
@@ -229,7 +229,7 @@ def _status(error: Any) -> int:
 async def test_a_busy_engine_is_the_dialects_overload(
     tmp_path: Path, api: Api, status: int
 ) -> None:
-    """With Retry-After, also for a stream that has not begun."""
+    """The error has Retry-After, also for a stream that has not begun."""
     busy = Reply([], status=status, retry_after_s=0.01)
     expected = {"anthropic": 529, "google": 503}.get(api.name, status)
     async with client(tmp_path, api, lambda *_: busy) as (_, sdk):
@@ -252,7 +252,7 @@ async def test_google_raises_errors_that_come_after_the_headers(tmp_path: Path) 
 
 # --------------------------------------------------------------------------- one API alone
 async def test_several_choices(tmp_path: Path) -> None:
-    """Each is a sample of its own, whole and streamed, in Chat and at Google."""
+    """Each choice is a sample of its own, whole and streamed, in Chat and at Google."""
     async with client(tmp_path, CHAT, reply_with("Hello.")) as (session, sdk):
         ask: Any = {"model": "m", "messages": CHAT.start("Mend it."), "n": 3}
         whole = await sdk.chat.completions.create(**ask)
@@ -276,7 +276,10 @@ async def test_several_choices(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_openais_stored_responses_are_continued(tmp_path: Path, *, stream: bool) -> None:
-    """By their id, token for token; not one with ``store=False`` or of another session."""
+    """An id continues its response token for token, but not one of another session.
+
+    A response with ``store=False`` cannot be continued either.
+    """
     turns = reply_in_turn(THINKS, THINKS, "Done.")
     async with client(tmp_path, RESPONSES, turns) as (session, sdk):
         ask = RESPONSES.stream if stream else RESPONSES.ask

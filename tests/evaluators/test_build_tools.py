@@ -171,7 +171,7 @@ async def forge(tool: Tool, judge: Judge) -> dict[str, FileChange | None]:
 
 @pytest.mark.parametrize("driver", WITH_PYTHON[1:], indirect=True)
 async def test_forged_build_outputs_earn_nothing(tool: Tool, judge: Judge) -> None:
-    """They are refused; if a task allows them they are old, so the tool builds the sources."""
+    """Forged outputs are refused; if a task allows them, they are old and the tool rebuilds."""
     built = await forge(tool, judge)
     options = {"command": tool.command, "expected": [tool.test], "timeout_s": WITHIN}
     tests = TestsEvaluator(**options, **tool.options)

@@ -125,7 +125,7 @@ async def test_a_session_is_graded_by_its_rubric(model: Model, outcome: SessionO
 
 
 async def test_a_rubric_may_be_one_text(model: Model, outcome: SessionOutcome) -> None:
-    """There is one score."""
+    """A rubric of one text has one score."""
     model.answer = reply({"score": 7})
     verdict = await model.judge(rubric="Is it good?").evaluate(outcome)
     assert (verdict.reward.value, verdict.reward.parts) == (0.7, {"score": 0.7})
@@ -158,7 +158,7 @@ async def test_the_prompt_has_a_diff_against_the_repository(model: Model, tmp_pa
 async def test_failed_requests_and_bad_answers_are_retried(
     model: Model, outcome: SessionOutcome, script: list[int | float | str]
 ) -> None:
-    """Each costs one attempt."""
+    """Each failed request or bad answer costs one attempt."""
     model.script = [*script]
     assert (await model.judge().evaluate(outcome)).reward.parts["right"] == 1.0
     assert len(model.requests) == len(script) + 1
@@ -167,7 +167,7 @@ async def test_failed_requests_and_bad_answers_are_retried(
 async def test_answers_in_a_code_block_or_after_reasoning_are_read(
     model: Model, outcome: SessionOutcome
 ) -> None:
-    """As models without structured output write them; the request then has no schema."""
+    """Models without structured output answer so; the request then has no schema."""
     model.answer = f"<think>Hm, {{}}.</think>\n```json\n{reply(GOOD)}\n```"
     verdict = await model.judge(schema=False).evaluate(outcome)
     assert verdict.reward.parts["clear"] == 0.6
@@ -188,7 +188,7 @@ async def test_answers_in_a_code_block_or_after_reasoning_are_read(
 async def test_no_verdict_is_an_error(
     model: Model, outcome: SessionOutcome, script: list[int | float | str], message: str
 ) -> None:
-    """It has the last failure."""
+    """The error has the last failure."""
     model.script = [*script]
     with pytest.raises(EvaluatorError, match=re.escape(message)):
         await model.judge(attempts=2, timeout_s=0.2 if 1.0 in script else 20.0).evaluate(outcome)
@@ -196,13 +196,13 @@ async def test_no_verdict_is_an_error(
 
 
 async def test_a_refused_connection_is_retried(model: Model, outcome: SessionOutcome) -> None:
-    """Then it is an error."""
+    """A connection that is refused at every attempt is an error."""
     with pytest.raises(EvaluatorError, match="no verdict in 2 attempts"):
         await model.judge(base_url="http://127.0.0.1:9/v1", attempts=2).evaluate(outcome)
 
 
 async def test_attempts_end_with_the_evaluation(model: Model, outcome: SessionOutcome) -> None:
-    """When its time is over, however many attempts are left."""
+    """Attempts end when the evaluation's time is over, however many are left."""
     model.script = [30.0] * 9
     with pytest.raises(EvaluatorError, match=r"no verdict in 0\.3 s"):
         await model.judge(attempts=9).evaluate(replace(outcome, timeout_s=0.3))
@@ -217,7 +217,7 @@ async def test_retry_after_is_honoured(model: Model, outcome: SessionOutcome) ->
 
 
 async def test_requests_are_limited_by_concurrency(model: Model, outcome: SessionOutcome) -> None:
-    """Over all sessions and rubrics of a node."""
+    """All sessions and rubrics of a node share the limit."""
     judges = [model.judge(concurrency=3, max_chars=1000 + n) for n in range(4)]
     model.script = [0.05] * 12
     outcomes = [replace(outcome, calls=[call(0, answer=f"I am {n}.")]) for n in range(12)]
@@ -239,7 +239,7 @@ async def test_the_key_comes_from_the_node(
 
 
 async def test_body_changes_fields_of_the_request(model: Model, outcome: SessionOutcome) -> None:
-    """It adds fields, and null removes one."""
+    """The option `body` adds fields, and null removes one."""
     await model.judge(body={"temperature": None, "max_tokens": 500}).evaluate(outcome)
     assert "temperature" not in model.requests[0]
     assert model.requests[0]["max_tokens"] == 500
@@ -265,7 +265,7 @@ async def test_quoted_text_cannot_end_its_quotation(model: Model, outcome: Sessi
 
 
 def test_the_prompt_has_a_maximal_length() -> None:
-    """Of a long session it has the beginning, the end, and the number of characters left out."""
+    """A long session is cut to beginning and end, with the number of characters left out."""
     long = [call(n, Message(Role.USER, f"{n} " + "x" * 5000), answer="y" * 5000) for n in range(99)]
     messages = make_prompt("Do it.", long, "+z\n" * 100_000, [Criterion("a", "b", 1.0)], 20_000)
     size = sum(len(message["content"]) for message in messages)

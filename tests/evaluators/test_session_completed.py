@@ -33,7 +33,7 @@ CALL = make_call(0, [1], [2])
 async def test_the_reward_is_1_if_the_agent_ended_by_itself(
     tmp_path: Path, calls: list[Call], changes: dict[str, Any], value: float, reason: str
 ) -> None:
-    """It is 0 if a time-out, a limit of its sandbox or a spent budget ended it."""
+    """The reward is 0 if a time-out, a sandbox limit or a spent budget ended the agent."""
     outcome = replace(Judge(tmp_path, make_task_with_files()).outcome(), calls=calls, **changes)
     verdict = await SessionCompletedEvaluator().evaluate(outcome)
     assert verdict.reward.value == value

@@ -66,9 +66,9 @@ FSCK = "git -c safe.directory=* fsck --unreachable --no-reflogs"
 
 @pytest.mark.podman
 async def test_in_containers(tmp_path: Path, images: str, runtime: dict[str, Any]) -> None:
-    """With the repository in the image, as in public data sets.
+    """The reference patch earns 1, no patch 0; the agent has no later history.
 
-    The reference patch earns 1, no patch 0; the agent has no later history.
+    The repository is in the image, as in public data sets.
     """
     titles = [row["problem_statement"].partition("\n")[0] for row in make_repository(tmp_path)]
     taskset = SweTaskSet(path=str(tmp_path / "rows.jsonl"), images=images)
@@ -112,7 +112,7 @@ def r2e(tmp_path: Path, podman: str) -> Iterator[dict[str, str]]:  # noqa: ARG00
 async def test_tests_in_an_image_are_hidden_from_the_agent(
     tmp_path: Path, r2e: dict[str, str], runtime: dict[str, Any]
 ) -> None:
-    """With a row of R2E: their folder is empty in the agent's sandbox, not in the evaluator's."""
+    """The tests of R2E are missing in the agent's sandbox, but not in the evaluator's."""
     taskset = SweTaskSet(path=write_rows(tmp_path / "r2e.jsonl", r2e))
     (task,) = tasks(taskset, runtime=runtime)
     peek = Solution(argv=("sh", "-c", "test -d /r2e_tests && ! test -e /r2e_tests/test_1.py"))

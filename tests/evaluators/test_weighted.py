@@ -74,7 +74,7 @@ def part(weight: float = 1.0, *, required: bool = True, **options: Any) -> dict[
     ("mode", "value"), [("mean", 0.7 * 1.0 + 0.3 * 0.5), ("product", 0.5), ("min", 0.5)]
 )
 async def test_rewards_are_combined(judge: Judge, mode: str, value: float) -> None:
-    """By weight, as a product or as the minimum; parts have their names."""
+    """Rewards are combined by weight, product or minimum, and parts have their names."""
     weighted = WeightedEvaluator(parts={"a": part(7), "b": part(3, value=0.5)}, mode=mode)
     verdict = await judge(weighted)
     assert math.isclose(verdict.reward.value, value)
@@ -90,7 +90,7 @@ async def test_a_product_of_penalties_is_a_penalty(judge: Judge) -> None:
 
 @pytest.mark.parametrize("fault", ["evaluator", "runtime"])
 async def test_a_failed_part_is_an_error(judge: Judge, fault: str) -> None:
-    """Of the same type; the other parts are cancelled."""
+    """The error has the part's type, and the other parts are cancelled."""
     weighted = WeightedEvaluator(parts={"slow": part(takes_s=30.0), "a": part(fails=fault)})
     with pytest.raises((EvaluatorError, SandboxError), match="broken") as error:
         await asyncio.wait_for(judge(weighted), 20)
@@ -100,7 +100,7 @@ async def test_a_failed_part_is_an_error(judge: Judge, fault: str) -> None:
 
 @pytest.mark.parametrize("mode", ["mean", "product", "min"])
 async def test_model_graded_parts_need_a_reward_of_the_others(judge: Judge, mode: str) -> None:
-    """If it is 0 or less they count nothing, also if they fail; else their failure is an error."""
+    """At 0 or less a graded part counts nothing, even if it fails; else its failure is an error."""
     for style in (part(graded_by_model=True), part(graded_by_model=True, fails="evaluator")):
         for value in (0.0, -0.25, -3.0):
             parts = {"tests": part(value=value), "style": style}
@@ -181,7 +181,7 @@ ALONE = "test ! -e done && touch done && printf 'ok 1 - clean\\n1..1\\n'"
 
 
 async def test_several_evaluators_in_a_rollout(tmp_path: Path) -> None:
-    """Each has the patch, the calls, and a sandbox of its own."""
+    """Each evaluator has the patch, the calls, and a sandbox of its own."""
     alone = {"evaluator": {"name": "tests", "options": {"command": ALONE, "format": "tap"}}}
     parts = {
         "work": {"evaluator": {"name": "tests"}, "weight": 3},

@@ -82,7 +82,7 @@ def test_rows_of_a_session(tmp_path: Path, case: dict[str, Any]) -> None:
 def test_wrong_options_are_reported(
     tmp_path: Path, form: str, options: dict[str, Any], message: str
 ) -> None:
-    """With the allowed values or the known names."""
+    """The error has the allowed values or the known names."""
     record(tmp_path, "a")
     with pytest.raises(ConfigError, match=message):
         export(form, tmp_path, tmp_path / "out", options=options)
@@ -134,7 +134,7 @@ def test_rows_of_other_sessions(tmp_path: Path, case: dict[str, Any]) -> None:
 
 
 async def test_a_template_renders_a_line_to_the_recorded_text(tmp_path: Path) -> None:
-    """For a session whose history was never rewritten."""
+    """A line of a session whose history was never rewritten renders to the recorded text."""
     look = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py", "n": 1}}\n</tool_call>'
     async with open_session(
         tmp_path, reply_in_turn(f"Let me look.\n{look}", "It is mended.")
@@ -155,7 +155,7 @@ async def test_a_template_renders_a_line_to_the_recorded_text(tmp_path: Path) ->
 
 # --------------------------------------------------------------------------- readers
 def test_datasets_reads_a_table(tmp_path: Path, load: Callable[[str, Path], Any]) -> None:
-    """Without a conversion or a schema."""
+    """The library `datasets` reads a table without a conversion or a schema."""
     record(tmp_path, "a", tags={"k": "v"})
     record(tmp_path, "b", status=None)
     out = tmp_path / "x.parquet"
@@ -190,7 +190,7 @@ def test_datasets_reads_chats_with_different_tools(
 def test_trl_trains_on_its_table(
     tmp_path: Path, load: Callable[[str, Path], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its SFT trainer trains the masked tokens; a row is a sample of its asynchronous GRPO."""
+    """TRL's SFT trains the masked tokens; a row is a sample of its asynchronous GRPO."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     trl = importlib.import_module("trl")
     rollouts = importlib.import_module("trl.experimental.async_grpo.async_rollout_worker")
@@ -224,7 +224,7 @@ def test_trl_trains_on_its_table(
 
 @pytest.mark.slow
 def test_harbor_reads_its_trajectories(tmp_path: Path) -> None:
-    """Its models, which forbid unknown fields, accept every row."""
+    """Harbor's models, which forbid unknown fields, accept every row."""
     wheels = tmp_path / "wheels"
     pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
     run_program(*pip, "--ignore-requires-python", "--dest", wheels, "harbor==0.26.0", check=True)

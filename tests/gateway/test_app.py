@@ -90,7 +90,7 @@ async def test_generation_stops_after_one_call_without_parallel_calls(tmp_path: 
 async def test_unsupported_fields_are_refused_by_name(
     tmp_path: Path, path: str, change: dict[str, Any], param: str
 ) -> None:
-    """By the session or the engine's format: a 400 whose param is the field."""
+    """A field that the session or the engine's format refuses is the param of a 400."""
     async with open_session(tmp_path, reply_with("Hi.")) as session:
         async with session.post_openai(path, **change) as response:
             error = (await response.json())["error"]

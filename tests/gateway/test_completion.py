@@ -29,9 +29,9 @@ QUICK = CallSettings(backoff_s=0.001, grace_s=0.01, probe_every_s=0.02)
 
 # --------------------------------------------------------------------------- lost engines
 async def test_an_answer_continues_on_another_replica(tmp_path: Path) -> None:
-    """Both cut the connection; the client reads one unbroken stream, events say where it broke.
+    """Though both replicas cut the connection, the client reads one unbroken stream.
 
-    Tokens carry the version of the replica that sampled them.
+    Events say where it broke, and tokens carry the version of the replica that sampled them.
     """
     async with open_session(
         tmp_path, reply_cut_once(LONG, 40), reply_cut_once(LONG, 40), tuning=QUICK
@@ -99,7 +99,7 @@ async def test_a_single_replica_is_retried(tmp_path: Path) -> None:
 
 
 async def test_a_failing_replica_is_ejected_and_comes_back(tmp_path: Path) -> None:
-    """After consecutive faults it gets no requests until it answers a probe."""
+    """A replica with consecutive faults gets no requests until it answers a probe."""
     tuning = replace(QUICK, probe_every_s=0.5)
     async with open_session(
         tmp_path, reply_with("a", status=500), reply_with("Done."), tuning=tuning
@@ -115,7 +115,7 @@ async def test_a_failing_replica_is_ejected_and_comes_back(tmp_path: Path) -> No
 
 
 async def test_calls_of_a_session_stick_to_one_replica(tmp_path: Path) -> None:
-    """So its KV cache is reused."""
+    """All calls go to the replica whose KV cache has the session's prefix."""
     async with open_session(
         tmp_path, reply_with("Hi."), reply_with("Hi."), reply_with("Hi.")
     ) as session:
@@ -162,7 +162,7 @@ async def test_waiting_clients_get_an_error_when_the_session_ends(
     stream: bool,  # noqa: FBT001
     when: str,
 ) -> None:
-    """At once, as an error of its API; sampled tokens are recorded."""
+    """Clients get an error of their API at once, and sampled tokens are recorded."""
     async with open_session(tmp_path, reply_with(LONG, delay_s=0.02), tuning=QUICK) as opened:
         session, sessions = opened.live, opened.gateway._sessions
         complete, closing = session.complete, list[Any]()
@@ -276,7 +276,7 @@ async def test_pause_can_abort_running_answers(tmp_path: Path) -> None:
 
 
 async def test_a_pause_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
-    """It raises after `within_s`."""
+    """A pause that is not complete after `within_s` raises an error."""
     async with open_session(tmp_path, reply_with(LONG, delay_s=0.005)) as session:
         reading = asyncio.create_task(session.read())
         await until(lambda: session.running)
@@ -371,7 +371,7 @@ async def test_compactions_and_commit_messages_are_recognized_by_prompt(
 
 
 async def test_a_title_request_is_a_side_call(tmp_path: Path) -> None:
-    """It has no tools, and starts a thread of its own."""
+    """A request for a title has no tools, and starts a thread of its own."""
     async with open_session(tmp_path, reply_with("Hello.")) as session:
         await session.ask()
         title = [{"role": "user", "content": "Write a title."}]
@@ -383,7 +383,7 @@ async def test_a_title_request_is_a_side_call(tmp_path: Path) -> None:
 
 
 async def test_a_greeting_before_the_task_is_a_side_call(tmp_path: Path) -> None:
-    """Only later calls show it: it has no tools, nothing continues it, and the task has tools."""
+    """A first call without tools that nothing continues is a side trace if the task has tools."""
     hello = {
         "model": "m",
         "max_tokens": 50,

@@ -82,7 +82,7 @@ async def test_an_answer_is_complete_wherever_connections_break(
 async def test_a_client_that_returns_early_waits_for_its_partial_answer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It waits until the sampled part is recorded, then gets that part and the rest."""
+    """The client waits until the sampled part is recorded, then gets that part and the rest."""
     text = "one two three four five six seven eight nine ten " * 4 + "end."
     async with open_session(tmp_path, cut_at(text, [], [0.008]), tuning=AT_ONCE) as session:
         sample, back = session.upstream.sample, asyncio.Event()

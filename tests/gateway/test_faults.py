@@ -114,7 +114,7 @@ async def test_an_unknown_route_is_404(tmp_path: Path, dialect: Dialect) -> None
 
 
 async def test_a_websocket_upgrade_is_426(tmp_path: Path) -> None:
-    """On which Codex falls back to plain HTTP at once."""
+    """The refusal is the status on which Codex falls back to plain HTTP at once."""
     async with open_client(tmp_path) as client:
         headers = {
             "authorization": f"Bearer {client.key}",
@@ -129,7 +129,7 @@ async def test_a_websocket_upgrade_is_426(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("answered", [0, 1])
 async def test_a_window_that_only_the_engine_knows(tmp_path: Path, answered: int) -> None:
-    """Its refusal is the session's failure only if no call was answered before."""
+    """The engine's refusal is the session's failure only if no call was answered before."""
     error = {"error": {"message": "maximum context length is 64 tokens, but 70 were given"}}
     chat = next(dialect for dialect in DIALECTS if dialect.name == "chat")
     async with open_client(tmp_path) as client:
@@ -158,7 +158,7 @@ async def test_a_window_that_only_the_engine_knows(tmp_path: Path, answered: int
 async def test_a_failing_engine_is_an_error_of_the_dialect(
     tmp_path: Path, dialect: Dialect, answer: Any, codes: set[int], message: str
 ) -> None:
-    """After a bounded number of tries; nothing is recorded, and the failure is the engine's.
+    """After bounded tries nothing is recorded, and the failure is the engine's.
 
     An early fault has a status in streams, too; a proxy's page is named by its content type.
     """
@@ -242,7 +242,7 @@ async def test_token_ids_outside_the_vocabulary_are_an_engine_error(
 async def test_a_request_that_the_engine_refuses_is_a_400(
     tmp_path: Path, dialect: Dialect, code: int
 ) -> None:
-    """It is no fault of the engine's; if nothing else is answered, the session has failed there."""
+    """A refusal is not the engine's fault; the session has failed if nothing else is answered."""
     async with open_client(tmp_path, status(code)) as client:
         _, headers = await client.expect(dialect, 400, "no")
         assert headers["x-should-retry"] == "false"
@@ -284,7 +284,7 @@ async def test_an_engine_slower_than_its_deadline_is_lost(tmp_path: Path, dialec
 
 @each_dialect
 async def test_a_megabyte_of_tool_arguments_comes_through(tmp_path: Path, dialect: Dialect) -> None:
-    """It is sent and recorded in full."""
+    """A call with a megabyte of arguments is sent and recorded in full."""
     argument = "x" * 1_000_000
     text = f'<tool_call>\n{{"name": "read", "arguments": {{"path": "{argument}"}}}}\n</tool_call>'
     tokens = ids(text)
@@ -303,7 +303,7 @@ async def test_a_megabyte_of_tool_arguments_comes_through(tmp_path: Path, dialec
 async def test_prompts_and_keys_are_not_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, dialect: Dialect
 ) -> None:
-    """Neither of answered calls nor of refused ones."""
+    """The log has no text of answered or refused calls, and no keys."""
     with structlog.testing.capture_logs() as logged, caplog.at_level("DEBUG"):
         async with open_client(tmp_path) as client:
             await client.send(dialect, "a-secret-word")

@@ -87,7 +87,7 @@ async def test_a_forbidden_call_is_text_where_it_cannot_be_banned(
 
 
 async def test_the_text_of_a_forbidden_call_is_continued_exactly(tmp_path: Path) -> None:
-    """Its echo is the answer; a stream has the same text as the whole answer."""
+    """The echo of the text is the answer; a stream has the same text as the whole answer."""
     fields: dict[str, Any] = {"tools": CHAT_TOOLS, "tool_choice": "none", "stream": True}
     async with open_session(tmp_path, reply_in_turn(ANSWER, "Done.")) as session:
         async with session.post_openai(**fields) as response:

@@ -157,7 +157,7 @@ def check_counters(session: OpenSession) -> None:
 @settings(max_examples=8, deadline=None)
 @given(steps=st.lists(st.sampled_from(STEPS), min_size=3, max_size=8))
 async def test_counters_are_at_what_the_recorded_calls_say(steps: list[Step]) -> None:
-    """After any mix of calls that end in different ways, one after the other and at once."""
+    """Counters fit any mix of calls that end in different ways, in turn and at once."""
     engine = Faulty()
     with tempfile.TemporaryDirectory() as folder:
         async with open_session(
@@ -177,7 +177,7 @@ async def test_counters_are_at_what_the_recorded_calls_say(steps: list[Step]) ->
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 async def test_each_way_to_end_gives_everything_back(tmp_path: Path, step: Step) -> None:
-    """Each way alone, three times."""
+    """Three calls that end the same way leave all counters as the recording says."""
     engine = Faulty()
     how: dict[str, Any] = {"tuning": TUNING, "limits": LIMITS, "sampling": CONTRACT}
     async with open_session(tmp_path, engine, policy=Policy.REFUSE, **how) as session:

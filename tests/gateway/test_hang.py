@@ -74,7 +74,7 @@ async def test_time_lost_to_a_stopped_engine_is_credited(tmp_path: Path) -> None
 
 
 async def test_lost_time_is_credited_before_the_engine_is_ejected(tmp_path: Path) -> None:
-    """With the first failed probe, so also where the engine resumes before it is ejected."""
+    """The first failed probe credits the time, so an engine that resumes in time counts, too."""
     lost: list[float] = []
     returned = asyncio.Event()
 
@@ -131,7 +131,7 @@ async def test_the_retry_of_a_session_that_ended_in_silence_gets_another_replica
     tmp_path: Path,
     stream: bool,  # noqa: FBT001
 ) -> None:
-    """Also if the hang is longer than the agent's time, so that nothing else noticed it."""
+    """The retry moves even if the hang outlasts the agent's time, so that nothing else saw it."""
     engines = [StoppableEngine(), StoppableEngine()]
     slow = CallSettings(silent_s=60, probe_every_s=0.05, probe_timeout_s=0.1, grace_s=0.01)
     async with serve(engines[0]) as one, serve(engines[1]) as two:
@@ -164,7 +164,7 @@ async def _wait_for_choices(session: OpenSession) -> list[Choice]:
 
 
 async def test_time_until_the_idle_timeout_is_credited(tmp_path: Path) -> None:
-    """Also where no probe was made before."""
+    """The idle timeout credits the lost time, also where no probe was made before."""
     lost: list[float] = []
     slow = replace(QUICK, silent_s=60, probe_every_s=60, tries=1)
 
@@ -211,7 +211,7 @@ async def test_a_stream_with_broken_framing_ends_as_truncated(tmp_path: Path, re
 
 
 async def test_time_lost_by_parallel_calls_is_credited_once(tmp_path: Path) -> None:
-    """Only time that no other call was credited for already."""
+    """A call credits only time that no other call was credited for already."""
     now = [100.0]
     lost: list[float] = []
     options = {"card": CARD, "clock": lambda: now[0], "on_hang": lost.append}

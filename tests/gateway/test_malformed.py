@@ -50,7 +50,7 @@ def find_arguments(reply: Any) -> str | None:
 async def test_a_malformed_call_is_delivered_as_the_setting_says(
     tmp_path: Path, dialect: str, malformed: MalformedCalls, *, stream: bool
 ) -> None:
-    """Where the API can carry it: as a call with the sampled arguments; else as it was written."""
+    """APIs that can carry it get a call with the sampled arguments; others get its text."""
     async with open_session(tmp_path, reply_with(ANSWER), malformed=malformed) as opened:
         reply = await ask(opened, dialect, stream=stream)
         [call] = opened.calls

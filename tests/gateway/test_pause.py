@@ -47,7 +47,7 @@ async def test_an_abort_ends_every_call_at_once(
     wire: type[Embedded],
     when: str,
 ) -> None:
-    """Also before the first token; the clients get what was sampled, as truncated."""
+    """Clients get what was sampled, as truncated, also if there was no token yet."""
     slow = {"first_s": 60.0} if when == "prefill" else {"delay_s": 0.02}
     async with open_session(
         tmp_path, reply_with(LONG, **slow), tuning=QUICK, wire=wire()

@@ -85,7 +85,7 @@ async def test_a_spent_budget_has_the_status_its_harness_stops_on(
 
 
 async def test_only_the_last_closed_sessions_are_kept(tmp_path: Path) -> None:
-    """So that memory is bounded; live sessions are always kept."""
+    """Memory is bounded, and live sessions are always kept."""
     task = Task(id="t", instruction="", harness=PluginSpec("shell"), evaluator=PluginSpec("tests"))
     async with open_session(
         tmp_path, reply_with("Hello."), tuning=CallSettings(closed_sessions=3)
@@ -120,7 +120,7 @@ async def test_a_refused_request_is_recorded_without_its_content(tmp_path: Path)
 
 
 async def test_pauses_and_weights_are_events_of_live_sessions(tmp_path: Path) -> None:
-    """In their order, with the mode and the version."""
+    """The events are recorded in their order, with the mode and the version."""
     async with open_session(tmp_path, reply_with("ok")) as session:
         await session.gateway.pause("abort")
         await session.gateway.set_weights_version(7)

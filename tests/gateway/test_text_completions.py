@@ -110,7 +110,7 @@ async def test_a_stream_has_the_same_text(tmp_path: Path) -> None:
 
 
 async def test_logprobs_are_those_of_the_sampled_tokens(tmp_path: Path) -> None:
-    """Each with its text and offset; a stream has them in its last chunk."""
+    """Each token has its text and offset; a stream has the logprobs in its last chunk."""
     values = np.linspace(-2, 0, len(ids(TEXT))).tolist()
     async with client(tmp_path, lambda *_: Reply(ids(TEXT), values)) as me:
         whole = (await me.ask(logprobs=0)).choices[0].logprobs
@@ -141,7 +141,7 @@ async def test_a_stop_string_and_a_limit_end_the_text(tmp_path: Path) -> None:
 
 
 async def test_a_growing_prompt_is_one_trace(tmp_path: Path) -> None:
-    """As text or ids; the recording is verified, displayed and exported, its ledger balances."""
+    """A recording of text or ids is verified, displayed and exported, and its ledger balances."""
     answers = iter((" I look.\nObs", "\nIt is 4.\nObs", " Done."))
     async with client(tmp_path, lambda _p, _r: Reply(ids(next(answers)))) as me:
         prompt = "Q: 2+2?\nThought:"
@@ -171,7 +171,7 @@ async def test_a_growing_prompt_is_one_trace(tmp_path: Path) -> None:
 
 
 async def test_a_repeated_request_gets_the_rest_of_its_answer(tmp_path: Path) -> None:
-    """After a disconnect it continues where it broke off; with logprobs it is sampled anew."""
+    """A repeated request continues where it broke off; with logprobs it is sampled anew."""
     text = " ".join(f"word{i}" for i in range(24))
     quick = CallSettings(grace_s=0.01)
     async with client(tmp_path, reply_with(text, delay_s=0.005), tuning=quick) as me:

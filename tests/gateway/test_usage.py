@@ -144,7 +144,7 @@ def answers() -> Play:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("mode", list(Mode))
 async def test_usage_is_that_of_the_recording(tmp_path: Path, mode: Mode, *, stream: bool) -> None:
-    """In every API, with free, forced and stopped answers; forced ids are prompt."""
+    """Every API reports the recorded usage, with free, forced and stopped answers."""
     async with open_session_in_mode(tmp_path, answers(), mode) as session:
         for (name, choice), dialect in itertools.product(CHOICES.items(), PATHS):
             raw = dialect == "completions"
@@ -186,7 +186,7 @@ async def test_a_count_includes_the_ids_of_a_forced_call(tmp_path: Path) -> None
 
 
 async def test_a_resumed_answer_keeps_to_its_limit(tmp_path: Path) -> None:
-    """Its usage has the part sampled before; both together have at most `max_tokens`."""
+    """The usage includes the part sampled before; both together have at most `max_tokens`."""
     text, tuning = "one two three four five six " * 4, CallSettings(grace_s=0.0)
     async with open_session(tmp_path, reply_with(text, delay_s=0.002), tuning=tuning) as session:
         body = session.body(stream=True, max_tokens=90)

@@ -19,7 +19,7 @@ from tugline.web.serve import serve
 
 
 async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:
-    """It starts after its node, and is used in exact mode with the configured template."""
+    """An engine that starts after its node is used in exact mode with the configured template."""
     (tmp_path / "tokenizer.json").write_text(make_tokenizer().to_json())
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
@@ -45,7 +45,7 @@ async def test_exact_mode_needs_a_tokenizer() -> None:
 
 
 async def test_an_engine_that_never_answers_is_an_error() -> None:
-    """After `wait_s`, with its address."""
+    """The error comes after `wait_s`, with the engine's address."""
     settings = EngineSettings(urls=(f"http://127.0.0.1:{free_ports(1)[0]}",), wait_s=0)
     with pytest.raises(EngineError, match="no usable engine at"):
         async with open_engine(settings, slots=1):

@@ -77,7 +77,7 @@ def broke(*causes: Cause) -> list[Failure | None]:
 
 @pytest.mark.parametrize("cause", list(Cause))
 async def test_failures_of_sessions_only_lead_to_a_canary(cause: Cause) -> None:
-    """However many: the node has no problem if its canary succeeds."""
+    """However many sessions fail, the node has no problem if its canary succeeds."""
     bed = Bed([None])
     for _ in range(50):
         bed.note(cause)
@@ -87,7 +87,7 @@ async def test_failures_of_sessions_only_lead_to_a_canary(cause: Cause) -> None:
 
 
 async def test_a_failed_canary_is_a_problem_until_one_succeeds() -> None:
-    """It is repeated after pauses that double."""
+    """The canary is repeated after pauses that double."""
     bed = Bed(broke(*[Cause.SANDBOX] * 8))
     bed.note(Cause.NODE)
     await bed.work()
@@ -96,7 +96,7 @@ async def test_a_failed_canary_is_a_problem_until_one_succeeds() -> None:
 
 
 async def test_a_canary_that_says_nothing_of_the_node_changes_nothing() -> None:
-    """Such as one without an engine: neither a problem nor the end of one."""
+    """A canary without an engine is neither a problem nor the end of one."""
     bed = Bed([*broke(Cause.ENGINE_LOST)[:1], *broke(Cause.DISK, Cause.CRASH, Cause.ENGINE)])
     bed.note(Cause.NODE)
     await bed.work()
@@ -127,7 +127,7 @@ async def test_the_canary_is_in_a_runtime_of_the_node(
 
 
 async def test_a_session_that_works_ends_a_problem() -> None:
-    """If it began after the problem was found; one from before says nothing."""
+    """A session that began after the problem was found ends it; an earlier one does not."""
     bed = Bed([])
     bed.health.set_problem("no bwrap on PATH")
     bed.note(None, "local", began=0.0)
@@ -149,7 +149,7 @@ async def run_canary(tmp_path: Path, play: Play, parts: Parts | None = None) -> 
 
 
 async def test_a_canary_opens_a_sandbox_and_makes_a_recorded_call(tmp_path: Path) -> None:
-    """On a node that works it succeeds."""
+    """A canary succeeds on a node that works."""
     assert await run_canary(tmp_path, reply_with("Fine.")) is None
 
 
@@ -175,7 +175,7 @@ async def test_broken_sandboxes_are_the_nodes_problem(
 
 
 async def test_a_runtime_that_needs_an_image_is_checked_without_a_session(tmp_path: Path) -> None:
-    """Whether its engine works, asked anew."""
+    """The check asks anew whether the runtime's engine works."""
     async with open_session(tmp_path / "gateway", reply_with("Fine.")) as model:
         failure = await Canary(model.gateway, Parts(), tmp_path / "s").run("container")
     assert failure is None or failure.cause is Cause.SANDBOX

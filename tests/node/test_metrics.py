@@ -43,7 +43,7 @@ async def test_the_page_counts_sessions(tmp_path: Path) -> None:
 
 
 async def test_the_page_shows_the_stages_of_sessions(tmp_path: Path) -> None:
-    """While two agents run and one more is ready."""
+    """The page counts two agents that run and one that is ready."""
     script = f"{CALL}\nimport time; time.sleep(3)"
     async with deploy(tmp_path) as deployment:
         await deployment.control.submit([script_task("slow", script, samples=3)])
@@ -71,7 +71,7 @@ async def test_engines_are_polled(tmp_path: Path) -> None:
 
 
 async def test_a_node_serves_its_page(tmp_path: Path) -> None:
-    """Over HTTP, in Prometheus' content type; with a health check."""
+    """The page is served over HTTP in Prometheus' content type, beside a health check."""
     async with (
         deploy(tmp_path) as deployment,
         serve(deployment.metrics.make_app()) as url,

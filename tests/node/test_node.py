@@ -67,7 +67,7 @@ async def test_the_oldest_group_goes_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["init", "run", "eval"])
 async def test_a_session_can_be_cancelled_in_any_stage(stage: str, tmp_path: Path) -> None:
-    """Its programs end at once; recorded calls are built and the ledger is committed."""
+    """Programs end at once; recorded calls are built and the ledger is committed."""
     async with open_bench(tmp_path) as bench:
         bench.script.hold(stage)
         await bench.control.submit([make_simulated_task()])
@@ -132,7 +132,7 @@ async def test_a_restarted_node_commits_its_journal_first(
     tmp_path: Path,
     server_first: bool,  # noqa: FBT001
 ) -> None:
-    """Before it takes over the node's name, which would fence those results.
+    """The journal is committed before the node takes over its name, which would fence it.
 
     Also when the node is back before its server.
     """
@@ -177,7 +177,7 @@ async def test_a_drain_finishes_running_sessions_and_releases_others(tmp_path: P
 
 @pytest.mark.parametrize("gently", [True, False])
 async def test_the_next_node_finishes_what_is_left(tmp_path: Path, gently: bool) -> None:  # noqa: FBT001
-    """After a drain without grace, or a crash: every sample ends once."""
+    """After a drain without grace, or a crash, every sample ends once."""
     async with open_plane(tmp_path) as control:
         bench = Bench(tmp_path, control, slots=2, grace_s=0.0 if gently else 60.0)
         async with bench.working():
@@ -212,7 +212,7 @@ async def test_a_drain_does_not_wait_for_an_unreachable_server(tmp_path: Path) -
 
 
 async def test_a_node_that_never_registered_can_be_stopped(tmp_path: Path) -> None:
-    """At once, as there is nothing to finish."""
+    """The node ends at once, as there is nothing to finish."""
     async with open_bench(tmp_path) as bench:
         bench.node.leave_s = 60.0
         bench.link.away = True
@@ -222,7 +222,7 @@ async def test_a_node_that_never_registered_can_be_stopped(tmp_path: Path) -> No
 
 
 async def test_a_pause_stops_every_agents_timeout(tmp_path: Path) -> None:
-    """Of running sessions and of those that start meanwhile; the barrier returns at once."""
+    """Time stands still for running and new sessions, and the barrier returns at once."""
     async with open_bench(tmp_path) as bench:
         await until(lambda: bench.node.id)
         bench.script.hold("run")
@@ -306,7 +306,7 @@ async def test_a_refused_node_ends(tmp_path: Path) -> None:
 
 
 async def test_an_exception_of_a_plugin_fails_one_session(tmp_path: Path) -> None:
-    """It is retried as an infrastructure failure, and the node goes on."""
+    """The session is retried as an infrastructure failure, and the node goes on."""
     async with open_bench(tmp_path) as bench:
         bench.script.spent_status = property()  # type: ignore[assignment]
         bench.script.find_crash = None  # type: ignore[method-assign, assignment]
@@ -326,7 +326,7 @@ async def test_an_exception_of_a_plugin_fails_one_session(tmp_path: Path) -> Non
     ],
 )
 async def test_a_refused_result_ends_its_session(tmp_path: Path, refusal: Exception) -> None:
-    """With the cause and its tokens, instead of being leased again for ever; others go on."""
+    """The session ends with the cause and its tokens instead of being leased for ever."""
     async with open_bench(tmp_path) as bench:
         bench.link.refused["a-0"] = refusal
         await bench.control.submit([make_simulated_task("a"), make_simulated_task("b")])
@@ -348,7 +348,7 @@ async def test_a_refused_result_ends_its_session(tmp_path: Path, refusal: Except
 async def test_a_result_that_cannot_be_encoded_ends_its_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as one with a report of objects, of which no copy was made."""
+    """A report of objects, of which no copy was made, ends its session as a failure."""
     monkeypatch.setattr("tugline.evaluators.verdict.make_plain", lambda verdict: verdict)
     async with open_bench(tmp_path) as bench:
         bench.script.report = {"reason": object()}

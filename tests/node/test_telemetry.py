@@ -25,7 +25,7 @@ class MemoryTracer:
 
 
 async def test_each_attempt_is_traced(tmp_path: Path) -> None:
-    """With the stages that it reached and its calls.
+    """A trace has the stages that the attempt reached, and its calls.
 
     A failed export is counted and fails no session.
     """

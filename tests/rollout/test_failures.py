@@ -251,7 +251,7 @@ def task(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator
 async def test_a_failure_is_a_typed_result(
     status: Status, case: Case, task: Task, tmp_path: Path
 ) -> None:
-    """With its status, cause, boundary and message, in time."""
+    """Each failure has its status, cause, boundary and message, in time."""
     stages = [Status.QUEUED]
 
     def on_stage(status: Status) -> None:
@@ -311,7 +311,7 @@ def test_every_cause_has_a_case() -> None:
 def test_failures_are_classified_by_error_and_stage(
     stage: Status, error: Exception, cause: Cause
 ) -> None:
-    """By the type of the error, then by the stage."""
+    """The type of the error decides first, then the stage."""
     failure = classify(stage, error)
     assert (failure.cause, failure.boundary) == (cause, HANDLING[cause].boundary)
     assert str(error) in failure.message

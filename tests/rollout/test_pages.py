@@ -69,7 +69,7 @@ def test_options_of_harnesses_and_evaluators_are_documented(kind: str, part: str
 
 @pytest.mark.parametrize("part", ["local", "bubblewrap"])
 def test_options_of_runtimes_are_documented(part: str) -> None:
-    """Each is in the runtime's row of docs/runtimes.md."""
+    """Each option is in the runtime's row of docs/runtimes.md."""
     lines = (DOCS / "runtimes.md").read_text().splitlines()
     row = next(line for line in lines if line.startswith(f"| `{part}` |"))
     options = set(signature(find("runtime", part)).parameters)

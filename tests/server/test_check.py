@@ -26,7 +26,7 @@ def serve_in(folder: Path) -> AbstractAsyncContextManager[RunningServer]:
 
 
 async def test_damaged_and_lost_results_are_named(store_url: str, tmp_path: Path) -> None:
-    """On both stores, while the server runs and after it was stopped."""
+    """Both stores are checked while the server runs and after it was stopped."""
     store = ("--store", store_url)
     async with serve(store_url, tmp_path) as server:
         await server.finish(samples=4)
@@ -49,7 +49,7 @@ async def test_damaged_and_lost_results_are_named(store_url: str, tmp_path: Path
 
 
 def test_a_missing_database_is_an_error(tmp_path: Path) -> None:
-    """It is not created."""
+    """A missing database is not created."""
     code, output = asyncio.run(check(tmp_path))
     assert (code, "unable to open" in output, list(tmp_path.iterdir())) == (1, True, [])
 

@@ -71,7 +71,7 @@ async def test_a_large_store_opens_quickly(open_control: Open) -> None:
 
 
 async def test_a_task_that_fails_the_check_is_refused_with_its_index(open_control: Open) -> None:
-    """Also where the check names no field; the bounds of the types are always checked."""
+    """The index is there even if the check names no field; bounds of types are always checked."""
 
     def check(task: Task) -> None:
         if task.id == "odd":

@@ -60,7 +60,7 @@ async def test_a_cancelled_lease_request_loses_no_work(control: ControlPlane) ->
 
 
 async def test_a_lost_nodes_sessions_go_to_others(control: ControlPlane) -> None:
-    """As soon as its lease has expired; its later messages are refused."""
+    """Another node gets them once the lease has expired; the node's later messages are refused."""
     dead = await IdleNode.at_work(control, make_task("t"), name="dead")
     alive = await IdleNode.join(control, "alive")
     await pass_time(control, 20.0)
@@ -130,7 +130,7 @@ async def test_orders_answer_a_waiting_lease_request_once(control: ControlPlane)
 
 
 async def test_a_draining_node_gets_no_work(control: ControlPlane) -> None:
-    """It learns at once, and sessions that it releases keep their attempts."""
+    """The node learns of it at once, and sessions that it releases keep their attempts."""
     node = await IdleNode.at_work(control, make_task("t"), name="a")
     asking = await node.start_asking()
     await control.dispatcher.drain(node.node)
@@ -187,7 +187,7 @@ async def test_infrastructure_failures_cost_no_attempt(control: ControlPlane) ->
 
 
 async def test_a_node_that_reports_a_problem_is_quarantined(control: ControlPlane) -> None:
-    """It gets no session, then one after a pause that doubles, and all once it has no problem.
+    """The node gets one session after pauses that double, and all once it has no problem.
 
     Other nodes do all of the work meanwhile, and no task loses an attempt.
     """
@@ -227,7 +227,7 @@ async def test_a_node_that_reports_a_problem_is_quarantined(control: ControlPlan
 async def test_no_failures_of_sessions_quarantine_a_node(
     control: ControlPlane, cause: Cause
 ) -> None:
-    """However many tasks fail, with whatever cause: a tenant could let its tasks fail like that."""
+    """A tenant could let its tasks fail on purpose, so neither number nor cause matters."""
     node = await IdleNode.join(control)
     for number in range(6):
         await control.submit([make_task(f"bad{number}", group=Group(attempts=1, retry_s=0.0))])
@@ -240,7 +240,7 @@ async def test_no_failures_of_sessions_quarantine_a_node(
 
 
 async def test_a_failed_session_moves_to_another_node(control: ControlPlane) -> None:
-    """If another has room; a node that is alone gets it again."""
+    """The session moves if another node has room; a node that is alone gets it again."""
     a = await IdleNode.at_work(control, make_task("t"), name="a")
     b = await IdleNode.join(control, "b", room=1)
     waiting = await a.start_asking(room=7)
@@ -310,7 +310,7 @@ async def test_a_session_that_ignores_its_stop_is_fenced(control: ControlPlane) 
 
 
 async def test_a_pause_waits_for_every_node(control: ControlPlane) -> None:
-    """It returns when all nodes have applied it; waiting lease requests carry it."""
+    """The pause returns when all nodes have applied it; waiting lease requests carry it."""
     node, late = await IdleNode.join(control, "a"), await IdleNode.join(control, "b")
     asking = await node.start_asking()
     pausing = asyncio.ensure_future(control.pause(within_s=10))
@@ -325,7 +325,7 @@ async def test_a_pause_waits_for_every_node(control: ControlPlane) -> None:
 
 
 async def test_a_pause_names_missing_nodes(control: ControlPlane) -> None:
-    """It ends at its timeout; repeating the same pause makes no new generation."""
+    """The pause ends at its timeout; repeating the same pause makes no new generation."""
     await IdleNode.join(control, "slow")
     barrier = await control.pause(within_s=0.2)
     assert (barrier.missing, barrier.generation) == (("slow",), 1)
@@ -398,7 +398,7 @@ async def test_a_second_server_does_not_extend_leases(open_control: Open) -> Non
 
 
 async def test_a_node_without_sandboxes_joins_in_quarantine(control: ControlPlane) -> None:
-    """It gets one session on trial; once it works, the node ends the quarantine."""
+    """The node gets one session on trial; once that works, the node ends the quarantine."""
     node = await IdleNode.join(control, problem="no bwrap on PATH")
     await control.submit([make_task(f"t{n}") for n in range(3)])
     assert (await node.ask(wait_s=0.05)).work == ()
@@ -413,7 +413,7 @@ async def test_a_node_without_sandboxes_joins_in_quarantine(control: ControlPlan
 
 # --------------------------------------------------------------------------- many at once
 async def test_expiring_a_node_takes_a_constant_number_of_statements(control: ControlPlane) -> None:
-    """Its sessions are returned to the queue together, not one by one."""
+    """All sessions are returned to the queue together, not one by one."""
     counts = []
     for name, samples in (("small", 2), ("large", 64)):
         node = await IdleNode.at_work(control, make_task(name, samples), name=name, room=samples)

@@ -57,7 +57,7 @@ async def test_counters_count_committed_events(control: ControlPlane) -> None:
 
 
 async def test_each_event_is_counted_once(control: ControlPlane) -> None:
-    """With consecutive and concurrent pages, and more events than are read at once."""
+    """Consecutive and concurrent pages count each event once, also beyond one batch."""
     metrics = ServerMetrics(control.database)
     for first in range(0, 3000, 1000):
         await control.submit([make_task(f"t{n}") for n in range(first, first + 1000)])

@@ -43,7 +43,7 @@ def _ids(page: Results) -> list[str]:
 async def test_results_are_read_in_pages(
     database: Database, op: Callable[..., Results], limit: int, expected: list[str]
 ) -> None:
-    """In the order of their commits, or as whole groups: as many as fit, and at least one."""
+    """Pages follow the order of commits, or hold as many whole groups as fit, at least one."""
     await _finish_tasks(database, a=4, b=2, c=1)
     pages, cursor = [], 0
     while (page := await database.read(op, cursor, limit)).items:
@@ -84,7 +84,7 @@ async def test_trimming_events_keeps_results(database: Database) -> None:
 
 
 async def test_blobs_without_a_result_are_swept(database: Database, tmp_path: Path) -> None:
-    """Also those that an expired lease had stored for the same session."""
+    """A blob that an expired lease had stored for the same session is deleted, too."""
     await database.write(submit, make_task("a.b", 2))
     await database.write(finish, "a.b-0", 1.0, blob="a.b-0.2.new")
     blobs = LocalBlobs(tmp_path / "blobs")
@@ -125,7 +125,7 @@ async def test_pages_use_an_index(tmp_path: Path) -> None:
 async def test_a_position_of_a_wiped_store_is_before_all_new_results(
     open_control: Open, wipe_store: Callable[[], None]
 ) -> None:
-    """Whatever number of results the old and the new store have."""
+    """A reader gets all new results, however many the old and the new store have."""
     async with open_control() as control:
         await control.submit([make_task("t", 2)])
         await control.database.write(results.cancel_task, "t", by="me")

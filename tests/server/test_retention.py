@@ -45,7 +45,7 @@ async def test_acknowledged_tasks_are_deleted(control: ControlPlane) -> None:
 
 
 async def test_the_id_of_a_deleted_task_can_be_reused(control: ControlPlane) -> None:
-    """Also for a task with another body."""
+    """A task with another body may have the id of a deleted one."""
     position = await finish_tasks(control, "a")
     assert await control.database.write(tasks.delete_finished, time.time() + 60) == 1
     changed = make_task("a", tags={"other": "body"})
@@ -69,7 +69,7 @@ async def test_tasks_with_undelivered_callbacks_are_kept(control: ControlPlane) 
 
 
 async def test_a_deleted_consumer_does_not_delay_deletion(control: ControlPlane) -> None:
-    """Its acknowledgements no longer count."""
+    """Acknowledgements of a deleted consumer no longer count."""
     await finish_tasks(control, "a")
     await control.database.write(results.ack, "dead", 0)
     await control.database.write(results.delete_consumer, "dead")
@@ -79,7 +79,7 @@ async def test_a_deleted_consumer_does_not_delay_deletion(control: ControlPlane)
 
 
 async def test_a_silent_consumer_does_not_delay_deletion_for_ever(open_control: Open) -> None:
-    """It no longer counts after `keep_consumers_days`; its position stays."""
+    """The consumer no longer counts after `keep_consumers_days`, but its position stays."""
     minute = 1 / 1440
     async with open_control(keep_tasks_days=minute, keep_consumers_days=10 * minute) as control:
         await finish_tasks(control, "a")

@@ -67,7 +67,7 @@ async def test_tenants_share_by_their_weights(database: Database, at_once: int) 
 
 
 async def test_idle_tenants_earn_no_credit(database: Database) -> None:
-    """Neither before their first task nor during a pause."""
+    """A tenant earns no credit before its first task, nor during a pause."""
     await _submit(database, make_task("a", 50, tenant="a"))
     assert await _count(database, 40) == {"a": 40}
     await _submit(database, make_task("b", 50, tenant="b"))
@@ -114,7 +114,7 @@ async def test_requeued_sessions_keep_their_place(database: Database) -> None:
 
 # --------------------------------------------------------------------------- limits of sessions
 async def test_a_tenant_at_its_limit_leaves_slots_to_others(database: Database) -> None:
-    """Also after its limit was lowered; each ended session makes room for another."""
+    """A lowered limit holds, too, and each ended session makes room for another."""
     await _submit(database, make_task("a", 9, tenant="a"), make_task("b", 20, tenant="b"))
     three = _settings(a={"sessions": 3})
     assert await _count(database, 2, three) == {"a": 1, "b": 1}
@@ -126,7 +126,7 @@ async def test_a_tenant_at_its_limit_leaves_slots_to_others(database: Database) 
 
 
 async def test_waiting_at_a_limit_earns_no_credit(database: Database) -> None:
-    """Without the limit, both tenants have equal shares again."""
+    """Once the limit is gone, both tenants have equal shares again."""
     await _submit(database, make_task("a", 90, tenant="a"), make_task("b", 90, tenant="b"))
     for _ in range(20):
         await _lease(database, 2, _settings(a={"sessions": 2}))

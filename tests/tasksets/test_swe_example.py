@@ -95,7 +95,7 @@ async def serve_engine(rows: Sequence[dict[str, str]]) -> AsyncIterator[str]:
 
 @pytest.mark.slow
 async def test_the_toy_runs_to_its_end(world: World) -> None:
-    """With sandbox, agent, model and SWE-bench's grading half of the sessions earn 1."""
+    """Half of the sessions earn 1 from SWE-bench's grading, with sandbox, agent and model."""
     if reason := Bubblewrap().check_available():
         pytest.skip(reason)
     async with serve_engine(make_repository(world.folder / "toy")) as url:

@@ -132,9 +132,10 @@ def test_builders_train_the_same_tokens_in_their_exact_contexts(
 @MANY
 @given(SESSIONS)
 def test_only_untrained_tokens_have_a_reason(drawn: RandomSession) -> None:
-    """Without a limit a token is trained unless its call is a side call, aborted or unread.
+    """A token is trained unless its call is a side call, aborted or unread.
 
-    Or after an image; with `train_images` it is trained like any other.
+    Tokens after an image are untrained, too, unless `train_images` is set. A limit is not part of
+    this test.
     """
     ledgers = count_calls(drawn.calls, PrefixMerging().build(drawn.calls).traces)
     every = count_calls(drawn.calls, PrefixMerging(train_images=True).build(drawn.calls).traces)

@@ -116,7 +116,7 @@ def test_temperatures_are_those_of_the_next_token(recipe: Any) -> None:
 
 
 def test_ranks_have_equally_many_micro_batches(recipe: Any) -> None:
-    """Each sample is in one, none is too long, and padding ones train nothing."""
+    """Each sample is in one, none is too long, and padding batches train nothing."""
     lengths = [9, 8, 5, 5, 4, 3, 2]
     ranks = recipe.pack([sample(length) for length in lengths], 10, 3)
     assert [len(batches) for batches in ranks] == [2, 2, 2]
@@ -128,7 +128,7 @@ def test_ranks_have_equally_many_micro_batches(recipe: Any) -> None:
 
 
 def test_long_samples_are_left_out(recipe: Any, tmp_path: Path) -> None:
-    """They are counted, not cut; a second writer continues after the step."""
+    """Long samples are counted, not cut; a second writer continues after the step."""
 
     class Group:
         """The fields of a graded group that are written."""

@@ -164,7 +164,7 @@ async def test_calls_stay_held_while_weights_differ(
     fault: str,
     first: bool,  # noqa: FBT001
 ) -> None:
-    """Where the version before is not known, or cannot be loaded; until a publication succeeds."""
+    """If no earlier version can be restored, calls stay held until a publication succeeds."""
     async with open_bench(tmp_path) as bench:
         if not first:
             await bench.publish("b", 1)

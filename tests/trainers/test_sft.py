@@ -115,7 +115,7 @@ def test_messages_are_rendered_and_only_answers_are_trained(tmp_path: Path, shap
 
 
 def test_token_ids_are_read(tmp_path: Path) -> None:
-    """From JSON lines and Parquet; rows that are too long or untrained are counted, not cut."""
+    """JSON lines and Parquet are read; rows that are too long or untrained are counted, not cut."""
     rows = [
         {"ids": [5, 6, 7], "loss_mask": [False, True, True], "session": "a-0", "task": "a"},
         {"input_ids": [1, 2], "completion_mask": [0, 1]},
@@ -134,7 +134,7 @@ def test_token_ids_are_read(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_task_are_grouped_by_their_content(tmp_path: Path) -> None:
-    """So that the same rows are held out, wherever the file is and however it is sorted."""
+    """The same rows are held out, wherever the file is and however it is sorted."""
     rows = [{"ids": [5, at], "loss_mask": [False, True]} for at in (6, 7, 6)]
     found = []
     for name, order in (("one", rows), ("two", rows[::-1])):
@@ -158,7 +158,7 @@ def test_rows_without_a_task_are_grouped_by_their_content(tmp_path: Path) -> Non
     ],
 )
 def test_wrong_rows_are_reported(tmp_path: Path, row: dict[str, Any], message: str) -> None:
-    """With the file, the line and what is expected."""
+    """The error has the file, the line and what is expected."""
     path = write_rows(tmp_path / "set.jsonl", row)
     with pytest.raises(UsageError, match=message):
         read_set([path], make_rendering().tokenizer, make_rendering, 99)

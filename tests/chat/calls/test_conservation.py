@@ -252,7 +252,7 @@ def test_json_of_llama_is_a_call_only_as_a_whole(sampled: str, *, call: bool) ->
     ],
 )
 def test_calls_of_gpt_oss_need_neither_start_nor_call(sampled: str) -> None:
-    """Without ``<|start|>``, and closed by ``<|end|>``, they are calls."""
+    """Calls without ``<|start|>``, and closed by ``<|end|>``, are calls."""
     [call] = parse("gpt-oss", sampled).tool_calls
     assert (call.name, call.arguments) == ("read", "{}")
 

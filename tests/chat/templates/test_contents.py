@@ -129,7 +129,7 @@ def test_no_content_adds_a_special_token(name: str, *, merges: bool, data: st.Da
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_no_tool_result_adds_a_special_token(name: str, data: st.DataObject) -> None:
-    """Also in the extension of a prompt, before and after its shape is known."""
+    """An extended prompt has none either, before and after its shape is known."""
     of = made(name, merges=True)
     prompt = of.render((HELLO,), ())[-64:]
     closing = of.template.think_end
@@ -229,7 +229,7 @@ ARGUMENTS = (
 def test_any_call_can_be_rendered_again(
     name: str, calls: list[tuple[str, str]], *, text: bool
 ) -> None:
-    """Whatever its arguments are; those that are not an object are in the prompt as written."""
+    """Arguments may be anything; those that are not an object are in the prompt as written."""
     of = make_rendering(name)
     made_calls = [ToolCall(f"call_0_{at}", *call) for at, call in enumerate(calls)]
     results = [Message(Role.TOOL, "RESULT", tool_call_id=call.id) for call in made_calls]
@@ -263,7 +263,7 @@ def decode(of: Rendering, messages: list[Message], tools: tuple[Tool, ...] = ())
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_prompts_without_special_tokens_are_as_before(name: str) -> None:
-    """Their ids are those of the version before contents were told from the template."""
+    """The ids equal those of the version before contents were told from the template."""
     calls = (ToolCall("call_0_0", "read", '{"path": "a > b", "n": [1, null, {"x": "<b>"}]}'),)
     conversation = [
         Message(Role.SYSTEM, "Be brief <"),
@@ -285,7 +285,7 @@ def test_prompts_without_special_tokens_are_as_before(name: str) -> None:
 
 
 def test_a_tool_result_cannot_write_a_system_message() -> None:
-    """By default; the tokenizer's way can be chosen, and raw prompts always have it."""
+    """Special tokens in contents are text by default; raw prompts may always have them."""
     result = Message(Role.TOOL, INJECTED, tool_call_id="call_0_0")
     prompts = {}
     for setting in ("text", "tokens"):
@@ -365,7 +365,7 @@ def vocabulary_of(kind: str) -> tuple[Backend, Backend]:
 @pytest.mark.parametrize("kind", KINDS)
 @given(pieces=st.lists(st.sampled_from([*MARKS, " ", "x", "<", "|", "\n", "＜", "end|>", "]~"])))
 def test_escaped_contents_are_encoded_as_without_added_tokens(kind: str, pieces: list[str]) -> None:
-    """Whatever the tokenizer does to texts before it splits them."""
+    """Whatever the tokenizer does to texts before it splits them changes nothing."""
     backend, plain = vocabulary_of(kind)
     contents = ContentTokenizer(Tokenizer(backend, kind))
     text = "".join(pieces)
@@ -398,7 +398,7 @@ def test_answers_to_train_on_may_begin_with_reasoning() -> None:
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_null_properties_are_no_properties(name: str) -> None:
-    """As servers write that are made with Go; where they can be rendered, they are as written."""
+    """Servers made with Go send null; where null can be rendered, it stays as written."""
     of = make_rendering(name)
     null, none = (Tool("t", "D.", {"type": "object", "properties": p}) for p in (None, {}))
     prompt = decode(of, [HELLO], (null,))
@@ -406,7 +406,7 @@ def test_null_properties_are_no_properties(name: str) -> None:
 
 
 def test_kimi_declares_tools_as_json_where_its_types_do_not_suffice() -> None:
-    """As the model's own tokenizer does: all tools, in the same message, with sorted keys."""
+    """All tools are in the same message, with sorted keys, as the model's own tokenizer does."""
     of = make_rendering("kimi-k2.5")
     odd = Tool("odd", "", {"type": "object", "properties": {"a": {"const": 1}}})
     prompt = decode(of, [HELLO], (*TOOLS, odd))
@@ -431,7 +431,7 @@ def test_only_the_tool_that_cannot_be_written_has_its_schema_as_json() -> None:
 @pytest.mark.parametrize("name", OFFLINE)
 @pytest.mark.parametrize("arguments", ['{"path": "a', "[1]", "null", "NaN", '"x"'])
 def test_a_malformed_call_is_text_beside_a_good_one(name: str, arguments: str) -> None:
-    """Its result follows; the good call stays a call, where a message can have both."""
+    """The result follows; the good call stays a call, where a message can have both."""
     of = make_rendering(name)
     good, bad = ToolCall("call_0_0", "read", '{"path": "a"}'), ToolCall("call_0_1", "r", arguments)
     results = [Message(Role.TOOL, f"R{at}", tool_call_id=f"call_0_{at}") for at in range(2)]
@@ -444,7 +444,7 @@ def test_a_malformed_call_is_text_beside_a_good_one(name: str, arguments: str) -
 
 
 def test_errors_have_no_keys_of_escaping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a content could forge a special token with the key from an error."""
+    """A content with the key from an error could forge a special token."""
     of = Rendering(make_tokenizer(), "qwen3")
 
     def refuse(messages: list[dict[str, Any]], **_: Any) -> None:
@@ -458,7 +458,7 @@ def test_errors_have_no_keys_of_escaping(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_images_are_still_refused() -> None:
-    """By name: they are no text."""
+    """A picture of a tool result is refused by name, since it is not text."""
     picture = Message(Role.TOOL, "See", tool_call_id="1", images=(Image("data:,A"),))
     with pytest.raises(Unsupported, match="images"):
         make_rendering("gemma4").render([HELLO, picture], TOOLS)

@@ -59,6 +59,6 @@ def test_texts_around_calls_keep_their_place() -> None:
     ids=["twice", "nameless", "unclosed", "wordy"],
 )
 def test_a_malformed_call_is_text_as_it_was_written(broken: str) -> None:
-    """It is not repaired; other calls are still parsed."""
+    """A malformed call is not repaired; other calls are still parsed."""
     assert parse(broken) == [broken.strip()]
     assert parse(f"{invoked()}{broken}") == [("t", {}), broken.strip()]

@@ -82,7 +82,7 @@ SUMMARY = Message(Role.ASSISTANT, "So far: one file read.")
 @pytest.mark.parametrize("tools", [(), TOOLS], ids=["no tools", "tools"])
 @pytest.mark.parametrize("name", OFFLINE)
 def test_a_last_message_of_the_assistant_is_a_closed_turn(name: str, tools: Any) -> None:
-    """It is written as before another message, and the model's answer is opened behind it."""
+    """The turn is rendered as before another message, and the model's answer opened behind it."""
     made, hello = make_rendering(name), HELLO.content.strip()
     opening = text_of(made, made.render((SYSTEM, HELLO), tools)).rpartition(hello)[2]
     for history in ([SYSTEM], [SYSTEM, HELLO], [HELLO], [], [SYSTEM, HELLO, SUMMARY, HELLO]):
@@ -174,7 +174,7 @@ def _merging(name: str, merges: str) -> Rendering:
 
 
 def test_a_known_shape_is_extended_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It renders the first tail of a shape, and not one that differs only in its texts."""
+    """The library renders only the first tail of a shape, not others with different texts."""
     made = Rendering(make_merging_tokenizer(SPECIALS["qwen3"].split()), "qwen3")
     prompt = made.render((HELLO,), TOOLS)
     sampled = np.asarray([*made.tokenizer.encode("</think>Yes."), made.stop_ids[0]], np.int32)
@@ -209,7 +209,7 @@ def test_an_extension_equals_a_full_render(name: str, calls: int) -> None:
 
 @pytest.mark.parametrize("retention", ["all", "tool_cycle", "template"])
 def test_reasoning_is_kept_as_long_as_was_chosen(retention: str) -> None:
-    """For ever, or within tool calls as in Qwen3's template: else the prompt is rendered anew."""
+    """Reasoning stays for ever, or within tool calls as in Qwen3's template."""
     made = make_rendering("qwen3", retention)
     prompt = made.render((HELLO,), TOOLS)
     ids = made.tokenizer.encode("<think>a</think>b<|im_end|>")
@@ -221,7 +221,7 @@ def test_reasoning_is_kept_as_long_as_was_chosen(retention: str) -> None:
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_late_system_messages_keep_their_place(name: str) -> None:
-    """They are neither left out nor moved, whatever role a template gives them."""
+    """Late ones are neither left out nor moved, whatever role a template gives them."""
     made = make_rendering(name)
     answer = Message(Role.ASSISTANT, "ANSWER")
     messages = [
@@ -244,7 +244,7 @@ def test_late_system_messages_keep_their_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "qwen3-vl"])
 def test_images_are_refused_by_name(name: str) -> None:
-    """They are not dropped silently."""
+    """Images are not dropped silently."""
     picture = Message(Role.USER, "See", images=(Image("data:image/png;base64,AA"),))
     with pytest.raises(Unsupported, match="images") as caught:
         make_rendering(name).render((picture,), ())
@@ -285,7 +285,7 @@ class _Harmony:
 
 
 def test_results_name_their_tool_where_the_template_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in harmony, whose results are messages of the tool; the names are those of the calls."""
+    """In harmony results are messages of the tool, with the names of the calls."""
     vocabulary = make_tokenizer(SPECIALS["gpt-oss"].split())
     monkeypatch.setattr("renderers.gpt_oss.load_harmony_encoding", lambda _: _Harmony(vocabulary))
     made = Rendering(vocabulary, "gpt-oss")

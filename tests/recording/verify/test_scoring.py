@@ -62,7 +62,7 @@ async def test_logprobs_agree_within_rounding(temperature: float, tmp_path: Path
 
 @pytest.mark.engine
 async def test_a_wrong_context_fails(tmp_path: Path) -> None:
-    """With some changed prompt ids the logprobs of that turn, and of no other, differ."""
+    """Changed prompt ids change the logprobs of that turn, and of no other."""
     change = one_changed(1, "prompt_ids", slice(-20, None), 65)
     report = await change_and_score(tmp_path, change, turns=2)
     first, second = report.turns
@@ -117,7 +117,7 @@ async def test_incomparable_logprobs_are_unchecked(
 async def test_raw_logprobs_are_always_comparable(
     fields: dict[str, object], tmp_path: Path
 ) -> None:
-    """They are from before any truncation or constraint."""
+    """Raw logprobs are from before any truncation or constraint."""
     change = changed(0, logprob_meaning=LogprobMeaning.RAW, **fields)
     check = (await change_and_score(tmp_path, change)).checks["engine"]
     assert check.verdict is VerifyVerdict.PASS
@@ -136,7 +136,7 @@ async def test_tokens_beyond_the_window_are_not_scored(tmp_path: Path) -> None:
 
 
 async def test_an_engine_that_cannot_score_is_an_error(tmp_path: Path) -> None:
-    """As is one that does not answer; neither is a passed check."""
+    """An engine that cannot score or does not answer is an error, not a passed check."""
     async with open_session(tmp_path, reply_with("Hi.")) as session:
         await session.ask()
         path, recording = read_in(tmp_path)

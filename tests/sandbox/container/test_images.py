@@ -116,7 +116,7 @@ GONE = "registry.invalid/nobody/nothing:1"
 async def test_missing_images_are_reported(
     podman: str, tmp_path: Path, options: dict[str, Any], image: str, expected: str
 ) -> None:
-    """With the engine's message; invalid names, which could change the engine's URL, as such."""
+    """The error has the engine's message; a name that would change the URL is refused."""
     with socket.create_server(("127.0.0.1", 0)) as silent:  # a registry that never answers
         name = image.format(port=silent.getsockname()[1])
         output = await open_error(
@@ -187,7 +187,7 @@ async def test_a_folder_without_a_dockerfile_is_an_error(podman: str, tmp_path: 
 async def test_a_cancelled_inspection_leaves_no_container(
     podman: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither while its container is created nor while it is removed."""
+    """A cancellation during creation or removal of the container leaves nothing."""
     runtime = Container(engine=podman, image=BUSYBOX)
     await asyncio.to_thread(runtime.inspect)
     reached = asyncio.Event()

@@ -49,7 +49,7 @@ async def test_programs_have_few_capabilities_and_no_network(
 
 
 async def test_diff_kills_all_processes(container: Container, tmp_path: Path) -> None:
-    """Also one that outlived its run; the next program starts the container again."""
+    """A process that outlived its run is killed; the next program starts the container again."""
     async with container.open(tmp_path / "sandbox") as sandbox:
         inside = ("nsenter", f"--target={sandbox._pid}", "--pid", "--mount", "sleep", "300")
         left_over = await asyncio.create_subprocess_exec(*inside)
@@ -61,7 +61,7 @@ async def test_diff_kills_all_processes(container: Container, tmp_path: Path) ->
 
 
 async def test_a_killed_container_restarts_once(container: Container, tmp_path: Path) -> None:
-    """For concurrent programs and an exposed URL."""
+    """Concurrent programs and an exposed URL share the one restart."""
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     async with server, container.open(tmp_path / "sandbox") as sandbox:
         assert (await sandbox.run(["sleep", "60"], env={}, timeout_s=0.1)).timed_out
@@ -141,7 +141,7 @@ async def test_an_image_without_shell_is_an_error(podman: str, tmp_path: Path) -
 
 
 async def test_a_missing_image_name_is_an_error(podman: str, tmp_path: Path) -> None:
-    """If neither the task nor the runtime has one."""
+    """The task or the runtime must name an image."""
     with pytest.raises(UsageError, match="nor the runtime has an image"):
         async with Container(engine=podman).open(tmp_path):
             pass

@@ -114,7 +114,7 @@ async def test_a_token_of_a_tenant_changes_only_its_work(server: RunningServer) 
 
 
 async def test_tenants_have_consumers_and_runs_of_their_own(server: RunningServer) -> None:
-    """They begin with the tenant's name; those of another tenant, or of all, are refused."""
+    """Names begin with the tenant's name; those of another tenant, or of all, are refused."""
     people = {name: Person(f"{name}-token", "client", name) for name in ("ann", "eve")}
     server.app.tokens = msgspec.structs.replace(TOKENS, people=people)
     for name, own, other in (("ann", "ann", "eve.x"), ("eve", "eve.x", "ann"), ("eve", "eve", "c")):
@@ -169,7 +169,7 @@ async def test_the_audit_log_names_people(server: RunningServer) -> None:
 
 
 async def test_a_failing_audit_log_is_logged(server: RunningServer) -> None:
-    """The change itself succeeds."""
+    """The change itself succeeds, and the error is logged."""
     (server.control.folder / "audit.jsonl").mkdir()
     with structlog.testing.capture_logs() as logged:
         await server.submit()
@@ -195,7 +195,7 @@ async def _post(server: RunningServer, key: str = "client", **changes: Any) -> A
 
 
 async def test_submissions_per_minute_are_limited(tmp_path: Path) -> None:
-    """By token and tenant; `retry-after` says when the next one is accepted."""
+    """Each token and tenant has a limit; `retry-after` says when the next one is accepted."""
     limits = {"default": TenantSettings(requests_per_minute=2), "free": 1.0}
     async with serve(f"sqlite:{tmp_path / 'db'}", tmp_path, tenants=limits) as server:
         people = {"ann": Person("ann-token")}
@@ -219,7 +219,7 @@ async def test_submissions_per_minute_are_limited(tmp_path: Path) -> None:
 
 
 async def test_a_tenants_token_changes_only_its_own_work(server_of_each: RunningServer) -> None:
-    """It reads everything; tasks without a tenant get its own."""
+    """The token reads everything; tasks without a tenant get that of the token."""
     server = server_of_each
     people = {"ann": Person("ann-token", tenant="lab")}
     server.app.tokens = msgspec.structs.replace(TOKENS, people=people)

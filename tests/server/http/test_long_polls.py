@@ -17,7 +17,7 @@ SSE = {"accept": "text/event-stream"}
 
 
 async def test_a_long_poll_ends_at_its_timeout(server: RunningServer) -> None:
-    """With an empty page and the cursor to continue from."""
+    """The response is an empty page with the cursor to continue from."""
     async with asyncio.timeout(20):
         response = await server.ask("GET", "/v1/results?wait_s=0.05&after=0")
     assert response.json == {"items": [], "groups": [], "cursor": 0}
@@ -35,7 +35,7 @@ async def test_a_long_poll_ends_at_its_timeout(server: RunningServer) -> None:
 async def test_disconnected_clients_are_dropped(
     server: RunningServer, path: str, headers: dict[str, str]
 ) -> None:
-    """At once, long before the end of their wait."""
+    """A client that disconnects is forgotten at once, long before the end of its wait."""
     await server.submit()
     position = (await server.ask("GET", "/v1/status")).json["position"]
     reading = asyncio.create_task(server.ask("GET", path.format(position), headers=headers))
@@ -94,7 +94,7 @@ async def _read_event(got: aiohttp.ClientResponse) -> tuple[str, Event]:
 
 
 async def test_a_stream_begins_now_or_after_a_position(server: RunningServer) -> None:
-    """Without a gap or a repetition; of one task, or of all."""
+    """A stream of one task, or of all, has neither a gap nor a repetition."""
     for name in ("a", "b"):
         await server.submit(id=name)
     async with server.request("GET", "/v1/events", "read", headers=SSE) as got:
@@ -112,7 +112,7 @@ async def test_a_stream_begins_now_or_after_a_position(server: RunningServer) ->
 
 
 async def test_an_idle_stream_sends_keep_alives(server: RunningServer) -> None:
-    """As comments, for proxies and readers."""
+    """Keep-alives are comments, for proxies and readers."""
     server.app.waits.keep_alive_s = 0.05
     async with server.request("GET", "/v1/events", headers=SSE) as got:
         text = await asyncio.wait_for(got.content.readuntil(b"keep-alive\n\n"), 20)

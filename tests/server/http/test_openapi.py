@@ -118,7 +118,7 @@ def test_the_server_conforms_to_its_document(
 
 
 def test_the_document_is_up_to_date() -> None:
-    """Written by ``python tools/docs/openapi.py``."""
+    """The document equals what ``python tools/docs/openapi.py`` writes."""
     assert make_document() == FILE.read_bytes()
 
 
@@ -133,7 +133,7 @@ def test_every_number_of_a_task_has_a_range(name: str) -> None:
 
 
 def test_every_query_parameter_is_described() -> None:
-    """Each has a description."""
+    """Each query parameter has a description."""
     undescribed = [
         f"{method} {path} {parameter['name']}"
         for path, methods in DOCUMENT["paths"].items()
