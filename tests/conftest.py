@@ -13,7 +13,7 @@ import pytest
 import structlog
 from hypothesis import settings
 
-from support.restartable_server import LiveServer
+from support.server import RestartableServer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts what runs in the background with this signal ignored, and so would its children.
@@ -109,9 +109,9 @@ def own_log() -> Iterator[None]:
 
 
 @pytest.fixture
-async def live(tmp_path: Path) -> AsyncIterator[LiveServer]:
+async def live(tmp_path: Path) -> AsyncIterator[RestartableServer]:
     """A server that is up."""
-    made = LiveServer(tmp_path)
+    made = RestartableServer(tmp_path)
     await made.start()
     try:
         yield made

@@ -8,7 +8,7 @@ from tugline.atomic import write_file
 
 
 def test_a_file_is_replaced_with_its_mode(tmp_path: Path) -> None:
-    """Over an old file, and over a draft that a crash left."""
+    """The write replaces an old file, and a draft that a crash left."""
     path = tmp_path / "token"
     path.write_text("old")
     (tmp_path / "token.part").write_text("half of someth")

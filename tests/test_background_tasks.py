@@ -54,7 +54,7 @@ def test_every_task_has_someone_who_learns_of_its_end() -> None:
 async def test_work_that_dies_beside_a_block_is_logged_and_raised(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """At once, while the block still runs, and again at its end."""
+    """The error is logged while the block still runs, and raised at its end."""
     log.configure()
     died = asyncio.Event()
 

@@ -54,7 +54,7 @@ def _write(folder: Path, name: str, text: str) -> Path:
 
 
 def test_yaml_and_toml_are_interchangeable(tmp_path: Path) -> None:
-    """Both give the same values, which cannot be changed."""
+    """Both formats give the same values, which cannot be changed."""
     yaml = load(_write(tmp_path, "a.yaml", "name: x\noptimizer: {learning_rate: 1e-3}\n"), Settings)
     toml = load(
         _write(tmp_path, "a.toml", 'name = "x"\n[optimizer]\nlearning_rate = 1e-3\n'), Settings
@@ -79,7 +79,7 @@ def test_mistakes_are_reported_in_one_line(tmp_path: Path, row: str) -> None:
 
 
 def test_configurations_made_in_python_are_checked() -> None:
-    """Also when a field is replaced."""
+    """A field that is replaced is checked, too."""
     with pytest.raises(ConfigError, match=r"^learning_rate is -1, must be a number > 0$"):
         Optimizer(learning_rate=-1)
     assert Settings(name="x", folder=Path("a")).folder == Path("a")

@@ -92,7 +92,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 # --------------------------------------------------------------------------- their own tools
 def test_the_dockerfile_is_clean() -> None:
-    """Hadolint finds nothing."""
+    """Hadolint finds nothing in the Dockerfile."""
     check(tool("hadolint"), DEPLOY / "Dockerfile")
 
 
@@ -213,7 +213,7 @@ def test_every_variable_exists() -> None:
 
 
 def test_monitors_and_autoscalers_are_consistent() -> None:
-    """Their ports, labels, keys of the secret and metric exist."""
+    """The ports, labels, secret keys and metric that they name exist."""
     kinds = {(each["kind"], each["metadata"]["name"]): each for each in documents()}
     labels = {name: pod["containers"][0]["ports"][0]["name"] for name, pod in pods().items()}
     for (kind, name), each in kinds.items():
@@ -265,7 +265,7 @@ def test_the_ray_cluster_is_consistent() -> None:
 
 
 def test_containers_have_no_privileges() -> None:
-    """None runs as root, and our containers drop all capabilities."""
+    """No container runs as root, and our containers drop all capabilities."""
     users = re.findall(r"^USER (\S+)", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     assert users[-1] == users[0] == "10001:10001"
     for name, pod in pods().items():

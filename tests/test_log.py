@@ -16,7 +16,7 @@ import pytest
 import structlog
 from msgspec.structs import replace
 
-from support.deployment import CALL, observed, task
+from support.deployment import CALL, deploy, script_task
 from tugline import log
 from tugline.server.store import sessions
 from tugline.web.serve import serve
@@ -46,9 +46,9 @@ def lines(tmp_path: Path) -> Iterator[Lines]:
 
 async def test_events_of_a_session_have_its_ids(lines: Lines, tmp_path: Path) -> None:
     """Node, task, session and epoch, in events of the node, its rollout and the gateway."""
-    async with observed(tmp_path) as rig:
-        await rig.run(replace(task("t", AGENT), files={}))
-        epoch = (await rig.control.database.read(sessions.get, "t-0")).epoch
+    async with deploy(tmp_path) as deployment:
+        await deployment.run(replace(script_task("t", AGENT), files={}))
+        epoch = (await deployment.control.database.read(sessions.get, "t-0")).epoch
     log.get("test").info("after")
     events = lines()
     after = events.pop()
@@ -69,11 +69,11 @@ async def test_bound_ids_reach_tasks_and_threads(lines: Lines) -> None:
     """Those started inside the block have the ids; later events do not."""
     say = log.get("test").info
 
-    async def task() -> None:
+    async def script_task() -> None:
         say("task")
 
     with log.about(session="s"):
-        inside = asyncio.create_task(task())
+        inside = asyncio.create_task(script_task())
         await asyncio.to_thread(say, "thread")
     await inside
     say("outside")
@@ -118,7 +118,7 @@ def test_errors_are_described_without_their_texts() -> None:
 
 
 def test_no_error_is_logged_with_its_local_variables() -> None:
-    """Such as `structlog` prints for ``exc_info`` unless it is configured otherwise."""
+    """No source logs ``exc_info``, for which `structlog` would print local variables."""
     for path in (Path(__file__).parents[1] / "src").rglob("*.py"):
         found = re.findall(r"exc_info=|_log\.exception\(", path.read_text())
         assert not found, f"{path}: use log.describe_error"
@@ -165,7 +165,7 @@ def test_a_full_log_is_rotated(tmp_path: Path) -> None:
 
 
 def test_a_log_that_cannot_be_rotated_goes_on(tmp_path: Path) -> None:
-    """As when its folder is lost."""
+    """A log whose folder is lost raises no error."""
     folder = tmp_path / "logs"
     folder.mkdir()
     file = log.RotatingFile(folder / "log.jsonl", max_bytes=10)

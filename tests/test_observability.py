@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.core import Metric
 
-from support.deployment import observed
+from support.deployment import deploy
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = ROOT / "examples" / "grafana" / "tugline.json"
@@ -21,8 +21,11 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Metric]
     """Every metric, of the server and of a node."""
 
     async def look() -> dict[str, list[Metric]]:
-        async with observed(tmp_path_factory.mktemp("observed")) as rig:
-            return {"the server": await rig.pages.families(), "a node": rig.metrics.collect()}
+        async with deploy(tmp_path_factory.mktemp("observed")) as deployment:
+            return {
+                "the server": await deployment.pages.families(),
+                "a node": deployment.metrics.collect(),
+            }
 
     return asyncio.run(look())
 
@@ -50,7 +53,7 @@ def test_every_metric_is_documented(whose: str, families: dict[str, list[Metric]
 
 
 def test_the_dashboard_queries_existing_metrics(families: dict[str, list[Metric]]) -> None:
-    """Each query has metrics and labels of ours."""
+    """Each query of the dashboard has metrics and labels of ours."""
     known: dict[str, set[str]] = {}
     for metric in (*families["the server"], *families["a node"]):
         labels = {*metric._labelnames, "instance"}  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ def test_built_in_names_are_classes(kind: str, name: str) -> None:
 
 
 def test_any_class_can_be_named_by_its_module() -> None:
-    """``module:Class`` needs no registration."""
+    """The name ``module:Class`` needs no registration."""
     assert find("harness", "collections:OrderedDict").__name__ == "OrderedDict"
 
 
@@ -53,7 +53,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     ],
 )
 def test_import_errors_are_reported(target: str, reason: str) -> None:
-    """With Python's own reason."""
+    """The error has Python's own reason."""
     with pytest.raises(UnknownPlugin) as caught:
         find("harness", target)
     assert target in str(caught.value)

@@ -13,8 +13,7 @@ import pytest
 
 from support.commands import run_program
 from support.groups import finish
-from support.restartable_server import LiveServer
-from support.server import TOKENS
+from support.server import TOKENS, RestartableServer
 from tugline.stream import GradedGroup, GroupStream
 
 CONSUMER = """
@@ -36,7 +35,7 @@ def read(stream: GroupStream) -> list[GradedGroup]:
         return list(stream)
 
 
-async def test_groups_are_flat_arrays_with_advantages(live: LiveServer) -> None:
+async def test_groups_are_flat_arrays_with_advantages(live: RestartableServer) -> None:
     """Equal rewards have no advantage."""
     await finish(live, a=[1.0, 0.0, 1.0], b=[1.0, 1.0], c=[0.5])
     stream = GroupStream("me", live.url, TOKENS.client, follow=False)
@@ -56,8 +55,8 @@ async def test_groups_are_flat_arrays_with_advantages(live: LiveServer) -> None:
     assert all(not one.advantages.any() for one in (*b.samples, *c.samples))
 
 
-async def test_sessions_without_a_reward_are_no_samples(live: LiveServer) -> None:
-    """They are in `missing`; trajectory and failure are available."""
+async def test_sessions_without_a_reward_are_no_samples(live: RestartableServer) -> None:
+    """A session without a reward is in `missing`, with its trajectory and failure."""
     await finish(live, a=[1.0, None])
     stream = GroupStream("me", live.url, TOKENS.client, follow=False)
     (group,) = await asyncio.to_thread(read, stream)
@@ -66,7 +65,9 @@ async def test_sessions_without_a_reward_are_no_samples(live: LiveServer) -> Non
     assert group.missing == (1,)
 
 
-async def test_a_killed_consumer_resumes_at_its_last_acknowledgement(live: LiveServer) -> None:
+async def test_a_killed_consumer_resumes_at_its_last_acknowledgement(
+    live: RestartableServer,
+) -> None:
     """A group that was read but not acknowledged comes again; acknowledged ones do not.
 
     Restarting the server changes nothing.
@@ -94,7 +95,7 @@ async def test_a_killed_consumer_resumes_at_its_last_acknowledgement(live: LiveS
     assert [one.id for one in await asyncio.to_thread(read, stream)] == ["d"]
 
 
-async def start_consumer(live: LiveServer) -> asyncio.subprocess.Process:
+async def start_consumer(live: RestartableServer) -> asyncio.subprocess.Process:
     """Start a consumer in its own process."""
     arguments = (sys.executable, "-c", CONSUMER, live.url, TOKENS.client)
     pipe = asyncio.subprocess.PIPE
@@ -116,7 +117,7 @@ async def acknowledge(process: asyncio.subprocess.Process) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_a_data_loader_reads_in_a_worker_process(live: LiveServer) -> None:
+async def test_a_data_loader_reads_in_a_worker_process(live: RestartableServer) -> None:
     """The example acknowledges what its worker has read; the next run continues after it."""
     await finish(live, **{name: [1.0, 0.0] for name in "abcdefghijkl"})
     assert await run_example(live) == [f"{name} {name}-0=1 {name}-1=0" for name in "abcdefghijkl"]
@@ -124,7 +125,7 @@ async def test_a_data_loader_reads_in_a_worker_process(live: LiveServer) -> None
     assert await run_example(live) == ["m m-0=1"]
 
 
-async def run_example(live: LiveServer) -> list[str]:
+async def run_example(live: RestartableServer) -> list[str]:
     """The lines that it prints."""
     where = {"TUGLINE_SERVER": live.url, "TUGLINE_TOKEN": TOKENS.client}
     script = Path(__file__).parents[1] / "examples" / "torch_dataset.py"

@@ -49,7 +49,7 @@ def test_file_formats(tmp_path: Path) -> None:
 
 
 def test_folders_and_patterns_are_searched(tmp_path: Path) -> None:
-    """In order of names, without subfolders, which may hold the tasks' own files."""
+    """Files come in order of names, without subfolders, which may hold the tasks' own files."""
     for name in ("b", "a"):
         make_file(tmp_path, f"{name}.yaml", YAML.format(id=name))
     make_file(tmp_path, "workspace/package.json", "{}")
@@ -65,7 +65,7 @@ def test_folders_and_patterns_are_searched(tmp_path: Path) -> None:
 
 
 def test_texts_can_be_read_from_files(tmp_path: Path) -> None:
-    """Their paths are relative to the task file."""
+    """Paths of text files are relative to the task file."""
     make_file(tmp_path, "texts/ask.md", "Please mend it.\n")
     make_file(tmp_path, "texts/calc.py", "def add(): ...\n")
     path = make_file(
@@ -101,7 +101,7 @@ def test_texts_can_be_read_from_files(tmp_path: Path) -> None:
 def test_mistakes_have_file_field_and_value(
     tmp_path: Path, name: str, text: str, expected: str
 ) -> None:
-    """In one line, with what would be right."""
+    """The error says in one line what is wrong, and what would be right."""
     path = make_file(tmp_path, name, text)
     with pytest.raises(ConfigError) as raised:
         load_tasks([path])
@@ -110,7 +110,7 @@ def test_mistakes_have_file_field_and_value(
 
 
 def test_the_mistakes_of_all_tasks_of_a_file_are_reported(tmp_path: Path) -> None:
-    """Each with its task; also text files that do not exist."""
+    """Each mistake is named with its task; a missing text file is a mistake, too."""
     text = """
 - {id: a, instruction_file: no.md, harness: pi, evaluator: tests, samples: 0}
 - {id: b, instruction: do, harness: pi, evaluator: tests}
@@ -128,7 +128,7 @@ def test_the_mistakes_of_all_tasks_of_a_file_are_reported(tmp_path: Path) -> Non
 
 
 def test_a_plugin_may_be_given_by_its_name(tmp_path: Path) -> None:
-    """For a harness, evaluator or runtime without options, as in the schema."""
+    """A harness, evaluator or runtime without options can be its name, as in the schema."""
     text = "id: t\ninstruction: do\nharness: pi\nevaluator: tests\nruntime: local\n"
     (read,) = load_tasks([make_file(tmp_path, "t.yaml", text)])
     assert read == msgspec.structs.replace(WANTED, runtime=PluginSpec("local"))
@@ -141,7 +141,7 @@ def test_a_plugin_may_be_given_by_its_name(tmp_path: Path) -> None:
 
 
 def test_paths_of_a_workspace_are_relative_to_the_file(tmp_path: Path) -> None:
-    """If they exist there; others are paths on the node."""
+    """A path that exists beside the file is made absolute; others are paths on the node."""
     (tmp_path / "tasks/project").mkdir(parents=True)
     text = YAML.format(id="t") + "workspace:\n  folder: "
     for number, (given, wanted) in enumerate(
@@ -152,7 +152,7 @@ def test_paths_of_a_workspace_are_relative_to_the_file(tmp_path: Path) -> None:
 
 
 def test_ids_are_unique(tmp_path: Path) -> None:
-    """Over all files together; the error names both."""
+    """An id may occur once in all files together; the error names both."""
     make_file(tmp_path, "a.yaml", YAML.format(id="t"))
     make_file(tmp_path, "b.yaml", YAML.format(id="t"))
     with pytest.raises(ConfigError, match=r"b\.yaml: id 't' is already used by .*a\.yaml"):
@@ -160,7 +160,7 @@ def test_ids_are_unique(tmp_path: Path) -> None:
 
 
 def test_the_template_has_every_field(tmp_path: Path) -> None:
-    """With its default as a comment."""
+    """Each field is in the template with its default as a comment."""
     text = make_template()
     (task,) = load_tasks([make_file(tmp_path, "t.yaml", text)])
     lines = [line.removeprefix("# ") for line in text.splitlines()]
@@ -177,6 +177,6 @@ def test_the_template_has_every_field(tmp_path: Path) -> None:
 
 
 def test_the_documented_schema_is_up_to_date() -> None:
-    """Written by ``python tools/docs/task_schema.py``."""
+    """The page equals what ``python tools/docs/task_schema.py`` writes."""
     made = msgspec.json.encode(make_json_schema())
     assert msgspec.json.decode(SCHEMA.read_bytes()) == msgspec.json.decode(made)

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from support.deployment import CALL, observed, task
+from support.deployment import CALL, deploy, script_task
 from tugline.errors import UsageError
 from tugline.node.telemetry import ENDPOINTS, Rollout, Tracer, open_tracer
 from tugline.types import Boundary, Failure, Ledger, Session, Trajectory
@@ -75,9 +75,9 @@ async def test_a_session_is_one_trace(tmp_path: Path) -> None:
     """Root, stages and model calls arrive at a real collector, with the recorded counts."""
     async with collect() as (collector, url):
         tracer = tracer_to(url)
-        async with observed(tmp_path, tracer=tracer) as rig:
-            await rig.run(task("t", TWICE))
-            calls = rig.gateway.read_calls("t-0")
+        async with deploy(tmp_path, tracer=tracer) as deployment:
+            await deployment.run(script_task("t", TWICE))
+            calls = deployment.gateway.read_calls("t-0")
         await asyncio.to_thread(tracer.close)
     assert collector.resource["service.name"] == "tugline"
     assert collector.resource["service.instance.id"] == "here"
@@ -121,7 +121,7 @@ def failed_rollout() -> Rollout:
     stages = [(Stage.INIT, 10.0), (Stage.READY, 11.0), (Stage.RUN, 12.0)]
     trajectory = Trajectory(session="t-0", task="t", sample=0, **ended)
     return Rollout(
-        task=task("t"), session=SESSION, trajectory=trajectory, stages=stages, ended=15.0
+        task=script_task("t"), session=SESSION, trajectory=trajectory, stages=stages, ended=15.0
     )
 
 
@@ -143,7 +143,7 @@ async def test_an_unreachable_collector_does_not_block() -> None:
 
 
 async def test_errors_are_on_the_failed_stage() -> None:
-    """And on the root; earlier stages have none."""
+    """The failed stage and the root have the error; earlier stages have none."""
     async with collect() as (collector, url):
         tracer = tracer_to(url)
         await asyncio.to_thread(tracer.export, failed_rollout())
@@ -173,7 +173,7 @@ def test_tracing_is_enabled_by_the_environment() -> None:
 
 
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only if tracing is enabled."""
+    """The error is raised only if tracing is enabled."""
     monkeypatch.delitem(sys.modules, "tugline.node.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     assert open_tracer({}, node="n") is None

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from support.attacks import Arena, python, shell, token
-from support.gateway import Rig, rig, says
+from support.engine import reply_with
+from support.gateway import OpenSession, open_session
 from support.server import TOKENS, serve
 from tugline.sandbox.base import Sandbox
 from tugline.types import PluginSpec, Session, Task
@@ -39,9 +40,9 @@ for line in open(sys.argv[1]):
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path) -> AsyncIterator[Rig]:
+async def gateway(tmp_path: Path) -> AsyncIterator[OpenSession]:
     """A real gateway with one session open, and its engine."""
-    async with rig(tmp_path / "gateway", says("Done.")) as made:
+    async with open_session(tmp_path / "gateway", reply_with("Done.")) as made:
         yield made
 
 
@@ -64,7 +65,7 @@ async def send_to_gateway(
 
 
 async def test_reach_the_control_plane(any_arena: Arena) -> None:
-    """It is unreachable even with a valid token."""
+    """The control plane is unreachable even with a valid token."""
     folder = any_arena.folder
     serving = serve(f"sqlite:{folder}/store.db", folder / "server")
     async with serving as server, any_arena.open() as sandbox:
@@ -72,7 +73,7 @@ async def test_reach_the_control_plane(any_arena: Arena) -> None:
     assert (codes == ["200"]) is not any_arena.isolated, codes
 
 
-async def test_reach_the_engine(any_arena: Arena, gateway: Rig) -> None:
+async def test_reach_the_engine(any_arena: Arena, gateway: OpenSession) -> None:
     """The engine is unreachable, so that no tokens are sampled without being recorded."""
     replica = gateway.gateway._upstream.replicas[0].url
     async with any_arena.open() as sandbox:
@@ -151,7 +152,7 @@ async def test_reach_sockets_of_the_host(any_arena: Arena, folder: str) -> None:
     assert ("reached" in result.text) is not any_arena.isolated, result.text
 
 
-async def test_use_another_sessions_path_or_key(arena: Arena, gateway: Rig) -> None:
+async def test_use_another_sessions_path_or_key(arena: Arena, gateway: OpenSession) -> None:
     """A session's key is valid for its own session only; a guessed key for none."""
     task = Task(id="t2", instruction="", harness=PluginSpec("shell"), evaluator=PluginSpec("tests"))
     other = Session(id="s2", task="t2", sample=0)
@@ -170,7 +171,7 @@ async def test_use_another_sessions_path_or_key(arena: Arena, gateway: Rig) -> N
     assert len(gateway.calls) == 1
 
 
-async def test_command_the_gateway(arena: Arena, gateway: Rig) -> None:
+async def test_command_the_gateway(arena: Arena, gateway: OpenSession) -> None:
     """The gateway serves agents none of the API for nodes and trainers.
 
     A session's key cannot post a result either.
@@ -183,7 +184,9 @@ async def test_command_the_gateway(arena: Arena, gateway: Rig) -> None:
     assert set(codes) <= {"401", "404", "405"}, list(zip(requests, codes, strict=True))
 
 
-async def test_reach_the_gateway_from_an_evaluators_sandbox(arena: Arena, gateway: Rig) -> None:
+async def test_reach_the_gateway_from_an_evaluators_sandbox(
+    arena: Arena, gateway: OpenSession
+) -> None:
     """A sandbox without an exposed gateway reaches neither it nor another sandbox's port."""
     async with arena.open("agent") as agent, arena.open("evaluator") as evaluator:
         inside = urlsplit(await agent.expose(gateway.url)).netloc
@@ -191,7 +194,7 @@ async def test_reach_the_gateway_from_an_evaluators_sandbox(arena: Arena, gatewa
         assert "refused" in (await python(evaluator, CONNECT, inside)).text
 
 
-async def test_go_beyond_the_allow_list(arena: Arena, gateway: Rig) -> None:
+async def test_go_beyond_the_allow_list(arena: Arena, gateway: OpenSession) -> None:
     """The proxy connects neither to the host nor to addresses that are not on the list."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -216,7 +219,7 @@ for family in range(46):
 
 
 async def test_open_a_socket_of_another_family(arena: Arena) -> None:
-    """Such as vsock, which network namespaces do not isolate: it reaches the hypervisor."""
+    """A vsock would reach the hypervisor, as network namespaces do not isolate it."""
     async with arena.open() as sandbox:
         lines = (await python(sandbox, FAMILIES)).text.splitlines()
     ends = [(int(family), end) for family, end in map(str.split, lines)]

@@ -47,7 +47,7 @@ async def victim(arena: Arena, secret: str) -> AsyncIterator[Path]:
 
 
 async def test_read_another_sessions_files(any_arena: Arena) -> None:
-    """By their path on the node, and through /proc of any process."""
+    """Neither their path on the node nor /proc of any process leads to them."""
     secret = token()
     async with victim(any_arena, secret) as folder, any_arena.open() as sandbox:
         result = await python(sandbox, READ, secret, folder)
@@ -107,7 +107,7 @@ def outsider() -> Iterator[subprocess.Popen[bytes]]:
 async def test_see_processes_of_the_host(
     any_arena: Arena, outsider: subprocess.Popen[bytes]
 ) -> None:
-    """None is visible in /proc."""
+    """No process of the host is visible in /proc."""
     mark = str(outsider.args[-1])  # type: ignore[index]
     async with any_arena.open() as sandbox:
         result = await shell(sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")

@@ -11,9 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from support import evaluation
-from support.attacks import Arena, running, shell, token
-from support.gateway import until
+from support.attacks import Arena, shell, token
+from support.polling import until
 from support.repositories import git
+from support.sandbox import running
 from tugline.errors import SandboxError
 from tugline.evaluators.base import Evaluator
 from tugline.evaluators.harbor import HarborEvaluator
@@ -53,7 +54,7 @@ async def earned(
         end = await sandbox.run(("sh", "-c", script), env=env, timeout_s=10)
         assert not end.timed_out
         patch = await sandbox.diff()
-    task = evaluation.task(files, workspace)
+    task = evaluation.make_task_with_files(files, workspace)
     spec = SandboxSpec(workspace=workspace, mounts=evaluator.mounts(task))
     folder = arena.folder / f"evaluator-{number}"
     judge = evaluation.Judge(folder, task, timeout_s=20.0, runtime=arena.runtime, spec=spec)
@@ -177,7 +178,7 @@ async def test_loaded_before_the_tests(
 async def test_settings_and_plugins_of_a_script_that_runs_pytest(
     arena: Arena, repository: Workspace, tmp_path: Path, attack: str
 ) -> None:
-    """They are the repository's; the agent may change other parts of the same files."""
+    """The repository's settings apply; the agent may change other parts of the same files."""
     command = "python3 -m pytest -q -p no:cacheprovider -p no:schemathesis -p helpers.plug tests"
     evaluator = script_of(tmp_path, command)
     assert await earned(arena, ON_PYTEST[attack], evaluator, repository) == 0.0
@@ -224,7 +225,7 @@ async def test_earn_a_reward_by_the_tested_program(
 
 
 async def test_an_isolated_script_rewards_honest_work(arena: Arena, isolated: Evaluator) -> None:
-    """Also a program with much output; without isolation the tests would be readable."""
+    """Much output is no obstacle; without isolation the tests would be readable."""
     assert await earned(arena, HONEST, isolated) == 1.0
     loud = f"{HONEST}; echo 'import sys; sys.stderr.write(\"x\" * 300000)' >> bill.py"
     assert await earned(arena, loud, isolated) == 1.0

@@ -127,7 +127,7 @@ async def test_calls_with_a_quota_of_all_are_missing(arena: Arena, call: str) ->
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may map owners and limit terminals")
 async def test_bubblewrap_has_a_kernel_user_for_each_sandbox(arena: Arena) -> None:
-    """So the lines about these quotas appear only where a machine cannot do that."""
+    """Two sandboxes have different kernel users, so none of these quotas is a weakness."""
     if arena.name != "bubblewrap":
         pytest.skip("containers have no kernel user of their own")
     async with arena.open("left") as left, arena.open("right") as right:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from support.attacks import Arena, python, running, shell, token
+from support.attacks import Arena, python, shell, token
+from support.sandbox import running
 from tugline.sandbox.base import Mount, Sandbox
 from tugline.sandbox.limits import find_cgroup_parent
 from tugline.types import Cause, Workspace
@@ -414,7 +415,7 @@ if libc.unshare(0x10000000 | 0x20000) == 0:
 
 
 async def test_remount_read_only_folders_for_writing(arena: Arena, tmp_path: Path) -> None:
-    """It fails also with the capabilities that a new user namespace gives."""
+    """Capabilities of a new user namespace do not help either."""
     tools, name = tmp_path / "toolbox", token()
     tools.mkdir()
     mounts = (Mount("/opt/toolbox", str(tools)),)

@@ -51,7 +51,7 @@ async def give_verdict(
 ) -> Verdict:
     """The verdict on `work`, in sandboxes that begin with `base`."""
     workspace = Workspace(folder="/srv/shop", image=arena.workspace.image)
-    task = evaluation.task(workspace=workspace)
+    task = evaluation.make_task_with_files(workspace=workspace)
     spec = SandboxSpec(workspace=Workspace(image=workspace.image))
     place = arena.folder / folder
     judge = Judge(place, task, base, timeout_s=60.0, runtime=arena.runtime, spec=spec)
@@ -60,7 +60,7 @@ async def give_verdict(
 
 @pytest.mark.parametrize("attack", BY_THE_PROGRAM)
 async def test_a_tested_program_changes_what_decides(arena: Arena, attack: str) -> None:
-    """It passes the first test honestly, and the others only by changing them."""
+    """The program passes the first test honestly, and the others only by changing them."""
     evaluator = TestsEvaluator(command=COMMAND, format="tap", files=CHECKS, timeout_s=20)
     own = "repository" in attack
     answers = f"23) echo 5 ;; 22) echo {4 if own else -1} ;; 42) echo {-1 if own else 6} ;;"
@@ -72,7 +72,7 @@ async def test_a_tested_program_changes_what_decides(arena: Arena, attack: str) 
 
 @pytest.mark.parametrize("attack", ADDED)
 async def test_a_tested_program_adds_what_a_runner_loads(arena: Arena, attack: str) -> None:
-    """Even if it passes all tests; outputs of other names are no reason."""
+    """The verdict is 0 even if all tests pass; outputs of other names do not matter."""
     evaluator = TestsEvaluator(command=COMMAND, format="tap", files=CHECKS, timeout_s=20)
     verdict = await give_verdict(arena, evaluator, BASE, {"total.sh": f"{ADDED[attack]}\n{RIGHT}"})
     assert (verdict.reward.value, verdict.report["passed"]) == (0.0, 3), verdict.report
@@ -205,9 +205,9 @@ ISOLATED: dict[str, tuple[type[Evaluator], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", ISOLATED)
 async def test_a_program_that_forges_its_judges_report(arena: Arena, name: str) -> None:
-    """It takes its judge by ptrace, writes report and output, and lets it end with exit code 0.
+    """Taking the judge over by ptrace works in one sandbox, as the docs say, not in two.
 
-    In one sandbox that works, as the docs say.
+    The program writes report and output, and lets the judge end with exit code 0.
     """
     kind, options = ISOLATED[name]
     isolated = kind(**options, isolate=True, timeout_s=30)

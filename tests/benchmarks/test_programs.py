@@ -36,7 +36,7 @@ def test_recording_size_is_linear_and_bounded() -> None:
 
 
 def test_peak_memory_is_linear_and_bounded() -> None:
-    """At most four times the ids' size to build; less than twice that to read."""
+    """Building takes at most four times the ids' size, reading less than twice that."""
     figures = measure_trajectories()
     ids = 4 * figures["unique_ids_100"]
     assert ids < figures["peak_bytes_100"] <= 4 * ids

@@ -5,7 +5,7 @@ import io
 import msgspec
 import zstandard
 
-from support.server import Served
+from support.server import RunningServer
 from tugline.protocol import HeldSession, NodeRegistered, Work
 from tugline.types import (
     Boundary,
@@ -30,14 +30,16 @@ _FAILURES = (
 _STAGES = (Status.RUN, Status.RUN, Status.EVAL, Status.RUN, Status.INIT, Status.BUILD)
 
 
-async def commit(served: Served, node: NodeRegistered, trajectory: Trajectory, epoch: int) -> None:
+async def commit(
+    served: RunningServer, node: NodeRegistered, trajectory: Trajectory, epoch: int
+) -> None:
     """Commit the trajectory of a session."""
     data = io.BytesIO(zstandard.compress(encode(trajectory)))
     response = await served.commit(node, trajectory.session, epoch, data)
     assert response.json == {"outcome": "committed"}, response
 
 
-async def append_log(served: Served, node: NodeRegistered, work: Work, text: str) -> None:
+async def append_log(served: RunningServer, node: NodeRegistered, work: Work, text: str) -> None:
     """Write the start of a session's log."""
     path = f"/v1/sessions/{work.session.id}/log?epoch={work.session.epoch}&offset=0"
     response = await served.ask("POST", path, node.token, data=text.encode())
@@ -63,7 +65,7 @@ def make_result(work: Work, n: int) -> Trajectory:
     )
 
 
-async def fill(served: Served) -> list[NodeRegistered]:
+async def fill(served: RunningServer) -> list[NodeRegistered]:
     """Six tasks of eight samples: most have ended, six sessions run on two nodes, two wait."""
     for name in ("fix-add", "parse-dates", "lru-cache", "json-diff", "retry-policy", "csv-quotes"):
         await served.submit(id=name, samples=8, tags={"set": "mend", "level": str(len(name) % 3)})

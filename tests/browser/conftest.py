@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from browser.chromium import Tab, chromium
-from support.server import TOKENS, Served, serve
+from support.server import TOKENS, RunningServer, serve
 
 TURNS = "[...document.querySelectorAll('[aria-label=Turns] [role=option]:not([aria-disabled])')]"
 """Calls in the list of turns."""
@@ -20,14 +20,14 @@ AXE = Path(__file__).resolve().parents[2] / "console/node_modules/axe-core/axe.m
 
 
 @pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[Served]:
+async def served(tmp_path: Path) -> AsyncIterator[RunningServer]:
     """An empty server."""
     async with serve(f"sqlite:{tmp_path / 'server.db'}", tmp_path) as served:
         yield served
 
 
 @pytest.fixture
-async def tab(tmp_path: Path, served: Served) -> AsyncIterator[Tab]:
+async def tab(tmp_path: Path, served: RunningServer) -> AsyncIterator[Tab]:
     """The console, opened with its link; no errors, and no requests to other hosts."""
     async with chromium(tmp_path / "profile") as tab:
         await tab.visit(f"{served.url}/#token={TOKENS.read}")

@@ -17,7 +17,7 @@ import pytest
 from browser.busy import HOSTILE, fill
 from browser.chromium import Tab
 from browser.conftest import act_as_client, check_accessibility, enter_token
-from support.server import TOKENS, Served, result
+from support.server import TOKENS, RunningServer, encode_result
 from tugline.server.store.base import Tx
 
 pytestmark = pytest.mark.browser
@@ -33,20 +33,20 @@ ROWS = "[...document.querySelectorAll('tbody tr:not(.gap)')]"
 
 
 @pytest.fixture
-async def served(served: Served) -> Served:
+async def served(served: RunningServer) -> RunningServer:
     """A server with sessions in every state."""
     await fill(served)
     return served
 
 
-async def open_page(tab: Tab, served: Served, path: str) -> None:
+async def open_page(tab: Tab, served: RunningServer, path: str) -> None:
     """Load a page and wait until it has table rows or a node."""
     await tab.visit(served.url + path)
     await tab.until("document.querySelector('tbody tr, .node')")
 
 
-async def test_the_token_of_the_link_is_not_sent(tab: Tab, served: Served) -> None:
-    """It is removed from the address and kept in the tab."""
+async def test_the_token_of_the_link_is_not_sent(tab: Tab, served: RunningServer) -> None:
+    """The token is removed from the address and kept in the tab."""
     await tab.until("document.querySelector('tbody tr')")
     assert await tab.js("location.href") == f"{served.url}/"
     await open_page(tab, served, "/sessions")
@@ -54,7 +54,7 @@ async def test_the_token_of_the_link_is_not_sent(tab: Tab, served: Served) -> No
     assert not [url for url in tab.requests if TOKENS.read in url.partition("#")[0]]
 
 
-async def test_without_a_token_the_console_asks_for_one(tab: Tab, served: Served) -> None:
+async def test_without_a_token_the_console_asks_for_one(tab: Tab, served: RunningServer) -> None:
     """A wrong token shows the server's error, a valid one opens the page."""
     await tab.js("sessionStorage.clear()")
     await tab.visit(f"{served.url}/sessions#token=wrong")
@@ -65,8 +65,8 @@ async def test_without_a_token_the_console_asks_for_one(tab: Tab, served: Served
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-async def test_every_page_is_accessible(tab: Tab, served: Served, theme: str) -> None:
-    """By the rules of WCAG 2.2, in either theme."""
+async def test_every_page_is_accessible(tab: Tab, served: RunningServer, theme: str) -> None:
+    """Each page follows the rules of WCAG 2.2, in either theme."""
     await tab.until("document.querySelector('nav button')")
     if theme == "dark":
         await tab.js("[...document.querySelectorAll('nav button')].at(-2).click()")
@@ -78,7 +78,7 @@ async def test_every_page_is_accessible(tab: Tab, served: Served, theme: str) ->
         await check_accessibility(tab, path, _WCAG)
 
 
-async def test_headings_do_not_overlap_in_narrow_windows(tab: Tab, served: Served) -> None:
+async def test_headings_do_not_overlap_in_narrow_windows(tab: Tab, served: RunningServer) -> None:
     """A narrow window omits columns; the others have their whole heading."""
     over = "[...document.querySelectorAll('th')].filter(th => th.scrollWidth > th.clientWidth + 1)"
     for width in (1400, 1000, 800, 600):
@@ -91,7 +91,7 @@ async def test_headings_do_not_overlap_in_narrow_windows(tab: Tab, served: Serve
             assert await tab.js("document.documentElement.scrollWidth <= innerWidth"), (width, path)
 
 
-async def test_pass_rates_of_each_problem_over_time(tab: Tab, served: Served) -> None:
+async def test_pass_rates_of_each_problem_over_time(tab: Tab, served: RunningServer) -> None:
     """Submissions of a problem are one row, the hardest first; its line has a point for each."""
     node = await served.join("gamma")
     for step, rewards in enumerate(([0.0, 0.0], [1.0, 0.0], [1.0, 1.0])):
@@ -101,7 +101,7 @@ async def test_pass_rates_of_each_problem_over_time(tab: Tab, served: Served) ->
             await served.submit(id=task, samples=2, priority=9, tags=tags)
             for work in (await served.lease(node, 2)).work:
                 sample = work.session.sample
-                data = result(work.session.id, task, sample, values[sample])
+                data = encode_result(work.session.id, task, sample, values[sample])
                 await served.commit(node, work.session.id, work.session.epoch, data)
     await open_page(tab, served, "/tasks?by=problem&tag=set=problems")
     await tab.until(f"{ROWS}.length === 2 && {ROWS}[1].innerText.includes('%')")
@@ -117,7 +117,7 @@ async def test_pass_rates_of_each_problem_over_time(tab: Tab, served: Served) ->
     await tab.until(f"{ROWS}.length === 3 && {ROWS}[0].innerText.includes('2-learned')")
 
 
-async def test_the_overview_has_the_latest_sessions(tab: Tab, served: Served) -> None:
+async def test_the_overview_has_the_latest_sessions(tab: Tab, served: RunningServer) -> None:
     """Running and finished sessions by their last change, without queued ones."""
     await tab.until(f"{ROWS}.length === 20")
     assert not await tab.js(f"{ROWS}.some(row => row.innerText.includes('queued'))")
@@ -128,7 +128,7 @@ async def test_the_overview_has_the_latest_sessions(tab: Tab, served: Served) ->
     await tab.until(f"{ROWS}[0].innerText.includes('new-0')", seconds=15)
 
 
-async def test_the_list_is_updated_live(tab: Tab, served: Served) -> None:
+async def test_the_list_is_updated_live(tab: Tab, served: RunningServer) -> None:
     """A new session appears at the top, or behind a button if the list is scrolled."""
     await open_page(tab, served, "/sessions")
     await tab.until("document.querySelector('.connection .live')")
@@ -143,7 +143,7 @@ async def test_the_list_is_updated_live(tab: Tab, served: Served) -> None:
     await tab.until(f"{ROWS}[0].innerText.includes('other-0')")
 
 
-async def test_a_long_list_has_few_elements(tab: Tab, served: Served) -> None:
+async def test_a_long_list_has_few_elements(tab: Tab, served: RunningServer) -> None:
     """Rows of ten pages are loaded while scrolling, and only visible ones are elements."""
     await served.submit(id="many", samples=1000)
     await open_page(tab, served, "/sessions?status=queued")
@@ -160,7 +160,7 @@ async def test_a_long_list_has_few_elements(tab: Tab, served: Served) -> None:
     assert await tab.js("document.getElementsByTagName('tr').length") < 60
 
 
-async def test_filters_are_in_the_address(tab: Tab, served: Served) -> None:
+async def test_filters_are_in_the_address(tab: Tab, served: RunningServer) -> None:
     """Chips, the search of the page and the back button."""
     await open_page(tab, served, "/sessions")
     await tab.click("a[href='/sessions?status=failed']")
@@ -192,7 +192,7 @@ async def test_the_console_can_be_used_by_keyboard(tab: Tab) -> None:
     await tab.until("location.pathname === '/sessions/fix-add-3'")
 
 
-async def test_an_agents_text_is_never_markup(tab: Tab, served: Served) -> None:
+async def test_an_agents_text_is_never_markup(tab: Tab, served: RunningServer) -> None:
     """In errors, logs and filters markup is shown as text; direction marks are spelled out."""
     await open_page(tab, served, "/failures?cause=engine")
     await tab.until("document.querySelector('pre')?.innerText.includes('2 failed')")
@@ -207,8 +207,8 @@ async def test_an_agents_text_is_never_markup(tab: Tab, served: Served) -> None:
     assert await tab.js("document.images.length + document.scripts.length") == 1
 
 
-async def test_a_node_is_drained_with_a_client_token(tab: Tab, served: Served) -> None:
-    """After a confirmation; with a read token the console asks for a client token."""
+async def test_a_node_is_drained_with_a_client_token(tab: Tab, served: RunningServer) -> None:
+    """A confirmation comes first; with a read token the console asks for a client token."""
 
     async def drain() -> None:
         await tab.until("!document.querySelector('form')")
@@ -220,7 +220,9 @@ async def test_a_node_is_drained_with_a_client_token(tab: Tab, served: Served) -
     await tab.until("document.querySelector('.node').innerText.includes('draining')")
 
 
-async def test_a_failed_session_is_run_again_with_a_client_token(tab: Tab, served: Served) -> None:
+async def test_a_failed_session_is_run_again_with_a_client_token(
+    tab: Tab, served: RunningServer
+) -> None:
     """After a confirmation the same task is submitted with a new id, and its session is opened."""
 
     async def run_again() -> None:
@@ -243,8 +245,8 @@ async def test_a_failed_session_is_run_again_with_a_client_token(tab: Tab, serve
     assert (await served.ask("GET", "/v1/status")).json["tasks_open"] == before + 1
 
 
-async def test_sessions_are_found_by_text(tab: Tab, served: Served) -> None:
-    """On the page and by Ctrl-K; a row says where the text was matched."""
+async def test_sessions_are_found_by_text(tab: Tab, served: RunningServer) -> None:
+    """The page and Ctrl-K search; a row says where the text was matched."""
     await served.submit(id="words", instruction="Repair the flux capacitor", samples=2)
     await open_page(tab, served, "/sessions")
     await tab.key("/")
@@ -260,8 +262,8 @@ async def test_sessions_are_found_by_text(tab: Tab, served: Served) -> None:
     assert matches.count("in its task") == 2
 
 
-async def test_a_note_is_written_with_a_client_token(tab: Tab, served: Served) -> None:
-    """With a read token there is no editor; open pages are updated, and an empty note is none."""
+async def test_a_note_is_written_with_a_client_token(tab: Tab, served: RunningServer) -> None:
+    """A read token has no editor; open pages are updated, and an empty note is removed."""
     edit, editor = ".note button", "document.querySelector('dialog[aria-label=Note]')"
     await tab.visit(f"{served.url}/sessions/fix-add-0")
     await tab.until(f"document.querySelector('{edit}')")
@@ -298,7 +300,7 @@ async def test_a_note_is_written_with_a_client_token(tab: Tab, served: Served) -
     assert (await served.ask("GET", "/v1/sessions/fix-add-0")).json["note"] == ""
 
 
-async def test_the_frame_is_painted_before_the_script_runs(tab: Tab, served: Served) -> None:
+async def test_the_frame_is_painted_before_the_script_runs(tab: Tab, served: RunningServer) -> None:
     """The page has a skeleton, which the script replaces."""
     page = (await served.ask("GET", "/", None)).body.decode()
     assert 'class="skeleton"' in page
@@ -307,8 +309,8 @@ async def test_the_frame_is_painted_before_the_script_runs(tab: Tab, served: Ser
     assert await tab.js("document.querySelectorAll('nav').length") == 1
 
 
-async def test_a_lost_connection_is_visible(tab: Tab, served: Served) -> None:
-    """By the dot, while the page keeps its rows."""
+async def test_a_lost_connection_is_visible(tab: Tab, served: RunningServer) -> None:
+    """The dot shows the loss, while the page keeps its rows."""
     await open_page(tab, served, "/sessions")
     await tab.until("document.querySelector('.connection .live')")
     served.app.waits.stop()

@@ -17,7 +17,7 @@ from browser.chromium import Tab
 from browser.conftest import DRAWN, TOKEN_FACTS, TOKENS_BOX, TURNS, check_accessibility
 from recording.view.synthetic import HOSTILE, LAST_WORD, Script, encode, long, small, whole
 from support.commands import run_program
-from support.server import TOKENS, Served
+from support.server import TOKENS, RunningServer
 from tugline.protocol import NodeRegistered, Work
 from tugline.recording.file import read
 from tugline.recording.trajectories import rebuild
@@ -31,7 +31,7 @@ REPORT = {"diff": DIFF, "passed": 1, "total": 2, "output": f"FAILED {HOSTILE}\n1
 class Rig:
     """A server, and a node that is played by the test."""
 
-    def __init__(self, served: Served, node: NodeRegistered, folder: Path) -> None:
+    def __init__(self, served: RunningServer, node: NodeRegistered, folder: Path) -> None:
         self.served, self.node = served, node
         self.recordings = folder / "nodes" / "n" / "recordings"
         self.recordings.mkdir(parents=True)
@@ -57,7 +57,7 @@ class Rig:
 
 
 @pytest.fixture
-async def rig(tmp_path: Path, served: Served) -> Rig:
+async def rig(tmp_path: Path, served: RunningServer) -> Rig:
     """An empty server, and a node."""
     return Rig(served, await served.join(), tmp_path)
 
@@ -87,7 +87,7 @@ async def open_page(tab: Tab, rig: Rig, path: str, ready: str) -> str:
 
 
 async def test_a_session_has_turns_ledger_and_tabs(tab: Tab, rig: Rig) -> None:
-    """And outcome, reward, colours and messages."""
+    """The page also has outcome, reward, colours and messages."""
     work = await commit_group(rig)
     name = work[0].session.id
     text = await open_page(
@@ -158,7 +158,7 @@ async def test_turns_are_found_by_their_text(tab: Tab, rig: Rig) -> None:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 async def test_every_page_is_accessible(tab: Tab, rig: Rig, theme: str) -> None:
-    """By every rule of axe, in either theme."""
+    """Each page follows every rule of axe, in either theme."""
     await commit_group(rig)
     await tab.js(f"localStorage.setItem('theme', '{theme}')")
     for path in (
@@ -175,7 +175,7 @@ async def test_every_page_is_accessible(tab: Tab, rig: Rig, theme: str) -> None:
 
 
 async def test_a_session_without_its_recording_shows_ids(tab: Tab, rig: Rig) -> None:
-    """From the trajectory; the page says what is missing."""
+    """The ids are those of the trajectory, and the page says what is missing."""
     work = await commit_group(rig)
     text = await open_page(tab, rig, f"/sessions/{work[2].session.id}", DRAWN)
     assert "agent: agent timeout" in text
@@ -201,7 +201,7 @@ async def test_an_agents_text_is_never_markup(tab: Tab, rig: Rig) -> None:
 
 
 async def test_a_running_session_is_updated_live(tab: Tab, rig: Rig) -> None:
-    """Its calls so far, and then its result, without a reload."""
+    """The calls so far, and then the result, appear without a reload."""
     (work,) = await rig.lease("live", 1)
     recording = small(rig.recordings)
     trajectory = rebuild(read(recording))

@@ -127,7 +127,7 @@ async def hover(tab: Tab, x: float, y: float) -> str:
 
 
 async def test_a_token_shows_its_details(tab: Tab, session: ViewedSession) -> None:
-    """Its id, logprob, version and call, as in the recording: by mouse and by keys."""
+    """Mouse and keys show id, logprob, version and call, as in the recording."""
     trace = session.traces[0]
     span = trace.spans[1]
     row, margin = 18, 72
@@ -162,7 +162,7 @@ async def test_a_token_shows_its_details(tab: Tab, session: ViewedSession) -> No
 async def test_a_context_token_links_to_the_first_call_with_it(
     tab: Tab, session: ViewedSession
 ) -> None:
-    """Without sampled values; the link shows the call's conversation in place of the tokens."""
+    """The link shows the call's conversation; a context token has no sampled values."""
     await tab.key("v")
     await tab.js(f"{TOKENS_BOX}.focus()")
     k = session.traces[0].spans[0].end
@@ -317,7 +317,7 @@ def test_traces_are_rebuilt_from_their_parents(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 async def test_the_page_is_accessible(tab: Tab, session: ViewedSession, theme: str) -> None:
-    """By every rule of axe: turns, traces, each tab, each view, and the keys."""
+    """Turns, traces, each tab, each view and the keys follow every rule of axe."""
     assert session.traces
     light = await tab.js("document.documentElement.dataset.theme") == "light"
     if light is (theme == "dark"):
@@ -350,7 +350,7 @@ async def test_the_page_fits_windows_of_any_width(
 
 
 async def test_the_page_of_a_damaged_recording_states_the_damage(tab: Tab, tmp_path: Path) -> None:
-    """With the calls before the damage, and without a result."""
+    """The page has the calls before the damage, and no result."""
     path = small(tmp_path)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) * 2 // 3])
@@ -366,7 +366,7 @@ async def test_the_page_of_a_damaged_recording_states_the_damage(tab: Tab, tmp_p
 
 @pytest.mark.parametrize("events", [0, 1])
 async def test_a_session_without_calls_has_a_page(tab: Tab, tmp_path: Path, events: int) -> None:
-    """As of a harness that made no request; without events, there is no time to draw."""
+    """A harness that made no request has a page; without events, there is no time to draw."""
     script = Script(tmp_path)
     for _ in range(events):
         script.writer.append_record(RecordedEvent(RecordedEventKind.PAUSED, START))

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from chaos.wire import Api
-from support.tokenizer import tokenizer
+from support.tokenizer import make_tokenizer
 
 HERE = Path(__file__).parent
 GROUP = 4
@@ -124,7 +124,7 @@ class Fleet:
         self.outages: list[Outage] = []
         self.unexpected_exits: list[str] = []
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_text(tokenizer().to_json(), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(make_tokenizer().to_json(), encoding="utf-8")
         server = {
             "lease_s": lease_s,
             "callback_hosts": ["127.0.0.1"],

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.tokenizer import OFFLINE, SPECIALS, rendering, tokenizer
+from support.tokenizer import OFFLINE, SPECIALS, make_rendering, make_tokenizer
 from tugline.chat.model_call import ChoiceMode, Piece, ReasoningDelta, TextDelta, ToolChoice
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import Rendering
@@ -28,12 +28,12 @@ TAGGED = [name for name in STREAMED if name != "llama-3"]
 
 def prompt(name: str) -> Ids:
     """A prompt as the template writes it."""
-    return rendering(name).render((Message(Role.USER, "hi"),), TOOLS)
+    return make_rendering(name).render((Message(Role.USER, "hi"),), TOOLS)
 
 
 def written(name: str, paths: list[str]) -> str:
     """Calls of `read` as the template itself writes them."""
-    made = rendering(name)
+    made = make_rendering(name)
     calls = tuple(
         ToolCall(f"call_0_{i}", "read", json.dumps({"path": path})) for i, path in enumerate(paths)
     )
@@ -50,7 +50,7 @@ def written(name: str, paths: list[str]) -> str:
 
 def answered(name: str, thought: str | None, text: str, calls: str) -> str:
     """An answer as the template's model would sample it."""
-    made = rendering(name)
+    made = make_rendering(name)
     marks = made.template
     if name == "inkling":
         parts = [] if thought is None else [f"<|content_thinking|>{thought}<|end_message|>"]
@@ -85,7 +85,7 @@ def parse(
     name: str, ids: list[int], cuts: list[int], stops: tuple[str, ...] = ()
 ) -> tuple[Message, StreamParser]:
     """The message and its parser, from chunks that end at `cuts`."""
-    parser = StreamParser(rendering(name), prompt(name)[-64:], "0", stops=stops, tools=TOOLS)
+    parser = StreamParser(make_rendering(name), prompt(name)[-64:], "0", stops=stops, tools=TOOLS)
     edges = [0, *sorted({cut % (len(ids) + 1) for cut in cuts}), len(ids)]
     return finish(parser, *(ids[start:end] for start, end in itertools.pairwise(edges))), parser
 
@@ -99,7 +99,7 @@ def test_pieces_add_up_to_the_message(name: str, data: st.DataObject, cuts: list
     call = st.just(written(name, ["a.txt"]))
     spoiled = call.map(lambda text: text[: 2 * len(text) // 3])
     parts = data.draw(st.lists(TEXTS | special | call | spoiled, max_size=6))
-    ids = rendering(name).tokenizer.encode("".join(parts))
+    ids = make_rendering(name).tokenizer.encode("".join(parts))
     ids = ids[: data.draw(st.integers(0, len(ids)))]
     assert parse(name, ids, cuts)[0] == parse(name, ids, [])[0]
 
@@ -116,7 +116,7 @@ def test_an_answer_is_parsed_into_its_parts(
     name: str, thought: str | None, text: str, paths: list[str], cuts: list[int]
 ) -> None:
     """A well-formed answer is parsed into reasoning, text and calls."""
-    made = rendering(name)
+    made = make_rendering(name)
     if name == "llama-3":
         thought, text, paths = None, "" if paths else text, paths[:1]
     if not made.markers.reasons and name != "inkling":
@@ -137,7 +137,7 @@ def test_an_answer_is_parsed_into_its_parts(
 @pytest.mark.parametrize("name", OFFLINE)
 def test_forbidden_calls_are_text(name: str) -> None:
     """Each is counted and stays in the text as it was written, behind text and reasoning."""
-    made = rendering(name)
+    made = make_rendering(name)
     thought = "Hm" if made.markers.reasons or name == "inkling" else None
     text, paths = ("", ["a"]) if name == "llama-3" else ("Yes", ["a", "b"])
     calls = written(name, paths)
@@ -159,7 +159,7 @@ def test_forbidden_calls_are_text(name: str) -> None:
 @given(data=st.data())
 def test_an_answer_without_a_template_is_text(name: str, data: st.DataObject) -> None:
     """Markup and white space stay as they are, up to a stop id or a stop string."""
-    made = rendering(name)
+    made = make_rendering(name)
     special = st.sampled_from(SPECIALS[name].split())
     text = "".join(data.draw(st.lists(TEXTS | special | st.sampled_from(" \n"), max_size=6)))
     ids = made.tokenizer.encode(text)
@@ -177,7 +177,7 @@ def test_an_answer_without_a_template_is_text(name: str, data: st.DataObject) ->
 @pytest.mark.parametrize("name", STREAMED)
 def test_an_answer_is_emitted_while_it_is_sampled(name: str) -> None:
     """Text is emitted with its last id, a call with its end mark; nothing waits for the end."""
-    made = rendering(name)
+    made = make_rendering(name)
     thought = "deep" if made.markers.reasons else None
     parser = StreamParser(made, prompt(name)[-64:], "0", tools=TOOLS)
 
@@ -199,7 +199,7 @@ def test_an_answer_is_emitted_while_it_is_sampled(name: str) -> None:
 )
 def test_no_text_is_lost(name: str, parts: list[str], cuts: list[int], *, broken: bool) -> None:
     """Text around calls, and a call that never closes, stay in the message."""
-    made = rendering(name)
+    made = make_rendering(name)
     call = written(name, ["a.txt"])
     text = "".join("zz" if part == "word" else call for part in parts)
     if broken and made.template.call_end:
@@ -221,7 +221,7 @@ def test_text_ends_before_a_stop_string(
     name: str, text: str, stops: list[str], cuts: list[int]
 ) -> None:
     """The text ends where the first stop string begins; `length` counts the ids up to its end."""
-    made = rendering(name)
+    made = make_rendering(name)
     text = f"x{text}"
     ids = made.tokenizer.encode(answered(name, None, text, ""))
     message, parser = parse(name, ids, cuts, tuple(stops))
@@ -243,20 +243,20 @@ def test_text_ends_before_a_stop_string(
 
 
 def test_a_stop_string_is_not_looked_for_in_reasoning_or_calls() -> None:
-    """Only in text."""
+    """A stop string ends an answer only in its text."""
     text = '<think>STOP</think>ab<tool_call>\n{"name": "read", "arguments": {"path": "STOP"}}\n'
-    ids = rendering().tokenizer.encode(text + "</tool_call>")
+    ids = make_rendering().tokenizer.encode(text + "</tool_call>")
     message, parser = parse("qwen3", ids, [], ("STOP",))
     assert parser.matched_stop is None
     assert message.content == "ab"
     assert len(message.tool_calls) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in OFFLINE if rendering(name).template.force])
+@pytest.mark.parametrize("name", [name for name in OFFLINE if make_rendering(name).template.force])
 @pytest.mark.parametrize("named", [False, True])
 def test_a_forced_call_is_completed_by_what_is_sampled(name: str, *, named: bool) -> None:
     """The ids that force a call are the beginning of the call, not text."""
-    made = rendering(name)
+    made = make_rendering(name)
     choice = ToolChoice(ChoiceMode.NAMED, ("read",)) if named else ToolChoice(ChoiceMode.REQUIRED)
     forced = made.force_tool_call(choice)
     force = made.template.force
@@ -293,7 +293,7 @@ def test_a_forced_call_is_completed_by_what_is_sampled(name: str, *, named: bool
 def test_no_arguments_break_the_parser(arguments: str, *, call: bool) -> None:
     """Any arguments of a model result in a call or in text, never in an exception."""
     text = f'<tool_call>\n{{"name": "read", "arguments": {arguments}}}\n</tool_call>'
-    message, _ = parse("qwen3", rendering().tokenizer.encode(text), [])
+    message, _ = parse("qwen3", make_rendering().tokenizer.encode(text), [])
     assert (len(message.tool_calls), message.content) == ((1, "") if call else (0, text))
     for one in message.tool_calls:
         one.arguments.encode()
@@ -303,7 +303,7 @@ def test_no_arguments_break_the_parser(arguments: str, *, call: bool) -> None:
 def harmony(monkeypatch: pytest.MonkeyPatch) -> Rendering:
     """A template with channels, without downloading its vocabulary."""
     monkeypatch.setattr("renderers.gpt_oss.load_harmony_encoding", lambda _: None)
-    return Rendering(tokenizer(SPECIALS["gpt-oss"].split()), "gpt-oss")
+    return Rendering(make_tokenizer(SPECIALS["gpt-oss"].split()), "gpt-oss")
 
 
 def test_channels_are_separated_by_their_headers(harmony: Rendering) -> None:

@@ -21,7 +21,7 @@ def array(ids: list[int]) -> Ids:
 
 @given(data=st.data())
 def test_sequences_are_as_lists(data: st.DataObject) -> None:
-    """However they were extended and cut, side by side: ids, digits, common beginnings."""
+    """Ids, digits and common beginnings are those of lists, however sequences were built."""
     first = data.draw(IDS)
     made = [(TokenSequence(array(first)), first)]
     for _ in range(data.draw(st.integers(0, 12))):

@@ -16,8 +16,7 @@ import pytest
 import structlog
 
 from support.commands import TUGLINE, run_command
-from support.restartable_server import LiveServer, leased
-from support.server import TOKENS
+from support.server import TOKENS, RestartableServer, lease_sessions
 from tugline import log
 from tugline.cli.app import main
 from tugline.client.nodes import NodeClient
@@ -31,7 +30,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 class Shell:
     """A working folder in which ``tugline up`` seems to have been started."""
 
-    def __init__(self, folder: Path, live: LiveServer) -> None:
+    def __init__(self, folder: Path, live: RestartableServer) -> None:
         self.folder, self.live = folder, live
         data = folder / "tugline-data"
         data.mkdir(parents=True)
@@ -44,7 +43,7 @@ class Shell:
     ) -> AsyncIterator[tuple[NodeClient, list[Work]]]:
         """Submit tasks, then lease queued sessions as a node."""
         await self.live.control.submit(tasks)
-        async with leased(self.live.url, slots, 20.0) as (node, _, *work):
+        async with lease_sessions(self.live.url, slots, 20.0) as (node, _, *work):
             yield node, work
 
     async def start(self, *arguments: str) -> asyncio.subprocess.Process:
@@ -111,6 +110,6 @@ async def kill_when(process: asyncio.subprocess.Process, reached: Callable[[], o
 
 
 @pytest.fixture
-def shell(tmp_path: Path, live: LiveServer) -> Shell:
+def shell(tmp_path: Path, live: RestartableServer) -> Shell:
     """A shell beside a running server."""
     return Shell(tmp_path / "work", live)

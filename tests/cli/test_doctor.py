@@ -6,15 +6,15 @@ import json
 
 from cli.conftest import Shell
 from support.commands import TUGLINE, run_program
-from support.restartable_server import task
 from support.server import TOKENS
+from support.tasks import make_task
 from tugline.client.nodes import NodeClient
 from tugline.protocol import NodeRegistration
 
 
 async def test_reasons_why_no_session_runs(shell: Shell) -> None:
     """No node, paused weights and no server are reported, with exit code 1."""
-    await shell.live.control.submit([task("a", samples=3)])
+    await shell.live.control.submit([make_task("a", samples=3)])
     alone = await shell.run("doctor", "--json")
     reports = {report["component"]: report for report in json.loads(alone.stdout)}
     assert alone.returncode == 1

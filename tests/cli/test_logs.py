@@ -6,12 +6,13 @@ import asyncio
 import os
 
 from cli.conftest import TUGLINE, Shell, end
-from support.restartable_server import commit, task
+from support.server import commit
+from support.tasks import make_task
 
 
 async def test_a_log_is_printed_and_followed(shell: Shell) -> None:
     """Printed unchanged; ``-f`` ends with the session."""
-    async with shell.lease(task("a")) as (node, [work]):
+    async with shell.lease(make_task("a")) as (node, [work]):
         epoch = work.session.epoch
         await node.log("a-0", epoch, 0, b"one\n")
         following = await shell.start("logs", "-f", "a-0")
@@ -25,7 +26,7 @@ async def test_a_log_is_printed_and_followed(shell: Shell) -> None:
 async def test_a_terminal_gets_no_escape_sequences(shell: Shell) -> None:
     """An agent cannot set the title, move the cursor or hide text; a pipe gets the raw bytes."""
     logged = b"a\x1b]0;owned\x07b\xc2\x9b2Jc\xe2\x80\xaed\te \xff\n"
-    async with shell.lease(task("a")) as (node, [work]):
+    async with shell.lease(make_task("a")) as (node, [work]):
         await node.log("a-0", work.session.epoch, 0, logged)
     terminal, side = os.openpty()
     try:

@@ -6,7 +6,8 @@ import json
 
 from cli.conftest import Shell
 from recording.view.synthetic import small
-from support.restartable_server import commit, task
+from support.server import commit
+from support.tasks import make_task
 
 UNKNOWN = "tugline: 'nobody' is neither a recording nor the id of a session in runs/; "
 
@@ -15,7 +16,7 @@ async def run_session(shell: Shell) -> None:
     """Finish session `s-1`, recorded in the server's folder, and `s-0`, recorded elsewhere."""
     folder = shell.live.folder / "nodes" / "n" / "recordings"
     folder.mkdir(parents=True)
-    async with shell.lease(task("s", samples=2), slots=2) as (node, held):
+    async with shell.lease(make_task("s", samples=2), slots=2) as (node, held):
         for work in held:
             if work.session.id == "s-1":
                 recording = small(folder, work.session.id)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 from cli.conftest import Shell
-from support.restartable_server import task
+from support.tasks import make_task
 from tugline.recording.trajectories import read_folder
 
 
 async def test_a_consumer_continues_where_it_stopped(shell: Shell) -> None:
     """Each result is printed once."""
-    await shell.live.control.submit([task("a", samples=2)])
+    await shell.live.control.submit([make_task("a", samples=2)])
     await shell.live.finish()
     first = await shell.run("results", "--consumer", "me", "--json")
     assert [json.loads(line)["session"] for line in first.stdout.splitlines()] == ["a-0", "a-1"]
@@ -22,7 +22,7 @@ async def test_a_consumer_continues_where_it_stopped(shell: Shell) -> None:
 async def test_results_are_saved_as_a_folder_that_trainers_read(shell: Shell) -> None:
     """A second call adds new results."""
     for name in ("a", "b"):
-        await shell.live.control.submit([task(name)])
+        await shell.live.control.submit([make_task(name)])
         await shell.live.finish()
         done = await shell.run("results", "--out", "kept")
         assert [line.split()[1] for line in done.stdout.splitlines()] == [f"{name}-0"]

@@ -16,10 +16,10 @@ import pytest
 from rich.console import Console
 
 from cli.conftest import TUGLINE, Shell
-from support.deployment import CALL, Observed, observed, task
-from support.gateway import until
-from support.restartable_server import task as a_task
+from support.deployment import CALL, Deployment, deploy, script_task
+from support.polling import until
 from support.server import TOKENS
+from support.tasks import make_task
 from tugline.cli.tables import make_overview
 from tugline.client.api import Client
 from tugline.client.overview import Monitor
@@ -34,17 +34,17 @@ STRAGGLER = f"{CALL}\nimport os, time\nwhile 'g-2.' in os.getcwd():\n    time.sl
 
 
 @contextlib.asynccontextmanager
-async def served(folder: Path) -> AsyncIterator[tuple[Observed, str]]:
+async def served(folder: Path) -> AsyncIterator[tuple[Deployment, str]]:
     """Serve the API of a server with one node; yield its URL."""
-    async with observed(folder) as rig:
-        app = Api(rig.control, TOKENS, rig.pages)
+    async with deploy(folder) as deployment:
+        app = Api(deployment.control, TOKENS, deployment.pages)
         async with serve_api(app) as url:
-            yield rig, url
+            yield deployment, url
 
 
 async def test_a_server_a_task_and_a_session(shell: Shell) -> None:
     """Printed as tables and as JSON; without a terminal --watch prints once."""
-    await shell.live.control.submit([a_task("a", samples=2), a_task("b")])
+    await shell.live.control.submit([make_task("a", samples=2), make_task("b")])
     await shell.live.finish(limit=2)
     whole = await shell.run("status", "--watch")
     assert (whole.returncode, whole.stderr) == (0, "")
@@ -66,15 +66,15 @@ async def test_a_server_a_task_and_a_session(shell: Shell) -> None:
 
 async def test_an_overview_has_queue_stages_tasks_and_failures(tmp_path: Path) -> None:
     """Read from a real server with a real node; a read token suffices, a wrong one is an error."""
-    async with served(tmp_path) as (rig, url), Client(url, TOKENS.read) as client:
+    async with served(tmp_path) as (deployment, url), Client(url, TOKENS.read) as client:
         async with Client(url, "wrong") as stranger:
             with pytest.raises(ServerError):
                 await Monitor(stranger).read()
-        await rig.run(task("bad", "exit(3)"))
-        await rig.control.submit([task("g", STRAGGLER, samples=3)])
-        await until(lambda: rig.node.stats.committed == 3)
-        await rig.control.submit([task("long", SLOW, samples=9, tenant="other")])
-        await until(lambda: rig.node.pools.by_stage[Status.RUN].busy == 2)
+        await deployment.run(script_task("bad", "exit(3)"))
+        await deployment.control.submit([script_task("g", STRAGGLER, samples=3)])
+        await until(lambda: deployment.node.stats.committed == 3)
+        await deployment.control.submit([script_task("long", SLOW, samples=9, tenant="other")])
+        await until(lambda: deployment.node.pools.by_stage[Status.RUN].busy == 2)
         monitor = Monitor(client)
         first = overview = await monitor.read()
         async with asyncio.timeout(20):  # the node reports with its next lease, after its sessions
@@ -114,7 +114,7 @@ async def test_a_lost_node_is_listed_for_ten_minutes(shell: Shell) -> None:
 
 async def test_watch_refreshes_a_terminal_until_interrupted(tmp_path: Path) -> None:
     """Changes are drawn; Ctrl-C ends it with exit code 0."""
-    async with served(tmp_path) as (rig, url):
+    async with served(tmp_path) as (deployment, url):
         terminal, terminal_side = pty.openpty()
         program = await asyncio.create_subprocess_exec(
             TUGLINE,
@@ -136,7 +136,7 @@ async def test_watch_refreshes_a_terminal_until_interrupted(tmp_path: Path) -> N
 
         try:
             await until(lambda: has(b"none"))
-            await rig.run(task("a"))
+            await deployment.run(script_task("a"))
             await until(lambda: has(b"1 completed"))
             program.send_signal(signal.SIGINT)
             assert await asyncio.wait_for(program.wait(), 10) == 0

@@ -7,7 +7,8 @@ import json
 import signal
 
 from cli.conftest import Shell, end
-from support.control_plane import result, until
+from support.control_plane import make_result
+from support.polling import until
 from tugline.server.store import stats, tasks
 from tugline.types import Cause
 
@@ -82,6 +83,6 @@ async def test_the_first_failure_is_named_while_waiting(shell: Shell) -> None:
     submitting = await shell.start("submit", "a.yaml", "--wait")
     async with shell.lease() as (node, [work]):
         of = work.session
-        await node.commit(of.id, of.epoch, result(of, failure=Cause.TASK))
+        await node.commit(of.id, of.epoch, make_result(of, failure=Cause.TASK))
     _, err = await end(submitting, 1)
     assert "first failure: a-0: failed runtime: it broke" in err

@@ -8,8 +8,15 @@ from contextlib import aclosing
 
 import pytest
 
-from support.restartable_server import LiveServer, commit, held, leased, task
-from support.server import TOKENS, damage_results
+from support.server import (
+    TOKENS,
+    RestartableServer,
+    commit,
+    damage_results,
+    lease_sessions,
+    list_held,
+)
+from support.tasks import make_task
 from tugline.client.api import Client
 from tugline.client.nodes import NodeClient
 from tugline.errors import FencedError, Invalid, Missing, ServerError, UsageError
@@ -18,7 +25,7 @@ from tugline.types import Limits, Reward, Status
 
 
 @pytest.fixture
-async def client(live: LiveServer) -> AsyncIterator[Client]:
+async def client(live: RestartableServer) -> AsyncIterator[Client]:
     """A client that may submit."""
     async with live.client(deadline_s=10.0) as made:
         yield made
@@ -26,18 +33,18 @@ async def client(live: LiveServer) -> AsyncIterator[Client]:
 
 async def test_many_tasks_are_submitted_in_batches(client: Client) -> None:
     """More tasks than a request may hold; errors have the index among all of them."""
-    tasks = [task(f"t{n}") for n in range(1005)]
+    tasks = [make_task(f"t{n}") for n in range(1005)]
     accepted = await client.submit(tasks)
     assert [one.task for one in accepted] == [one.id for one in tasks]
     assert [view.id async for view in client.tasks()] == [one.id for one in tasks]
-    bad = [*tasks, task("bad", limits=Limits(agent_s=-1.0))]
+    bad = [*tasks, make_task("bad", limits=Limits(agent_s=-1.0))]
     with pytest.raises(Invalid, match=r"agent_s") as raised:
         await client.submit(bad)
     assert raised.value.field == "1005.limits.agent_s"
 
 
 async def test_unknown_ids_are_missing(client: Client) -> None:
-    """Also ids that must be quoted in a URL."""
+    """An unknown id is an error, also one that must be quoted in a URL."""
     for asking in (client.task("x/.."), client.session("x-0?"), client.trajectory("x-0")):
         with pytest.raises(Missing):
             await asking
@@ -46,7 +53,7 @@ async def test_unknown_ids_are_missing(client: Client) -> None:
 
 
 async def test_calls_to_an_unreachable_server_end() -> None:
-    """At their deadline, with the reason; a client that is not open refuses them."""
+    """Calls end at their deadline with the reason; a client that is not open refuses them."""
     refused = r"127\.0\.0\.1:9 cannot be reached: Connection refused$"
     async with asyncio.timeout(20), Client("http://127.0.0.1:9", "t", deadline_s=0.5) as client:
         with pytest.raises(ServerError, match=refused):
@@ -55,9 +62,9 @@ async def test_calls_to_an_unreachable_server_end() -> None:
         await client.status()
 
 
-async def test_a_stream_survives_a_restart(live: LiveServer, client: Client) -> None:
+async def test_a_stream_survives_a_restart(live: RestartableServer, client: Client) -> None:
     """No result is lost and none comes twice."""
-    await client.submit([task("a", samples=2), task("b", samples=2)])
+    await client.submit([make_task("a", samples=2), make_task("b", samples=2)])
     await live.finish(limit=2)
     async with aclosing(client.results()) as results, asyncio.timeout(30):
         got = [(await anext(results)).view.session for _ in range(2)]
@@ -70,22 +77,24 @@ async def test_a_stream_survives_a_restart(live: LiveServer, client: Client) -> 
     assert got == ["a-0", "a-1", "b-0", "b-1"]
 
 
-async def test_a_call_rides_out_a_restart(live: LiveServer, client: Client) -> None:
+async def test_a_call_rides_out_a_restart(live: RestartableServer, client: Client) -> None:
     """Submitted while the server is away, kept when it is back."""
     await live.stop()
-    submitting = asyncio.create_task(client.submit(task()))
+    submitting = asyncio.create_task(client.submit(make_task()))
     await asyncio.sleep(0.2)
     await live.start()
     (accepted,) = await submitting
     assert accepted.new
 
 
-async def test_a_lost_trajectory_does_not_stop_readers(live: LiveServer, client: Client) -> None:
-    """Its result comes without it, as for a damaged one; later results are whole.
+async def test_a_lost_trajectory_does_not_stop_readers(
+    live: RestartableServer, client: Client
+) -> None:
+    """A lost or damaged result comes without its trajectory; later results are whole.
 
     All results can be read, or those of some tasks.
     """
-    await client.submit([task("a", samples=3), task("b"), task("c")])
+    await client.submit([make_task("a", samples=3), make_task("b"), make_task("c")])
     await live.finish()
     damage_results(live.folder, "a-0", "a-1")
     some = client.results(tasks=("a", "c"), follow=False)
@@ -97,9 +106,11 @@ async def test_a_lost_trajectory_does_not_stop_readers(live: LiveServer, client:
     assert kept == [[False, False, True], [True], [True]]
 
 
-async def test_results_come_with_their_trajectories(live: LiveServer, client: Client) -> None:
-    """In order, and again from the acknowledged position."""
-    await client.submit(task(samples=3))
+async def test_results_come_with_their_trajectories(
+    live: RestartableServer, client: Client
+) -> None:
+    """Results come in order, and again from the acknowledged position."""
+    await client.submit(make_task(samples=3))
     await live.finish(t_1=0.5)
     got = [one async for one in client.results("trainer", follow=False)]
     assert [one.view.session for one in got] == ["t-0", "t-1", "t-2"]
@@ -114,9 +125,11 @@ async def test_results_come_with_their_trajectories(live: LiveServer, client: Cl
     assert await client.consumers() == []
 
 
-async def test_auto_ack_covers_finished_loop_bodies(live: LiveServer, client: Client) -> None:
+async def test_auto_ack_covers_finished_loop_bodies(
+    live: RestartableServer, client: Client
+) -> None:
     """A result whose loop body was left comes again; those before it do not."""
-    await client.submit(task(samples=3))
+    await client.submit(make_task(samples=3))
     await live.finish()
     async with aclosing(client.results("trainer", auto_ack=True)) as results:
         async for one in results:
@@ -129,9 +142,9 @@ async def test_auto_ack_covers_finished_loop_bodies(live: LiveServer, client: Cl
         await anext(client.results(auto_ack=True))
 
 
-async def test_waiting_ends_with_the_release(live: LiveServer, client: Client) -> None:
+async def test_waiting_ends_with_the_release(live: RestartableServer, client: Client) -> None:
     """Views have the order of the ids, whether tasks have ended already or not."""
-    await client.submit([task("a"), task("b")])
+    await client.submit([make_task("a"), make_task("b")])
     await live.finish(limit=1)
     waiting = asyncio.create_task(client.wait(["b", "a"]))
     await asyncio.sleep(0.1)
@@ -145,17 +158,17 @@ async def test_waiting_ends_with_the_release(live: LiveServer, client: Client) -
 
 async def test_events_are_followed_from_a_position(client: Client) -> None:
     """Past and new events, each once."""
-    await client.submit(task("a"))
+    await client.submit(make_task("a"))
     async with aclosing(client.events(after=0)) as events, asyncio.timeout(20):
         assert (await anext(events)).task == "a"
-        await client.submit(task("b"))
+        await client.submit(make_task("b"))
         assert (await anext(events)).task == "b"
 
 
-async def test_a_log_is_followed_to_its_end(live: LiveServer, client: Client) -> None:
-    """Also over a restart of the server; `tail` reads the end alone."""
-    await client.submit(task())
-    async with leased(live.url) as (node, _, work), asyncio.timeout(30):
+async def test_a_log_is_followed_to_its_end(live: RestartableServer, client: Client) -> None:
+    """A restart of the server does not end the log; `tail` reads the end alone."""
+    await client.submit(make_task())
+    async with lease_sessions(live.url) as (node, _, work), asyncio.timeout(30):
         epoch = work.session.epoch
         assert await node.log("t-0", epoch, 0, b"one\n") == 4
         async with aclosing(client.log("t-0", follow=True)) as log:
@@ -168,11 +181,11 @@ async def test_a_log_is_followed_to_its_end(live: LiveServer, client: Client) ->
     assert [piece async for piece in client.log("t-0", tail=4)] == [b"two\n"]
 
 
-async def test_cancelling_reaches_the_node(live: LiveServer, client: Client) -> None:
+async def test_cancelling_reaches_the_node(live: RestartableServer, client: Client) -> None:
     """Queued sessions end at once; running ones are stopped by their node."""
-    await client.submit([task("a"), task("b")])
-    async with leased(live.url) as (node, name, work), asyncio.timeout(20):
-        ask = LeaseRequest(capacity=0, held=held(work), wait_s=10.0)
+    await client.submit([make_task("a"), make_task("b")])
+    async with lease_sessions(live.url) as (node, name, work), asyncio.timeout(20):
+        ask = LeaseRequest(capacity=0, held=list_held(work), wait_s=10.0)
         polling = asyncio.create_task(node.lease(name, ask))
         assert (await client.cancel(task="b", by="me")).ended == ("b-0",)
         assert (await client.cancel(session="a-0", by="me")).stopping == ("a-0",)
@@ -182,7 +195,9 @@ async def test_cancelling_reaches_the_node(live: LiveServer, client: Client) -> 
         await client.cancel()
 
 
-async def test_a_pause_names_nodes_that_do_not_apply_it(live: LiveServer, client: Client) -> None:
+async def test_a_pause_names_nodes_that_do_not_apply_it(
+    live: RestartableServer, client: Client
+) -> None:
     """The block is not entered, and calls go on."""
     assert (await client.announce(3)).version == 3
     async with NodeClient(live.url, TOKENS.join) as node:
@@ -201,8 +216,8 @@ async def test_a_pause_names_nodes_that_do_not_apply_it(live: LiveServer, client
         assert (await client.weights()).paused is None
 
 
-async def test_a_replaced_node_is_fenced(live: LiveServer) -> None:
-    """Its requests fail as a lost lease; a wrong token is another error."""
+async def test_a_replaced_node_is_fenced(live: RestartableServer) -> None:
+    """Requests of the old node fail as a lost lease; a wrong token is another error."""
     hello = NodeRegistration(name="n", slots=1, capacity=1)
     async with NodeClient(live.url, TOKENS.join) as old, NodeClient(live.url, TOKENS.join) as new:
         welcome = await old.register(hello)

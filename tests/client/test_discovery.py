@@ -41,7 +41,7 @@ def test_sources_of_url_and_token(here: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_token_is_only_sent_to_its_own_server(here: Path) -> None:
-    """That of the folder is not used for another URL."""
+    """The token of the folder is not used for another URL."""
     make_data_folder(here / "tugline-data")
     with pytest.raises(
         UsageError,
@@ -51,7 +51,7 @@ def test_a_token_is_only_sent_to_its_own_server(here: Path) -> None:
 
 
 def test_errors_say_how_to_name_a_server(here: Path) -> None:
-    """Without any server, and with a damaged file."""
+    """The error helps without any server, and with a damaged file."""
     with pytest.raises(UsageError, match="start one with `tugline up`"):
         find_server()
     make_data_folder(here / "tugline-data")

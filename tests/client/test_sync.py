@@ -6,25 +6,25 @@ import asyncio
 
 import pytest
 
-from support.restartable_server import LiveServer, task
-from support.server import TOKENS
+from support.server import TOKENS, RestartableServer
+from support.tasks import make_task
 from tugline.client.api import Client
 from tugline.client.sync import SyncClient
 from tugline.errors import Missing, UsageError
 
 
 def test_both_clients_have_the_same_methods() -> None:
-    """With the same arguments."""
+    """Methods of both clients have the same arguments."""
     for name in (name for name in vars(Client) if not name.startswith("_")):
         assert getattr(SyncClient, name).__wrapped__ is getattr(Client, name)
 
 
-async def test_calls_from_another_thread(live: LiveServer) -> None:
+async def test_calls_from_another_thread(live: RestartableServer) -> None:
     """Calls, lists, streams, blocks and errors."""
 
     def work() -> None:
         with SyncClient(live.url, TOKENS.client) as client:
-            assert client.submit([task("a", samples=2)])[0].new
+            assert client.submit([make_task("a", samples=2)])[0].new
             assert [one.id for one in client.tasks()] == ["a"]
             with client.paused():
                 assert client.weights().paused is not None

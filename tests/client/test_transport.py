@@ -84,7 +84,7 @@ async def test_transient_errors_are_retried() -> None:
 async def test_refusals_raise_their_class(
     name: str, status: int, kind: type[errors.ServerError]
 ) -> None:
-    """At once, with the field and the message of the server."""
+    """A refusal raises at once, with the field and the message of the server."""
     async with server(lambda _n: problem(name, status, field="0.id")) as (http, requests):
         with pytest.raises(errors.ServerError, match="why") as raised:
             await http.ask("GET", "/x", Version)
@@ -103,7 +103,7 @@ async def test_a_silent_server_times_out() -> None:
 
 @pytest.mark.parametrize("status", [401, 403, 404, 409, 413, 500])
 async def test_errors_of_a_proxy_are_retried(status: int) -> None:
-    """Like 502, whatever their status and body."""
+    """A proxy's error is retried like 502, whatever its status and body."""
     page = PlainTextResponse("<html>no</html>", status)
     other = JSONResponse({"type": "about:blank", "title": "", "status": 1, "detail": ""}, status)
     ours = JSONResponse({"version": 7})
@@ -113,7 +113,7 @@ async def test_errors_of_a_proxy_are_retried(status: int) -> None:
 
 
 async def test_responses_of_another_server_are_errors() -> None:
-    """They are quoted, and not taken for a success."""
+    """A strange response is quoted in the error, and not taken for a success."""
     async with server(lambda _n: PlainTextResponse("<html>hello")) as (http, _):
         with pytest.raises(errors.ServerError, match="check that it is a Tugline server"):
             await http.ask("GET", "/x", Version)

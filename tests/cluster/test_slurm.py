@@ -20,7 +20,7 @@ import pytest
 from chaos.fleet import free_ports, make_task, until
 from cluster.slurm import Slurm, find_obstacle, slurm
 from support.commands import TUGLINE
-from support.tokenizer import tokenizer
+from support.tokenizer import make_tokenizer
 from support.training import write_config
 from tugline.cli.launch import SCRIPT
 from tugline.trainers.sinks import METRICS, read_lines
@@ -48,7 +48,7 @@ class Run:
 
     def __init__(self, folder: Path, tasks: int, turns: int) -> None:
         self.folder = folder
-        (folder / "tokenizer.json").write_text(tokenizer().to_json(), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(make_tokenizer().to_json(), encoding="utf-8")
         planned = [make_task(f"task-{number}", turns, 0.5) for number in range(tasks)]
         (folder / "tasks.json").write_text(json.dumps(planned))
         (folder / "settings.yaml").write_text(json.dumps({

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from conformance.programs import exact, install_from_npm
-from support.gateway import RENDERING, Play, Rig, rig, says
+from support.engine import RENDERING, Play, reply_with
+from support.gateway import OpenSession, open_session
 from tugline.errors import HarnessError
 from tugline.harnesses.npm import find_node
 from tugline.sandbox.processes import run_command
@@ -80,10 +81,10 @@ class Run(NamedTuple):
         return f"exit code {self.code}: {self.output[-2000:]}"
 
 
-async def play(client: Client, it: Rig, folder: Path, window: int = WINDOW) -> Run:
+async def play(client: Client, session: OpenSession, folder: Path, window: int = WINDOW) -> Run:
     """Run the client on `TASK` in a new folder."""
     home, work = folder / "home", folder / "work"
-    client = client.fill_in(url=it.url, key=it.key, home=home, window=window)
+    client = client.fill_in(url=session.url, key=session.key, home=home, window=window)
     try:
         packages = await install_from_npm(f"client-{client.name}", [client.package])
     except HarnessError as error:
@@ -111,20 +112,20 @@ def model(*turns: str, refusals: Iterable[Reply] = ()) -> Play:
     def reply(prompt: Ids, request: str) -> Reply:
         text = RENDERING.tokenizer.decode(prompt.tolist())
         if "<tools>" not in text:
-            return says("A title")(prompt, request)
+            return reply_with("A title")(prompt, request)
         if any(words in text.rpartition("<|im_start|>user\n")[2] for words in SUMMARISE):
-            return says(SUMMARY)(prompt, request)
+            return reply_with(SUMMARY)(prompt, request)
         refusal = next(refused, None) if len(rest) < len(turns) else None
-        return refusal or says(rest.pop(0) if len(rest) > 1 else rest[0])(prompt, request)
+        return refusal or reply_with(rest.pop(0) if len(rest) > 1 else rest[0])(prompt, request)
 
     return reply
 
 
-def main_calls(it: Rig) -> list[Call]:
+def main_calls(session: OpenSession) -> list[Call]:
     """The calls of the conversation that have their whole answer."""
     return [
         call
-        for call in it.calls
+        for call in session.calls
         if call.kind is TraceKind.MAIN and call.outcome is CallOutcome.COMPLETE
     ]
 
@@ -133,9 +134,9 @@ def main_calls(it: Rig) -> list[Call]:
 async def test_a_session_with_a_tool(tmp_path: Path, client: Client) -> None:
     """The tool runs, each turn continues the one before exactly, every token is counted once."""
     turns = (f"I look.\n{client.call()}", f"Again.\n{client.call()}", LAST_WORDS)
-    async with rig(tmp_path / "rig", model(*turns), window=400_000) as it:
-        run = await play(client, it, tmp_path)
-        calls, everything, sampled = main_calls(it), it.calls, it.sampled
+    async with open_session(tmp_path / "rig", model(*turns), window=400_000) as session:
+        run = await play(client, session, tmp_path)
+        calls, everything, sampled = main_calls(session), session.calls, session.sampled
     folders = (Path(process.info["cwd"] or "/") for process in psutil.process_iter(["cwd"]))
     assert not [cwd for cwd in folders if cwd.is_relative_to(tmp_path)], "programs left running"
     assert run.code == 0, run
@@ -151,9 +152,9 @@ async def test_an_overloaded_engine_is_asked_again(tmp_path: Path, client: Clien
     """After more refusals than the gateway's own tries, the client gets the status and retries."""
     refusals = [Reply(status=503)] * 5
     play_turns = model(f"I look.\n{client.call()}", LAST_WORDS, refusals=refusals)
-    async with rig(tmp_path / "rig", play_turns, window=400_000) as it:
-        run = await play(client, it, tmp_path)
-        calls = main_calls(it)
+    async with open_session(tmp_path / "rig", play_turns, window=400_000) as session:
+        run = await play(client, session, tmp_path)
+        calls = main_calls(session)
     assert run.code == 0, run
     assert LAST_WORDS in run.output, run
     assert [call.branch for call in calls] == [None, None]
@@ -167,9 +168,9 @@ async def test_a_malformed_call_does_not_end_the_session(tmp_path: Path, client:
     """
     bad = client.call().replace("}}\n</tool_call>", ', "limit": oops}}\n</tool_call>')
     turns = (f"I look.\n{client.call()}", f"Again.\n{bad}", f"Now.\n{client.call()}", LAST_WORDS)
-    async with rig(tmp_path / "rig", model(*turns), window=400_000) as it:
-        run = await play(client, it, tmp_path)
-        calls = main_calls(it)
+    async with open_session(tmp_path / "rig", model(*turns), window=400_000) as session:
+        run = await play(client, session, tmp_path)
+        calls = main_calls(session)
     assert run.code == 0, run
     assert LAST_WORDS in run.output, run
     assert [call.branch for call in calls] == [None] * len(turns)
@@ -181,9 +182,9 @@ async def test_a_busy_engine_is_asked_again(tmp_path: Path, client: Client) -> N
     """Refusals that outlast the gateway's wait for headers still reach the client as a status."""
     refusals = [Reply(status=429, retry_after_s=1.0)] * 5
     turns = model(f"I look.\n{client.call()}", LAST_WORDS, refusals=refusals)
-    async with rig(tmp_path / "rig", turns, window=400_000) as it:
-        run = await play(client, it, tmp_path)
-        calls = main_calls(it)
+    async with open_session(tmp_path / "rig", turns, window=400_000) as session:
+        run = await play(client, session, tmp_path)
+        calls = main_calls(session)
     assert run.code == 0, run
     assert LAST_WORDS in run.output, run
     assert [call.branch for call in calls] == [None, None]
@@ -196,9 +197,9 @@ async def test_a_compaction_is_followed_by_more_turns(
     """Continue's history ends in the summary, Copilot bans calls in its request for one."""
     client = CLIENTS[name]
     turns = [f"Look {number}.\n{client.call('big.txt')}" for number in range(5)]
-    async with rig(tmp_path / "rig", model(*turns, LAST_WORDS), window=400_000) as it:
-        run = await play(client, it, tmp_path, window)
-        calls = it.calls
+    async with open_session(tmp_path / "rig", model(*turns, LAST_WORDS), window=400_000) as session:
+        run = await play(client, session, tmp_path, window)
+        calls = session.calls
     assert run.code == 0, run
     assert LAST_WORDS in run.output, run
     assert {call.outcome for call in calls} == {CallOutcome.COMPLETE}

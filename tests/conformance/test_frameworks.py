@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from conformance.programs import CALLS, THINKS, exact, install, run, run_on_node
-from support.gateway import RENDERING, Play, in_turn, rig
+from support.engine import RENDERING, Play, reply_in_turn
+from support.gateway import open_session
 from tugline.errors import HarnessError
 from tugline.testing import Reply
 from tugline.types import Branch, CallOutcome, Ids
@@ -101,18 +102,22 @@ async def test_three_turns_with_tools(tmp_path: Path, framework: Framework) -> N
     edited = Branch.HISTORY_EDITED if framework.only_calls else None
     kinds = [(api, streamed) for api in framework.apis for streamed in framework.streamed]
     async with contextlib.AsyncExitStack() as stack:
-        rigs = [
-            await stack.enter_async_context(rig(tmp_path / str(number), in_turn(*turns)))
+        opened = [
+            await stack.enter_async_context(
+                open_session(tmp_path / str(number), reply_in_turn(*turns))
+            )
             for number in range(len(kinds))
         ]
-        sessions = [(it.url, it.key, *kind) for it, kind in zip(rigs, kinds, strict=True)]
+        sessions = [
+            (session.url, session.key, *kind) for session, kind in zip(opened, kinds, strict=True)
+        ]
         try:
             reports = await play(framework, sessions)
         except HarnessError as error:
             pytest.skip(f"the frameworks cannot be installed: {error}")
         results = {
-            kind: (seen["text"], sorted(seen["read"]), it.calls, it.sampled)
-            for kind, seen, it in zip(kinds, reports, rigs, strict=True)
+            kind: (seen["text"], sorted(seen["read"]), session.calls, session.sampled)
+            for kind, seen, session in zip(kinds, reports, opened, strict=True)
         }
     for kind, (text, paths, recorded, sampled) in results.items():
         assert (kind, text, paths) == (kind, "Done.", ["a.py", "b.py", "c.py"])
@@ -124,29 +129,29 @@ async def test_three_turns_with_tools(tmp_path: Path, framework: Framework) -> N
 
 async def run_streamed(framework: Framework, folder: Path, play_turns: Play) -> tuple[Any, Any]:
     """One streamed session over Chat Completions; return the framework's report and the calls."""
-    async with rig(folder, play_turns) as it:
+    async with open_session(folder, play_turns) as session:
         try:
-            (report,) = await play(framework, [(it.url, it.key, CHAT, True)])
+            (report,) = await play(framework, [(session.url, session.key, CHAT, True)])
         except HarnessError as error:
             pytest.skip(f"the frameworks cannot be installed: {error}")
-        return report, it.calls
+        return report, session.calls
 
 
-@pytest.mark.parametrize("framework", GOING_ON, ids=lambda it: Path(it.script).stem)
+@pytest.mark.parametrize("framework", GOING_ON, ids=lambda framework: Path(framework.script).stem)
 async def test_a_malformed_call_does_not_end_the_session(
     tmp_path: Path, framework: Framework
 ) -> None:
     """The agent gets the call with the arguments as they were sampled, and goes on."""
     good = call("read", path="a.py")
     bad = good.replace("}}", ', "limit": oops}}')
-    turns = in_turn(f"I look.\n{good}", f"Again.\n{bad}", f"Now.\n{good}", "Done.")
+    turns = reply_in_turn(f"I look.\n{good}", f"Again.\n{bad}", f"Now.\n{good}", "Done.")
     report, calls = await run_streamed(framework, tmp_path, turns)
     assert report["text"] == "Done."
     assert [each.branch for each in calls] == [None] * 4
     assert exact(calls)
 
 
-@pytest.mark.parametrize("framework", RETRYING, ids=lambda it: Path(it.script).stem)
+@pytest.mark.parametrize("framework", RETRYING, ids=lambda framework: Path(framework.script).stem)
 @pytest.mark.parametrize(
     "refusal", [Reply(status=503), Reply(status=429, retry_after_s=1.0)], ids=["503", "429"]
 )
@@ -154,7 +159,7 @@ async def test_a_busy_engine_is_asked_again(
     tmp_path: Path, framework: Framework, refusal: Reply
 ) -> None:
     """More refusals than the gateway's own tries reach the client as a status, which it retries."""
-    turns = in_turn(f"I look.\n{call('read', path='a.py')}", "Done.")
+    turns = reply_in_turn(f"I look.\n{call('read', path='a.py')}", "Done.")
     refusals = [refusal] * 5
 
     def reply(prompt: Ids, request: str) -> Reply:

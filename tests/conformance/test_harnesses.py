@@ -47,12 +47,12 @@ def name_case(case: Case) -> str:
     ],
 )
 async def test_every_check_passes(case: Case) -> None:
-    """But for known failures of the harness."""
+    """Only known failures of the harness are allowed."""
     assert not_passed(await check(case)) == IN_THE_HARNESS.get(case.harness, {})
 
 
 async def test_gemini_cli_asks_again_after_a_late_error(tmp_path: Path) -> None:
-    """When the engine fails after the headers, it retries and completes its work."""
+    """An engine that fails after the headers is asked again, and the work is completed."""
     case = cases_of("gemini_cli")[0]
     run = await run_session(case, late_error(case), tmp_path)
     assert (run.exit.code, len(run.requests), len(run.calls)) == (0, 5, 4)

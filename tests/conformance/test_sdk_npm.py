@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from conformance.programs import THINKS, exact, run_on_node
-from support.gateway import in_turn, rig, says, until
+from support.engine import reply_in_turn, reply_with
+from support.gateway import open_session
+from support.polling import until
 from tugline.testing import Reply
 from tugline.types import CallOutcome, Ids
 
@@ -19,16 +21,16 @@ PROGRAM = Path(__file__).with_name("npm") / "sdk.mjs"
 @pytest.mark.parametrize("api", ["openai_chat", "openai_responses", "anthropic", "google"])
 async def test_an_agent_on_a_javascript_sdk(tmp_path: Path, api: str) -> None:
     """Streams, parallel tools, counts, models, a refused key and a hang-up; one exact sequence."""
-    turns, asked = in_turn(THINKS, THINKS, THINKS, "Done."), itertools.count()
+    turns, asked = reply_in_turn(THINKS, THINKS, THINKS, "Done."), itertools.count()
 
     def play(prompt: Ids, request: str) -> Reply:
-        slow = says("word " * 2000, delay_s=0.05)  # is left
+        slow = reply_with("word " * 2000, delay_s=0.05)  # is left
         return (turns if next(asked) < 4 else slow)(prompt, request)
 
-    async with rig(tmp_path, play) as it:
-        seen = await run_on_node("npm-sdks", SDKS, PROGRAM, api, it.url, it.key)
-        await until(lambda: not it.running and len(it.calls) >= 5, 5)
-        calls = it.calls
+    async with open_session(tmp_path, play) as session:
+        seen = await run_on_node("npm-sdks", SDKS, PROGRAM, api, session.url, session.key)
+        await until(lambda: not session.running and len(session.calls) >= 5, 5)
+        calls = session.calls
     *others, last = seen["turns"]
     arguments = [{"path": "a.py"}, {"path": "b.py"}]
     for turn in others:

@@ -15,7 +15,8 @@ from google.genai import errors, types
 
 from conformance.programs import CALLS, THINKS, exact
 from conformance.sdk_clients import APIS, READ, Api
-from support.gateway import Constrained, Play, Rig, in_turn, rig, says
+from support.engine import Constrained, Play, reply_in_turn, reply_with
+from support.gateway import OpenSession, open_session
 from tugline.gateway.policy import CallSettings
 from tugline.testing import Reply
 from tugline.types import Branch, EchoChange, Role, TraceKind
@@ -34,10 +35,13 @@ each_echo = pytest.mark.parametrize(
 @contextlib.asynccontextmanager
 async def client(
     folder: Path, api: Api, *plays: Play, **how: Any
-) -> AsyncIterator[tuple[Rig, Any]]:
+) -> AsyncIterator[tuple[OpenSession, Any]]:
     """A session and the SDK that speaks to it."""
-    async with rig(folder, *plays, **how) as it, api.connect(it.url, it.key) as sdk:
-        yield it, sdk
+    async with (
+        open_session(folder, *plays, **how) as session,
+        api.connect(session.url, session.key) as sdk,
+    ):
+        yield session, sdk
 
 
 # --------------------------------------------------------------------------- answers
@@ -46,12 +50,15 @@ async def test_a_loop_of_parallel_tools_is_one_exact_sequence(
     tmp_path: Path, api: Api, echo: str
 ) -> None:
     """However harnesses echo the history, every turn extends the ids of the one before."""
-    async with client(tmp_path, api, in_turn(THINKS, THINKS, THINKS, "Done.")) as (it, sdk):
+    async with client(tmp_path, api, reply_in_turn(THINKS, THINKS, THINKS, "Done.")) as (
+        session,
+        sdk,
+    ):
         history = api.start("Mend it.")
         for _ in range(4):
             reply = await api.ask(sdk, history, tools=True, system="Help.")
             history += api.echo(reply, echo)
-        calls = it.calls
+        calls = session.calls
     assert (reply.text, reply.finish) == ("Done.", "stop")
     assert [call.branch for call in calls] == [None] * 4
     assert [call.parent for call in calls] == [None, 0, 1, 2]
@@ -72,10 +79,10 @@ async def test_streamed_and_whole_answers_are_equal(tmp_path: Path, api: Api) ->
 
     The counts are exact, and every answer has an id of its own.
     """
-    async with client(tmp_path, api, says(THINKS, delay_s=0.002)) as (it, sdk):
+    async with client(tmp_path, api, reply_with(THINKS, delay_s=0.002)) as (session, sdk):
         whole = await api.ask(sdk, api.start("Mend it."), tools=True)
         streamed = await api.stream(sdk, api.start("Mend it. Mend it."), tools=True)
-        calls = it.calls
+        calls = session.calls
     assert whole.content == streamed.content == ("I look.", "Hm, ä. It is a file.", BOTH, "tools")
     for reply, call in zip((whole, streamed), calls, strict=True):
         assert (reply.prompt, reply.sampled) == (len(call.prompt_ids), len(call.sampled_ids))
@@ -87,7 +94,7 @@ async def test_streamed_and_whole_answers_are_equal(tmp_path: Path, api: Api) ->
 @each_api
 async def test_a_forced_tool_is_called(tmp_path: Path, api: Api, force: str) -> None:
     """The answer is the call that the tool choice requires."""
-    async with client(tmp_path, api, says(CALLS)) as (_, sdk):
+    async with client(tmp_path, api, reply_with(CALLS)) as (_, sdk):
         reply = await api.ask(sdk, api.start("Mend it."), tools=True, force=force)
     assert reply.finish == "tools"
     assert reply.calls[-1][0] == "read"
@@ -95,8 +102,8 @@ async def test_a_forced_tool_is_called(tmp_path: Path, api: Api, force: str) -> 
 
 @each_api
 async def test_a_short_limit_ends_the_answer(tmp_path: Path, api: Api) -> None:
-    """Whole and streamed."""
-    async with client(tmp_path, api, says("Hello there.")) as (_, sdk):
+    """Whole and streamed answers end at the limit."""
+    async with client(tmp_path, api, reply_with("Hello there.")) as (_, sdk):
         whole = await api.ask(sdk, api.start("Mend it."), limit=3)
         streamed = await api.stream(sdk, api.start("Again."), limit=3)
     assert (whole.finish, whole.sampled) == (streamed.finish, streamed.sampled) == ("length", 3)
@@ -130,12 +137,12 @@ async def _parse(api: Api, sdk: Any) -> Any:
 async def test_structured_output(tmp_path: Path, api: Api) -> None:
     """The SDK's own parsing: the schema reaches the engine, the answer becomes an object."""
     wire = Constrained()
-    async with client(tmp_path, api, says('{"good": true}'), wire=wire) as (it, sdk):
+    async with client(tmp_path, api, reply_with('{"good": true}'), wire=wire) as (session, sdk):
         assert await _parse(api, sdk) == Verdict(good=True)
         await api.ask(sdk, api.start("Mend it."))
-        assert [call.constrained for call in it.calls] == [True, False]
+        assert [call.constrained for call in session.calls] == [True, False]
     assert '"good"' in wire.asked[0].schema
-    async with client(tmp_path / "other", api, says("{}")) as (_, sdk):
+    async with client(tmp_path / "other", api, reply_with("{}")) as (_, sdk):
         with pytest.raises(api.error, match="structured output") as caught:
             await _parse(api, sdk)
         if api is RESPONSES:
@@ -153,10 +160,10 @@ STRICT: dict[str, Any] = {
 
 @pytest.mark.parametrize("api", [CHAT, RESPONSES, ANTHROPIC], ids=lambda api: api.name)
 async def test_strict_tools_are_accepted(tmp_path: Path, api: Api) -> None:
-    """Without a grammar, since a constrained answer could not be trained."""
-    async with client(tmp_path, api, says(CALLS)) as (it, sdk):
+    """Strict tools make no grammar, since a constrained answer could not be trained."""
+    async with client(tmp_path, api, reply_with(CALLS)) as (session, sdk):
         reply = await api.ask(sdk, api.start("Mend it."), tools=[STRICT[api.name]])
-        (call,) = it.calls
+        (call,) = session.calls
     assert reply.finish == "tools"
     assert [tool.strict for tool in call.tools] == [True]
     assert not call.constrained
@@ -166,10 +173,10 @@ async def test_strict_tools_are_accepted(tmp_path: Path, api: Api) -> None:
 @each_api
 async def test_counting_and_models(tmp_path: Path, api: Api) -> None:
     """The count equals the usage of the same prompt; models are listed and retrieved."""
-    async with client(tmp_path, api, says("Hello.")) as (it, sdk):
+    async with client(tmp_path, api, reply_with("Hello.")) as (session, sdk):
         counted = await api.count(sdk, api.start("Mend it."))
         reply = await api.ask(sdk, api.start("Mend it."))
-        assert len(it.calls) == 1
+        assert len(session.calls) == 1
         assert counted in {None, reply.prompt}
         assert await api.models(sdk) == (["scripted"], True)
 
@@ -184,7 +191,7 @@ FULL = {"anthropic": "prompt is too long: .* tokens > 150 maximum", "google": "e
 @each_api
 async def test_errors_are_the_sdks_own(tmp_path: Path, api: Api) -> None:
     """Status and message for a wrong field, hosted tool, picture, long prompt and wrong key."""
-    async with client(tmp_path, api, says("x"), window=150) as (it, sdk):
+    async with client(tmp_path, api, reply_with("x"), window=150) as (session, sdk):
         hosted = HOSTED.get(api.name, {"type": "web_search"})
         full = FULL.get(api.name, "maximum context length")
         for match, history, options in (
@@ -199,11 +206,11 @@ async def test_errors_are_the_sdks_own(tmp_path: Path, api: Api) -> None:
             if api in {CHAT, RESPONSES}:
                 assert "limit" not in options or caught.value.param == api.names["limit"]
                 assert match != full or caught.value.code == "context_length_exceeded"
-        async with api.connect(it.url, "wrong") as stranger:
+        async with api.connect(session.url, "wrong") as stranger:
             with pytest.raises(api.error) as wrong:
                 await api.ask(stranger, api.start("Hi"))
         assert _status(wrong.value) == 401
-        assert it.calls == ()
+        assert session.calls == ()
     if api is ANTHROPIC:
         assert wrong.value.body["error"]["type"] == "authentication_error"
         assert wrong.value.request_id
@@ -222,7 +229,7 @@ def _status(error: Any) -> int:
 async def test_a_busy_engine_is_the_dialects_overload(
     tmp_path: Path, api: Api, status: int
 ) -> None:
-    """With Retry-After, also for a stream that has not begun."""
+    """The error has Retry-After, also for a stream that has not begun."""
     busy = Reply([], status=status, retry_after_s=0.01)
     expected = {"anthropic": 529, "google": 503}.get(api.name, status)
     async with client(tmp_path, api, lambda *_: busy) as (_, sdk):
@@ -245,8 +252,8 @@ async def test_google_raises_errors_that_come_after_the_headers(tmp_path: Path) 
 
 # --------------------------------------------------------------------------- one API alone
 async def test_several_choices(tmp_path: Path) -> None:
-    """Each is a sample of its own, whole and streamed, in Chat and at Google."""
-    async with client(tmp_path, CHAT, says("Hello.")) as (it, sdk):
+    """Each choice is a sample of its own, whole and streamed, in Chat and at Google."""
+    async with client(tmp_path, CHAT, reply_with("Hello.")) as (session, sdk):
         ask: Any = {"model": "m", "messages": CHAT.start("Mend it."), "n": 3}
         whole = await sdk.chat.completions.create(**ask)
         texts = ["", "", ""]
@@ -254,14 +261,14 @@ async def test_several_choices(tmp_path: Path) -> None:
         async for chunk in await sdk.chat.completions.create(**ask, stream=True):
             for choice in chunk.choices:
                 texts[choice.index] += choice.delta.content or ""
-        assert len(it.calls) == 6
+        assert len(session.calls) == 6
     assert [choice.message.content for choice in whole.choices] == texts == ["Hello."] * 3
     assert [choice.index for choice in whole.choices] == [0, 1, 2]
-    assert whole.usage.completion_tokens == sum(len(call.sampled_ids) for call in it.calls[:3])
-    async with client(tmp_path / "g", GOOGLE, in_turn("One.", "Two.")) as (it, sdk):
+    assert whole.usage.completion_tokens == sum(len(call.sampled_ids) for call in session.calls[:3])
+    async with client(tmp_path / "g", GOOGLE, reply_in_turn("One.", "Two.")) as (session, sdk):
         two = {"candidate_count": 2}
         answer = await sdk.models.generate_content(model="m", contents="Hi", config=two)
-        assert len(it.calls) == 2
+        assert len(session.calls) == 2
     texts = [candidate.content.parts[0].text for candidate in answer.candidates]
     assert sorted(texts) == ["One.", "Two."]
     assert [candidate.index for candidate in answer.candidates] == [0, 1]
@@ -269,9 +276,12 @@ async def test_several_choices(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_openais_stored_responses_are_continued(tmp_path: Path, *, stream: bool) -> None:
-    """By their id, token for token; not one with ``store=False`` or of another session."""
-    turns = in_turn(THINKS, THINKS, "Done.")
-    async with client(tmp_path, RESPONSES, turns) as (it, sdk):
+    """An id continues its response token for token, but not one of another session.
+
+    A response with ``store=False`` cannot be continued either.
+    """
+    turns = reply_in_turn(THINKS, THINKS, "Done.")
+    async with client(tmp_path, RESPONSES, turns) as (session, sdk):
         ask = RESPONSES.stream if stream else RESPONSES.ask
         options: dict[str, Any] = {"tools": True, "instructions": "Help."}
         reply = await ask(sdk, RESPONSES.start("Mend it."), **options)
@@ -281,8 +291,8 @@ async def test_openais_stored_responses_are_continued(tmp_path: Path, *, stream:
             options["previous_response_id"] = reply.id
             reply = await ask(sdk, results, **options)
         assert (reply.text, reply.raw.previous_response_id) == ("Done.", options.popitem()[1])
-        assert [call.parent for call in it.calls] == [None, 0, 1]
-        assert exact(it.calls)
+        assert [call.parent for call in session.calls] == [None, 0, 1]
+        assert exact(session.calls)
         loose = await RESPONSES.ask(sdk, RESPONSES.start("Hi"), store=False)
         for name in (loose.id, "resp_other-0"):
             with pytest.raises(openai.BadRequestError) as caught:
@@ -310,21 +320,24 @@ async def test_anthropics_tool_runner_sends_only_what_is_new(
     """The gateway keeps the thread, with its system prompt and tools."""
     ask: Any = {"model": "m", "max_tokens": 2000, "system": "Help.", "tools": [read]}
     ask["messages"] = ANTHROPIC.start("Mend it.")
-    async with client(tmp_path, ANTHROPIC, in_turn(THINKS, THINKS, "Done.")) as (it, sdk):
+    async with client(tmp_path, ANTHROPIC, reply_in_turn(THINKS, THINKS, "Done.")) as (
+        session,
+        sdk,
+    ):
         runner = sdk.beta.messages.tool_runner(**ask, stream=stream)
         replies = [reply async for reply in runner]
         last = await replies[-1].get_final_message() if stream else replies[-1]
         assert last.content[-1].text == "Done."
-        assert [call.parent for call in it.calls] == [None, 0, 1]
-        assert exact(it.calls)
-        kept = it.session.transcript.parse_cache.conversations
+        assert [call.parent for call in session.calls] == [None, 0, 1]
+        assert exact(session.calls)
+        kept = session.live.transcript.parse_cache.conversations
         assert len(kept) == 3
-        assert [tool.name for tool in it.calls[2].tools] == ["read"]
+        assert [tool.name for tool in session.calls[2].tools] == ["read"]
         thread = sdk.beta.messages.thread(**ask)
         await thread.send()
         kept.clear()
         await thread.send({"role": "user", "content": "And now?"})
-        assert it.calls[-1].parent == it.calls[-2].number
+        assert session.calls[-1].parent == session.calls[-2].number
 
 
 class Notes(BetaAsyncAbstractMemoryTool):
@@ -341,18 +354,18 @@ async def test_anthropics_own_tools_are_run_by_the_client(tmp_path: Path) -> Non
     """Bash, editor and memory have a type and no schema; the SDK's runner gets their calls."""
     arguments = {"command": "create", "path": "/memories/a", "file_text": "x"}
     call = json.dumps({"name": "memory", "arguments": arguments})
-    plays = in_turn(f"<tool_call>\n{call}\n</tool_call>", "Done.")
+    plays = reply_in_turn(f"<tool_call>\n{call}\n</tool_call>", "Done.")
     others: Any = [
         {"type": "bash_20250124", "name": "bash"},
         {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
     ]
-    async with client(tmp_path, ANTHROPIC, plays) as (it, sdk):
+    async with client(tmp_path, ANTHROPIC, plays) as (session, sdk):
         runner = sdk.beta.messages.tool_runner(
             model="m", max_tokens=999, tools=[*others, Notes()], messages=ANTHROPIC.start("Hi")
         )
         last = [reply async for reply in runner][-1]
         assert last.content[-1].text == "Done."
-        first, second = it.calls
+        first, second = session.calls
     assert second.messages[0].content == "/memories/a: x"
     names = ["bash", "str_replace_based_edit_tool", "memory"]
     assert [tool.name for tool in first.tools] == names
@@ -361,13 +374,16 @@ async def test_anthropics_own_tools_are_run_by_the_client(tmp_path: Path) -> Non
 
 async def test_openais_compaction(tmp_path: Path) -> None:
     """The summary is encrypted, and a message of the user in the next request, which branches."""
-    async with client(tmp_path, RESPONSES, in_turn("Done.", "All mended.", "Yes.")) as (it, sdk):
+    async with client(tmp_path, RESPONSES, reply_in_turn("Done.", "All mended.", "Yes.")) as (
+        session,
+        sdk,
+    ):
         items = RESPONSES.start("Mend it.")
         items += RESPONSES.echo(await RESPONSES.ask(sdk, items), "verbatim")
         compacted = await sdk.responses.compact(model="m", input=items)
         output = [item.model_dump(exclude_none=True, warnings=False) for item in compacted.output]
         answer = await RESPONSES.ask(sdk, [*output, {"role": "user", "content": "Is it?"}])
-        calls = it.calls
+        calls = session.calls
     assert [item["type"] for item in output] == ["message", "compaction"]
     assert answer.text == "Yes."
     assert (calls[1].kind, calls[1].branch) == (TraceKind.COMPACTION, None)

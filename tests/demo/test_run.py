@@ -17,7 +17,7 @@ from tugline.trainers.grpo.config import GrpoConfig
 
 @pytest.mark.parametrize("steps", [3, 16])
 def test_the_learning_rate_falls_until_the_last_step(steps: int) -> None:
-    """For a run of any length, unless the settings set `decay_updates`; a step has one update."""
+    """The length of the run decides, unless `decay_updates` is set; a step has one update."""
     settings = DemoSettings(steps=steps)
     assert settings.tasks_per_step * settings.samples <= settings.grpo.sessions_per_update
     assert make_config(settings).grpo.decay_updates == steps
@@ -27,7 +27,7 @@ def test_the_learning_rate_falls_until_the_last_step(steps: int) -> None:
 
 @pytest.mark.parametrize("per_step", [6, 4])
 def test_every_step_has_tasks_of_every_kind(tmp_path: Path, per_step: int) -> None:
-    """In the proportion of the whole set, as nearly as the size of a step allows."""
+    """The kinds have the proportion of the whole set, as nearly as a step's size allows."""
     config = make_config(DemoSettings(tasks_per_step=per_step, steps=12))
     batches = TaskBatches(config, tmp_path)
     chosen = [batches.batch(step, batches.choose(step, {})) for step in range(1, 13)]

@@ -17,7 +17,7 @@ NAVIGATION = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"
 @pytest.mark.nightly
 @pytest.mark.timeout(500)
 def test_the_site_is_built(tmp_path: Path) -> None:
-    """Without warnings, with its references, and without resources of other hosts."""
+    """The site has no warnings, all its references, and no resources of other hosts."""
     site = tmp_path / "site"
     done = run_program(sys.executable, ROOT / "tools/docs/build_site.py", site, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -49,7 +49,7 @@ def start_server(folder: Path) -> subprocess.Popen[bytes]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_tutorial_works(tmp_path: Path) -> None:
-    """With the user's own agent tasks are fine, sessions are usable, and training helps."""
+    """The user's own agent has valid tasks and usable sessions, and training helps."""
     outputs: dict[str, str] = {}
     server: subprocess.Popen[bytes] | None = None
     try:

@@ -19,7 +19,8 @@ from engines.conftest import FURTHEST, Served
 from engines.tool_model import RECITE, TOOLS, WINDOW
 from inference.tiny_model import truth
 from recording.verify.recorded import read_in
-from support.control_plane import a_task, until
+from support.polling import until
+from support.tasks import make_task
 from tugline.chat.engines import ROUTES
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
@@ -118,7 +119,7 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(
+async def open_bench(
     served: Served,
     route: str,
     folder: Path,
@@ -139,12 +140,12 @@ async def bench(
     session = Session(id=name, task="t", sample=0)
     async with (
         Gateway(Upstream([served.url, *more], wire), rendering, folder) as gateway,
-        gateway.open(session, a_task("t", sampling=sampling)) as opened,
+        gateway.open(session, make_task("t", sampling=sampling)) as opened,
     ):
         await gateway.set_weights_version(served.version)
-        it = Bench(served, gateway, opened.base_url, opened.key, name)
-        async with it.client:
-            yield it
+        bench = Bench(served, gateway, opened.base_url, opened.key, name)
+        async with bench.client:
+            yield bench
 
 
 def gaps(served: Served, call: Call, weights: int = 0) -> Logprobs:
@@ -190,23 +191,23 @@ async def test_a_tool_session_is_captured_token_by_token(
     served: Served, name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Four turns with parallel tool calls are one sequence, with logprobs as recomputed."""
-    async with bench(served, name, tmp_path, CALM) as it:
+    async with open_bench(served, name, tmp_path, CALM) as bench:
         messages: list[Any] = [
             {"role": "system", "content": "You help with stone."},
             {"role": "user", "content": "Mend north wharf."},
         ]
-        first = await it.turn(messages)
+        first = await bench.turn(messages)
         assert first.finish_reason == "tool_calls"
         assert [call.function.name for call in first.message.tool_calls] == ["read", "read"]
         assert first.message.content.strip() == "Let me look."
         assert first.message.reasoning_content.strip().startswith("The user asks for")
-        second = await it.turn(messages)
+        second = await bench.turn(messages)
         assert second.finish_reason == "stop"
         assert second.message.content.strip().startswith("It is")
         messages.append({"role": "user", "content": "Find pine quay."})
-        await it.turn(messages)
-        await it.turn(messages)
-        calls = it.calls
+        await bench.turn(messages)
+        await bench.turn(messages)
+        calls = bench.calls
     assert len(calls) == 4
     assert {call.mode for call in calls} == {Mode.OBSERVED if name == "chat" else Mode.EXACT}
     assert {span.version for call in calls for span in call.versions} == {served.version}
@@ -221,17 +222,17 @@ async def test_a_tool_session_is_captured_token_by_token(
 @pytest.mark.parametrize("name", ["generate", "chat"])
 async def test_streaming_is_real(served: Served, name: str, tmp_path: Path) -> None:
     """Text comes while the engine is still sampling; the streamed text equals the recorded one."""
-    async with bench(served, name, tmp_path, CALM) as it:
+    async with open_bench(served, name, tmp_path, CALM) as bench:
         text, early = "", False
-        async for piece in it.recite():
+        async for piece in bench.recite():
             if piece and not text:
-                early = not it.calls
+                early = not bench.calls
             text += piece
-        (call,) = it.calls
+        (call,) = bench.calls
     assert early, "the first text came when the last token was on disk already"
-    assert it.usage.completion_tokens == len(call.sampled_ids) == STREAMED
-    assert it.usage.prompt_tokens == len(call.prompt_ids)
-    assert text.strip() == it.decode(call)
+    assert bench.usage.completion_tokens == len(call.sampled_ids) == STREAMED
+    assert bench.usage.prompt_tokens == len(call.prompt_ids)
+    assert text.strip() == bench.decode(call)
     check_logprobs(served, (call,))
 
 
@@ -241,19 +242,19 @@ async def test_a_client_that_hangs_up_frees_the_engine(
     served: Served, name: str, tmp_path: Path, *, stream: bool
 ) -> None:
     """Nothing runs two seconds later, and the partial answer is recorded as one."""
-    async with bench(served, name, tmp_path, CALM) as it:
+    async with open_bench(served, name, tmp_path, CALM) as bench:
         if stream:
-            async with aclosing(it.recite(LONG)) as pieces:
+            async with aclosing(bench.recite(LONG)) as pieces:
                 while not await anext(pieces):
                     pass
         else:
-            asking = asyncio.create_task(it.ask(LONG_WINDED, max_tokens=LONG))
+            asking = asyncio.create_task(bench.ask(LONG_WINDED, max_tokens=LONG))
             await asyncio.sleep(1)
             asking.cancel()
             await asyncio.wait({asking}, timeout=5)
-        await until(it.idle, 2 * crowd())
-        await until(lambda: it.calls, 2 * crowd())
-        (call,) = it.calls
+        await until(bench.idle, 2 * crowd())
+        await until(lambda: bench.calls, 2 * crowd())
+        (call,) = bench.calls
     seen = (call.outcome, call.finish, len(call.sampled_ids), call.unreported_tokens)
     assert call.outcome is End.CLIENT_GONE or not stream, seen
     counted = len(call.sampled_ids) or call.unreported_tokens
@@ -276,22 +277,24 @@ async def test_another_replica_ends_the_answer_of_one_that_was_killed(
     with servers.running(served.name, served.folders.first, tmp_path) as other:
         for number in range(20):  # until a session is assigned to the other one
             name = f"s{number}"
-            async with bench(served, "generate", tmp_path, CALM, other.url, name=name) as it:
-                await it.ask([{"role": "user", "content": "Mend north wharf."}], max_tokens=1)
-                if it.calls[0].replicas != (other.url,):
+            async with open_bench(
+                served, "generate", tmp_path, CALM, other.url, name=name
+            ) as bench:
+                await bench.ask([{"role": "user", "content": "Mend north wharf."}], max_tokens=1)
+                if bench.calls[0].replicas != (other.url,):
                     continue
                 pieces = []
-                async for piece in it.recite():
+                async for piece in bench.recite():
                     pieces.append(piece)
                     if len(pieces) == 100:
                         other.kill()
-                call = it.calls[-1]
+                call = bench.calls[-1]
                 break
         else:
             pytest.fail("no session of 20 went to the other replica")
     assert call.replicas == (other.url, served.url)
     assert len(call.sampled_ids) == STREAMED
-    assert "".join(pieces).strip() == it.decode(call)
+    assert "".join(pieces).strip() == bench.decode(call)
     check_logprobs(served, (call,))
 
 
@@ -309,14 +312,14 @@ async def test_an_answer_is_held_to_a_schema(served: Served, name: str, tmp_path
         "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
         "max_tokens": 200,
     }
-    async with bench(served, name, tmp_path, CALM) as it:
+    async with open_bench(served, name, tmp_path, CALM) as bench:
         if served.name == "embedded":
             with pytest.raises(openai.BadRequestError, match="structured output"):
-                await it.client.chat.completions.create(**asked)
-            assert not it.calls
+                await bench.client.chat.completions.create(**asked)
+            assert not bench.calls
             return
-        answer = await it.client.chat.completions.create(**asked)
-        (call,) = it.calls
+        answer = await bench.client.chat.completions.create(**asked)
+        (call,) = bench.calls
     value = json.loads(answer.choices[0].message.content)
     assert value in {"read", "write"}
     assert call.constrained
@@ -324,33 +327,33 @@ async def test_an_answer_is_held_to_a_schema(served: Served, name: str, tmp_path
 
 
 # --------------------------------------------------------------------------- weights
-async def swap(it: Bench, folder: Path, version: int) -> None:
+async def swap(bench: Bench, folder: Path, version: int) -> None:
     """Change the weights as a trainer does between two updates."""
-    await it.gateway.pause("keep")
-    async with it.served.weights() as weights:
+    await bench.gateway.pause("keep")
+    async with bench.served.weights() as weights:
         await weights.pause("keep")
         await weights.load(folder, version)
-        await it.gateway.set_weights_version(version)
+        await bench.gateway.set_weights_version(version)
         await weights.resume()
-    await it.gateway.resume()
+    await bench.gateway.resume()
 
 
 async def test_versions_are_recorded_per_token_of_an_answer(served: Served, tmp_path: Path) -> None:
     """Two spans; the logprobs in each are those of its weights, and not of the others."""
     old, new = served.version, served.version + 1
-    async with bench(served, "generate", tmp_path, CALM) as it:
+    async with open_bench(served, "generate", tmp_path, CALM) as bench:
         swapping: asyncio.Task[None] | None = None
         try:
             seen = 0
-            async for piece in it.recite():
+            async for piece in bench.recite():
                 seen += bool(piece)
                 if seen > 20 and swapping is None:
-                    swapping = asyncio.create_task(swap(it, served.folders.second, new))
+                    swapping = asyncio.create_task(swap(bench, served.folders.second, new))
             await swapping
-            (call,) = it.calls
+            (call,) = bench.calls
         finally:
             served.version = new + 1
-            await swap(it, served.folders.first, served.version)
+            await swap(bench, served.folders.first, served.version)
     first, second = call.versions
     assert (first.version, first.start, first.end) == (old, 0, second.start)
     assert (second.version, second.end) == (new, len(call.sampled_ids))
@@ -367,19 +370,19 @@ async def test_weights_that_change_between_turns_leave_no_old_context(
 ) -> None:
     """The turn after a swap is of the new version alone, without a cached prefix."""
     old, new = served.version, served.version + 1
-    async with bench(served, name, tmp_path, CALM) as it:
+    async with open_bench(served, name, tmp_path, CALM) as bench:
         messages: list[Any] = [{"role": "user", "content": "Mend north wharf."}]
         try:
-            await it.turn(messages)
-            await swap(it, served.folders.second, new)
-            await it.turn(messages)
-            before, after = it.calls
+            await bench.turn(messages)
+            await swap(bench, served.folders.second, new)
+            await bench.turn(messages)
+            before, after = bench.calls
         finally:
             served.version = new + 1
-            await swap(it, served.folders.first, served.version)
+            await swap(bench, served.folders.first, served.version)
         messages.append({"role": "user", "content": "Find pine quay."})
-        await it.turn(messages)
-        last = it.calls[-1]
+        await bench.turn(messages)
+        last = bench.calls[-1]
     versions = [[span.version for span in call.versions] for call in (before, after, last)]
     assert versions == [[old], [new], [served.version]]
     check_logprobs(served, (before, last))
@@ -393,14 +396,14 @@ async def test_a_prompt_beyond_the_window_is_the_error_harnesses_know(
     served: Served, name: str, tmp_path: Path, *, stream: bool
 ) -> None:
     """A 400 with OpenAI's code, from gateway or engine; the session continues."""
-    async with bench(served, name, tmp_path) as it:
+    async with open_bench(served, name, tmp_path) as bench:
         long = [{"role": "user", "content": "stone " * WINDOW}]
         with pytest.raises(openai.BadRequestError) as caught:
-            await it.ask(long, stream=stream)
+            await bench.ask(long, stream=stream)
         assert caught.value.code == "context_length_exceeded"
-        assert not it.calls
-        await it.turn([{"role": "user", "content": "Mend north wharf."}])
-        assert len(it.calls) == 1
+        assert not bench.calls
+        await bench.turn([{"role": "user", "content": "Mend north wharf."}])
+        assert len(bench.calls) == 1
 
 
 # --------------------------------------------------------------------------- verification
@@ -410,10 +413,10 @@ async def test_verify_agrees_with_the_scores_of_the_engine(
     served: Served, name: str, sampling: Sampling, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Logprobs of decoding equal those of scoring, where both have the same meaning."""
-    async with bench(served, name, tmp_path, sampling) as it:
+    async with open_bench(served, name, tmp_path, sampling) as bench:
         messages: list[Any] = [{"role": "user", "content": "Mend north wharf."}]
         for _ in range(2):
-            choice = await it.turn(messages, max_tokens=400)  # it may lose the thread for good
+            choice = await bench.turn(messages, max_tokens=400)  # it may lose the thread for good
             if not choice.message.tool_calls:  # at temperature 1 a tiny model may only talk
                 messages.append({"role": "user", "content": "Mend east wharf."})
         path, recording = read_in(tmp_path)

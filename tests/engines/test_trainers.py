@@ -14,8 +14,8 @@ import zstandard
 from engines.servers import ROOT, installed
 from exports.made import export, record, two_turns
 from support.groups import ONCE, finish, trajectory
-from support.restartable_server import LiveServer, task
-from support.server import TOKENS
+from support.server import TOKENS, RestartableServer
+from support.tasks import make_task
 from tugline.client.nodes import NodeClient
 from tugline.protocol import LeaseRequest, NodeRegistration
 from tugline.stream import GradedGroup, GroupStream
@@ -59,7 +59,7 @@ def read(url: str) -> list[GradedGroup]:
         return list(stream)
 
 
-async def test_data_of_tinker_is_the_stream(live: LiveServer, tmp_path: Path) -> None:
+async def test_data_of_tinker_is_the_stream(live: RestartableServer, tmp_path: Path) -> None:
     """Read back from the bytes of its request: inputs, and what is one token ahead of them.
 
     Groups without signal have no data; another temperature than 1 is refused.
@@ -76,7 +76,7 @@ async def test_data_of_tinker_is_the_stream(live: LiveServer, tmp_path: Path) ->
         assert any(datum["advantages"])
 
 
-async def work(live: LiveServer) -> None:
+async def work(live: RestartableServer) -> None:
     """Act as a node whose sessions have two traces, and the reward of `REWARDS`."""
     async with NodeClient(live.url, TOKENS.join) as node:
         welcome = await node.register(NodeRegistration(name="played", slots=9, capacity=9))
@@ -88,14 +88,14 @@ async def work(live: LiveServer) -> None:
                 await node.commit(of.id, of.epoch, zstandard.compress(encode(done)))
 
 
-async def test_rows_of_verl_are_the_stream(live: LiveServer, tmp_path: Path) -> None:
+async def test_rows_of_verl_are_the_stream(live: RestartableServer, tmp_path: Path) -> None:
     """The manager and workers of verl put our traces into its queue, in a real Ray.
 
     It has the ids, mask, logprobs, reward and versions of the stream, under the keys by which verl
     compares sessions: its advantages are the rewards less the mean over sessions, however many
     rows one has. A session without a reward fails its prompt and has no rows.
     """
-    body = msgspec.json.encode(task("replaced", group=ONCE)).decode()
+    body = msgspec.json.encode(make_task("replaced", group=ONCE)).decode()
     working = asyncio.create_task(work(live))
     made = await run(live.url, tmp_path, "verl", "run_verl.py", MODEL, body, "2", "3")
     working.cancel()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.evaluation import Judge, task
+from support.evaluation import Judge, make_task_with_files
 from tugline.evaluators.tests import TestsEvaluator
 from tugline.types import Workspace
 
@@ -130,7 +130,7 @@ def record(recorder: Path, patch: dict[str, str], *, by_setup: bool) -> dict[str
         )
         work = {"build.sh": "".join(lines)}
     folder = Path(tempfile.mkdtemp(dir=recorder))
-    judge = Judge(folder, task(workspace=Workspace(folder="/srv/shop")), FRESH)
+    judge = Judge(folder, make_task_with_files(workspace=Workspace(folder="/srv/shop")), FRESH)
     verdict = asyncio.run(judge(evaluator, dict(work)))
     shutil.rmtree(folder)
     assert verdict.reward.value == 0.0, verdict.report

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from support.commands import run_program
-from support.evaluation import Judge, task
+from support.evaluation import Judge, make_task_with_files
 from support.sandbox import WITH_PYTHON, Driver, run_shell
 from tugline.evaluators.tests import TestsEvaluator
 from tugline.sandbox.base import Mount, Sandbox
@@ -144,7 +144,7 @@ def judge(tool: Tool, driver: Driver, tmp_path: Path) -> Judge:
     for path in base.rglob("*"):
         os.utime(path, (COMMITTED, COMMITTED))
     spec = driver.spec(base, mounts=(*driver.host_programs, *tool.mounts))
-    given = task(workspace=Workspace(folder=str(base)))
+    given = make_task_with_files(workspace=Workspace(folder=str(base)))
     return Judge(tmp_path, given, timeout_s=WITHIN, runtime=driver.runtime, spec=spec)
 
 
@@ -171,7 +171,7 @@ async def forge(tool: Tool, judge: Judge) -> dict[str, FileChange | None]:
 
 @pytest.mark.parametrize("driver", WITH_PYTHON[1:], indirect=True)
 async def test_forged_build_outputs_earn_nothing(tool: Tool, judge: Judge) -> None:
-    """They are refused; if a task allows them they are old, so the tool builds the sources."""
+    """Forged outputs are refused; if a task allows them, they are old and the tool rebuilds."""
     built = await forge(tool, judge)
     options = {"command": tool.command, "expected": [tool.test], "timeout_s": WITHIN}
     tests = TestsEvaluator(**options, **tool.options)

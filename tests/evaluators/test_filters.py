@@ -69,7 +69,7 @@ def test_a_link_that_shadows_a_module_is_refused() -> None:
 
 @pytest.mark.parametrize("change", [TEXT, FileChange(b"mine", link=True)], ids=["file", "link"])
 def test_a_folder_with_protected_files_is_not_replaced(change: FileChange) -> None:
-    """Otherwise all its tests could be removed at once."""
+    """A file in place of the folder would remove all its tests at once."""
     rules = Rules(protected=["test_*.py"])
     patch = Patch({"a/b/test_x.py": None, "a/b/x.py": None, "a/b": change, "c": change})
     kept, refused = filter_patch(patch, rules)
@@ -97,7 +97,7 @@ def test_patterns_match_as_documented(path: str, pattern: str, matches: bool) ->
 
 
 def test_a_folder_is_removed_only_with_all_that_it_has() -> None:
-    """Not with a protected file in it, or one that the patch does not name."""
+    """A folder with a protected file, or with one that the patch does not name, stays."""
     fresh = FreshTree(frozenset({"a/test_x.py", "a/x.py", "b/y.py", "b/z.py", "c/v.py"}))
     rules = Rules(protected=["test_*.py"], fresh=fresh)
     gone = ["a", "a/test_x.py", "a/x.py", "b", "b/y.py", "c", "c/v.py", "d"]
@@ -107,7 +107,7 @@ def test_a_folder_is_removed_only_with_all_that_it_has() -> None:
 
 
 def test_an_empty_folder_is_no_module() -> None:
-    """It hides none, but it is one that programs look for."""
+    """An empty folder hides no module, but it is one that programs look for."""
     folder = FileChange(b"", folder=True)
     patch = Patch(dict.fromkeys(["logs", "json", "html", "src/data", "org", "org/python"], folder))
     kept, refused = filter_patch(patch, RULES)
@@ -159,7 +159,7 @@ TOOLS = {
 @pytest.mark.parametrize("name", TOOLS)
 @pytest.mark.parametrize("folder", ["", "sub/"])
 def test_names_that_a_tool_prefers_are_protected_with_the_name(name: str, folder: str) -> None:
-    """Of a protected file, and of one that is a file of the tests; beside it only."""
+    """Only names beside a protected file, or beside a file of the tests, are protected."""
     others = [f"{folder}{other}" for other in TOOLS[name]]
     patch = Patch(dict.fromkeys([*others, f"else/{TOOLS[name][0]}", "bill.txt"], TEXT))
     for rules in (Rules(protected=[f"/{folder}{name}"]), Rules(trusted=[f"{folder}{name}"])):

@@ -165,7 +165,7 @@ def test_node_ids_of_files_that_are_not_python_are_found(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("case", FORGED["lines"])
 def test_a_forged_line_does_not_pass(case: str) -> None:
-    """It contradicts the runner's own count, or the worse of a test's two results counts."""
+    """A forged line contradicts the runner's count, or the worse of two results counts."""
     given = FORGED["lines"][case]
     honest = read(given["format"], given["output"].replace("HERE", ""))
     assert (set(honest.outcomes.values()), honest.inconsistency) == ({F}, "")
@@ -196,7 +196,7 @@ def test_every_format_protects_the_tests_of_its_languages() -> None:
 @pytest.mark.parametrize("format_name", FORMATS)
 @given(data=st.binary(max_size=400))
 def test_any_bytes_are_parsed(format_name: str, data: bytes) -> None:
-    """Nothing is raised."""
+    """No output makes the parser raise an error."""
     read(format_name, data)
 
 
@@ -210,7 +210,7 @@ def test_any_bytes_are_parsed(format_name: str, data: bytes) -> None:
     ],
 )
 def test_parsing_takes_linear_time(format_name: str, unit: str) -> None:
-    """Also of lines without end, and of numbers with more digits than Python reads."""
+    """Lines without end and numbers with more digits than Python reads take linear time."""
     part = unit.replace("BIG", "9" * 5000)
     data = (part * (400_000 // len(part))).encode()
     began = time.process_time()
@@ -223,7 +223,7 @@ def test_parsing_takes_linear_time(format_name: str, unit: str) -> None:
 async def test_large_output_is_parsed_in_another_process(
     monkeypatch: pytest.MonkeyPatch, tool: str
 ) -> None:
-    """With the same outcomes, cases and reasons."""
+    """Outcomes, cases and reasons are the same as in this process."""
     name, data, _ = load(tool)
     here = await read_report(name, data)
     monkeypatch.setattr(formats, "_SMALL_BYTES", 0)
@@ -240,7 +240,7 @@ async def test_large_output_is_parsed_in_another_process(
     ],
 )
 async def test_the_parsing_process_has_limits(code: str, reason: str) -> None:
-    """Of processor time and memory; exceeding one, or an exception, is an error."""
+    """Too much processor time or memory, or an exception, is an error."""
     with pytest.raises(ValueError, match=reason):
         await parse_apart(code, b"", None, 1)
 

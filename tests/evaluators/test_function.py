@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.evaluation import Judge, task
+from support.evaluation import Judge, make_task_with_files
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.evaluators.function import FunctionEvaluator
@@ -69,7 +69,7 @@ def target(function: Callable[..., object], **options: object) -> FunctionEvalua
 @pytest.fixture
 def judge(tmp_path: Path) -> Judge:
     """A judge with a folder of its own."""
-    return Judge(tmp_path, task(), timeout_s=30.0)
+    return Judge(tmp_path, make_task_with_files(), timeout_s=30.0)
 
 
 async def test_a_number_is_a_reward(judge: Judge) -> None:
@@ -106,14 +106,14 @@ async def test_returned_values_become_rewards(judge: Judge, value: object, rewar
     [None, "1.0", {}, {"value": "1"}, math.nan, Reward(math.inf), Reward(1.0, {"a": math.nan})],
 )
 async def test_other_values_are_no_verdict(judge: Judge, value: object) -> None:
-    """They are errors, not a reward of 0."""
+    """Values that are not a reward are errors, not a reward of 0."""
     RESULTS["it"] = value
     with pytest.raises(EvaluatorError, match=":fixed returned"):
         await judge(target(fixed, key="it"))
 
 
 async def test_exceptions_are_reported(judge: Judge) -> None:
-    """With the last lines of the traceback; SystemExit, too."""
+    """The error has the last lines of the traceback, also for SystemExit."""
     with pytest.raises(EvaluatorError, match=r"(?s):breaks raised.*KeyError: 'key'"):
         await judge(target(breaks))
     with pytest.raises(EvaluatorError, match="SystemExit"):
@@ -121,7 +121,7 @@ async def test_exceptions_are_reported(judge: Judge) -> None:
 
 
 async def test_a_hanging_function_is_abandoned(judge: Judge) -> None:
-    """At the evaluation's time-out; its thread is not one that other functions need."""
+    """The evaluation ends at its time-out, and other functions do not need that thread."""
     judge.timeout_s = 0.5
     hung = [judge(target(hangs)) for _ in range(40)]
     results = await asyncio.gather(*hung, return_exceptions=True)

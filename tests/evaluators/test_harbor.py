@@ -109,7 +109,7 @@ def test_a_script_without_a_valid_reward_is_an_error(
 
 
 def test_work_that_breaks_the_script_earns_nothing(judge: Judge) -> None:
-    """If the script gives a reward without the work; so does a script that does not end."""
+    """Work that makes the script fail or run for too long earns 0."""
     validation = judge("rm given.txt", "set -e; cat given.txt; echo 1 > $reward")
     assert validation.failure is None
     assert (validation.reward, validation.reason) == (0.0, "no reward was written (exit 1)")
@@ -145,7 +145,7 @@ def test_tests_in_an_image_are_hidden_from_the_agent(
 
 
 def test_files_that_shadow_libraries_are_refused(judge: Judge) -> None:
-    """The reason lists them."""
+    """The reason lists the refused files."""
     script = "ls; if [ -f json.py ]; then echo 1; else echo 0; fi > $reward"
     refused = judge("touch json.py sitecustomize.py", script)
     assert refused.reward == 0.0
@@ -154,7 +154,7 @@ def test_files_that_shadow_libraries_are_refused(judge: Judge) -> None:
 
 @pytest.mark.parametrize("text", ['{"a": "1"}', "[]", "{}", "1e999", "null", "", "[" * 9999])
 def test_other_values_than_numbers_are_no_reward(text: str) -> None:
-    """In JSON and as text."""
+    """Values that are not numbers are errors in JSON and as text."""
     for name in ("reward.json", "reward.txt"):
         with pytest.raises(ValueError, match=rf"{name} is b.*, must "):
             parse_rewards(name, text.encode())

@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestServer
 
 from support.calls import make_call
 from support.evaluation import Judge as Sandboxes
-from support.evaluation import task
+from support.evaluation import make_task_with_files
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import SessionOutcome
 from tugline.evaluators.judge import Criterion, JudgeEvaluator, make_prompt, shorten
@@ -101,7 +101,7 @@ def outcome(tmp_path: Path) -> SessionOutcome:
     tool = Message(Role.TOOL, "3 passed", tool_call_id="1")
     runs = Message(Role.ASSISTANT, "I look.", (ToolCall("1", "bash", '{"cmd": "pytest"}'),))
     first = msgspec.structs.replace(call(0, Message(Role.SYSTEM, "Be terse."), user), answer=runs)
-    work = Sandboxes(tmp_path, task({"bill.py": "a - b\n"}), timeout_s=60.0)
+    work = Sandboxes(tmp_path, make_task_with_files({"bill.py": "a - b\n"}), timeout_s=60.0)
     calls = [first, call(1, tool, answer="It is mended.")]
     return replace(work.outcome({"bill.py": "a + b\n"}), calls=calls)
 
@@ -125,7 +125,7 @@ async def test_a_session_is_graded_by_its_rubric(model: Model, outcome: SessionO
 
 
 async def test_a_rubric_may_be_one_text(model: Model, outcome: SessionOutcome) -> None:
-    """There is one score."""
+    """A rubric of one text has one score."""
     model.answer = reply({"score": 7})
     verdict = await model.judge(rubric="Is it good?").evaluate(outcome)
     assert (verdict.reward.value, verdict.reward.parts) == (0.7, {"score": 0.7})
@@ -133,7 +133,9 @@ async def test_a_rubric_may_be_one_text(model: Model, outcome: SessionOutcome) -
 
 async def test_the_prompt_has_a_diff_against_the_repository(model: Model, tmp_path: Path) -> None:
     """A change of one line is one line of the diff, also of a file that the task does not have."""
-    work = Sandboxes(tmp_path, task({}, Workspace(folder="/srv")), {"a.py": "one\ntwo\nthree\n"})
+    work = Sandboxes(
+        tmp_path, make_task_with_files({}, Workspace(folder="/srv")), {"a.py": "one\ntwo\nthree\n"}
+    )
     await model.judge().evaluate(work.outcome({"a.py": "one\n2\nthree\n"}))
     assert "-two\n+2\n" in model.seen
 
@@ -156,7 +158,7 @@ async def test_the_prompt_has_a_diff_against_the_repository(model: Model, tmp_pa
 async def test_failed_requests_and_bad_answers_are_retried(
     model: Model, outcome: SessionOutcome, script: list[int | float | str]
 ) -> None:
-    """Each costs one attempt."""
+    """Each failed request or bad answer costs one attempt."""
     model.script = [*script]
     assert (await model.judge().evaluate(outcome)).reward.parts["right"] == 1.0
     assert len(model.requests) == len(script) + 1
@@ -165,7 +167,7 @@ async def test_failed_requests_and_bad_answers_are_retried(
 async def test_answers_in_a_code_block_or_after_reasoning_are_read(
     model: Model, outcome: SessionOutcome
 ) -> None:
-    """As models without structured output write them; the request then has no schema."""
+    """Models without structured output answer so; the request then has no schema."""
     model.answer = f"<think>Hm, {{}}.</think>\n```json\n{reply(GOOD)}\n```"
     verdict = await model.judge(schema=False).evaluate(outcome)
     assert verdict.reward.parts["clear"] == 0.6
@@ -189,7 +191,7 @@ async def test_answers_in_a_code_block_or_after_reasoning_are_read(
 async def test_no_verdict_is_an_error(
     model: Model, outcome: SessionOutcome, script: list[int | float | str], message: str
 ) -> None:
-    """It has the last failure."""
+    """The error has the last failure."""
     model.script = [*script]
     with pytest.raises(EvaluatorError, match=re.escape(message)):
         await model.judge(attempts=2, timeout_s=0.2 if 1.0 in script else 20.0).evaluate(outcome)
@@ -197,13 +199,13 @@ async def test_no_verdict_is_an_error(
 
 
 async def test_a_refused_connection_is_retried(model: Model, outcome: SessionOutcome) -> None:
-    """Then it is an error."""
+    """A connection that is refused at every attempt is an error."""
     with pytest.raises(EvaluatorError, match="no verdict after 2 attempts"):
         await model.judge(base_url="http://127.0.0.1:9/v1", attempts=2).evaluate(outcome)
 
 
 async def test_attempts_end_with_the_evaluation(model: Model, outcome: SessionOutcome) -> None:
-    """When its time is over, however many attempts are left."""
+    """Attempts end when the evaluation's time is over, however many are left."""
     model.script = [30.0] * 9
     with pytest.raises(EvaluatorError, match=r"no verdict within 0\.3 s"):
         await model.judge(attempts=9).evaluate(replace(outcome, timeout_s=0.3))
@@ -218,7 +220,7 @@ async def test_retry_after_is_honoured(model: Model, outcome: SessionOutcome) ->
 
 
 async def test_requests_are_limited_by_concurrency(model: Model, outcome: SessionOutcome) -> None:
-    """Over all sessions and rubrics of a node."""
+    """All sessions and rubrics of a node share the limit."""
     judges = [model.judge(concurrency=3, max_chars=1000 + n) for n in range(4)]
     model.script = [0.05] * 12
     outcomes = [replace(outcome, calls=[call(0, answer=f"I am {n}.")]) for n in range(12)]
@@ -240,7 +242,7 @@ async def test_the_key_comes_from_the_node(
 
 
 async def test_body_changes_fields_of_the_request(model: Model, outcome: SessionOutcome) -> None:
-    """It adds fields, and null removes one."""
+    """The option `body` adds fields, and null removes one."""
     await model.judge(body={"temperature": None, "max_tokens": 500}).evaluate(outcome)
     assert "temperature" not in model.requests[0]
     assert model.requests[0]["max_tokens"] == 500
@@ -266,7 +268,7 @@ async def test_quoted_text_cannot_end_its_quotation(model: Model, outcome: Sessi
 
 
 def test_the_prompt_has_a_maximal_length() -> None:
-    """Of a long session it has the beginning, the end, and the number of characters left out."""
+    """A long session is cut to beginning and end, with the number of characters left out."""
     long = [call(n, Message(Role.USER, f"{n} " + "x" * 5000), answer="y" * 5000) for n in range(99)]
     messages = make_prompt("Do it.", long, "+z\n" * 100_000, [Criterion("a", "b", 1.0)], 20_000)
     size = sum(len(message["content"]) for message in messages)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.calls import make_call
-from support.evaluation import Judge, task
+from support.evaluation import Judge, make_task_with_files
 from tugline.evaluators.base import SessionCompletedEvaluator
 from tugline.sandbox.base import Exit
 from tugline.types import Call, Cause, SpentLimit
@@ -38,8 +38,8 @@ CALL = make_call(0, [1], [2])
 async def test_the_reward_is_1_if_the_agent_ended_by_itself(
     tmp_path: Path, calls: list[Call], changes: dict[str, Any], value: float, reason: str
 ) -> None:
-    """It is 0 if a time-out, a limit of its sandbox or a spent budget ended it."""
-    outcome = replace(Judge(tmp_path, task()).outcome(), calls=calls, **changes)
+    """The reward is 0 if a time-out, a sandbox limit or a spent budget ended the agent."""
+    outcome = replace(Judge(tmp_path, make_task_with_files()).outcome(), calls=calls, **changes)
     verdict = await SessionCompletedEvaluator().evaluate(outcome)
     assert verdict.reward.value == value
     assert reason in verdict.report["reason"]

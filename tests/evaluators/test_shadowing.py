@@ -42,7 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def judge(folder: Path, driver: Driver) -> evaluation.Judge:
     """A task on a repository with hidden tests."""
-    given = evaluation.task(workspace=Workspace(folder="/srv/shop"))
+    given = evaluation.make_task_with_files(workspace=Workspace(folder="/srv/shop"))
     return evaluation.Judge(folder, given, CALC, runtime=driver.runtime, spec=driver.spec())
 
 

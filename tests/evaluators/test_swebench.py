@@ -53,7 +53,7 @@ class Judge(evaluation.Judge):
 @pytest.fixture
 def judge(tmp_path: Path) -> Judge:
     """A judge with a folder of its own."""
-    return Judge(tmp_path, evaluation.task(), FILES, timeout_s=40)
+    return Judge(tmp_path, evaluation.make_task_with_files(), FILES, timeout_s=40)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ async def test_a_patch_that_resolves_the_issue_earns_1(
 
 
 async def test_failed_tests_are_reported(judge: Judge) -> None:
-    """By their list, with the diff."""
+    """The report lists the failed tests, with the diff."""
     report = (await judge.evaluate(HALF)).report
     assert "+    return 3" in report["diff"]
     lists = {"FAIL_TO_PASS": ["tests/test_calc.py::test_add_again"], "PASS_TO_PASS": []}
@@ -107,7 +107,7 @@ HOSTILE: dict[str, dict[str, str | None]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_hostile_patches_earn_nothing(name: str, judge: Judge) -> None:
-    """They are no errors."""
+    """Hostile patches earn 0 and are no errors."""
     verdict = await judge.evaluate(HOSTILE[name])
     assert verdict.reward.value == 0.0, verdict.report
 
@@ -143,14 +143,14 @@ async def test_editable_and_protected_change_the_rules(judge: Judge) -> None:
 async def test_a_script_that_fails_without_the_work_is_an_error(
     judge: Judge, old: str, new: str, message: str
 ) -> None:
-    """It is run again without the agent's changes."""
+    """A failed script is run again without the agent's changes to tell whose fault it is."""
     with pytest.raises(EvaluatorError, match=message):
         await judge.evaluate(GOOD, eval_script=SCRIPT.replace(old, new), timeout_s=4.0)
     assert judge.opened == 2
 
 
 async def test_work_that_keeps_the_tests_from_starting_earns_nothing(judge: Judge) -> None:
-    """For scripts that build or run the agent's code first."""
+    """A script that first builds or runs broken code of the agent earns 0."""
     script = SCRIPT.replace("mkdir -p tests", "mkdir -p tests; python3 calc.py || exit 1")
     verdict = await judge.evaluate({"calc.py": "1 / 0\n"}, eval_script=script)
     assert verdict.reward.value == 0.0
@@ -171,7 +171,7 @@ async def test_files_that_shadow_a_test_are_refused(driver: Driver, tmp_path: Pa
     The row's script imports from the top before it imports from the tests.
     """
     given = {"timeout_s": 40, "runtime": driver.runtime, "spec": driver.spec()}
-    judge = Judge(tmp_path, evaluation.task(), FILES, **given)
+    judge = Judge(tmp_path, evaluation.make_task_with_files(), FILES, **given)
     shadows = dict.fromkeys(SHADOWS, FAKE)
     assert (await judge.evaluate(shadows)).reward.value == 0.0
     verdict = await judge.evaluate({**shadows, **GOOD})
@@ -180,7 +180,7 @@ async def test_files_that_shadow_a_test_are_refused(driver: Driver, tmp_path: Pa
 
 
 async def test_an_unknown_parser_is_an_error(judge: Judge) -> None:
-    """It lists the known ones."""
+    """The error lists the known parsers."""
     with pytest.raises(
         EvaluatorError, match=r"log_parser is 'pytest', must be one of.*parse_log_dja"
     ):
@@ -188,7 +188,7 @@ async def test_an_unknown_parser_is_an_error(judge: Judge) -> None:
 
 
 async def test_long_logs_are_truncated(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle; the results at the end are read."""
+    """A log is cut in the middle; the results at its end are read."""
     monkeypatch.setattr(SweBenchEvaluator, "max_log", 40_000)
     monkeypatch.setattr(SweBenchEvaluator, "log_end", 10_000)
     verdict = await judge.evaluate({"calc.py": GOOD["calc.py"] + "print('x' * 100_000)\n"})
@@ -221,7 +221,7 @@ async def test_parsing_a_log_imports_no_clients() -> None:
 async def test_a_missing_package_is_reported_with_its_extra(
     judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is an error of the evaluator."""
+    """A missing package is an error of the evaluator."""
     monkeypatch.setitem(sys.modules, "swebench.harness.log_parsers", None)
     with pytest.raises(EvaluatorError, match=r"pip install 'tugline\[swe\]' on every node"):
         await judge.evaluate(GOOD)

@@ -15,7 +15,7 @@ import pytest
 from support.commands import run_program
 from support.containers import DEBIAN
 from support.sandbox import read_log, run_shell
-from support.swe_repository import make, tasks, written
+from support.swe_repository import make_repository, tasks, write_rows
 from tugline.datasets.base import Solution
 from tugline.datasets.swe import SweTaskSet
 from tugline.rollout.parts import Parts
@@ -46,7 +46,7 @@ def images(tmp_path: Path, podman: str) -> Iterator[str]:  # noqa: ARG001 - it h
     """An image of each instance, with its checkout in /testbed and all later history."""
     prefix = f"localhost/tugline/swe-{tmp_path.parent.name}"
     made = []
-    for row in make(tmp_path / "context"):
+    for row in make_repository(tmp_path / "context"):
         made.append(f"{prefix}:{row['instance_id']}")
         checkout = f"RUN git -c safe.directory=* checkout -q {row['base_commit']}\n"
         build(made[-1], tmp_path / "context", f"COPY larder /testbed\n{checkout}")
@@ -66,11 +66,11 @@ FSCK = "git -c safe.directory=* fsck --unreachable --no-reflogs"
 
 @pytest.mark.podman
 async def test_in_containers(tmp_path: Path, images: str, runtime: dict[str, Any]) -> None:
-    """With the repository in the image, as in public data sets.
+    """The reference patch earns 1, no patch 0; the agent has no later history.
 
-    The reference patch earns 1, no patch 0; the agent has no later history.
+    The repository is in the image, as in public data sets.
     """
-    titles = [row["problem_statement"].partition("\n")[0] for row in make(tmp_path)]
+    titles = [row["problem_statement"].partition("\n")[0] for row in make_repository(tmp_path)]
     taskset = SweTaskSet(path=str(tmp_path / "rows.jsonl"), images=images)
     for number, task in enumerate(tasks(taskset, runtime=runtime)):
         gold = taskset.solution(task)
@@ -90,7 +90,7 @@ async def test_in_containers(tmp_path: Path, images: str, runtime: dict[str, Any
 def r2e(tmp_path: Path, podman: str) -> Iterator[dict[str, str]]:  # noqa: ARG001 - as above
     """A row of R2E, and its image with tests beside the repository."""
     name, context = f"localhost/tugline/r2e-{tmp_path.parent.name}", tmp_path / "context"
-    make(context)
+    make_repository(context)
     (context / "larder" / "run_tests.sh").write_text("python3 -m pytest -rA r2e_tests\n")
     (context / "test_1.py").write_text(
         "import larder.quantity\n\n\nclass TestParse:\n    def test_mixed(self):\n"
@@ -112,14 +112,14 @@ def r2e(tmp_path: Path, podman: str) -> Iterator[dict[str, str]]:  # noqa: ARG00
 async def test_tests_in_an_image_are_hidden_from_the_agent(
     tmp_path: Path, r2e: dict[str, str], runtime: dict[str, Any]
 ) -> None:
-    """With a row of R2E: their folder is empty in the agent's sandbox, not in the evaluator's."""
-    taskset = SweTaskSet(path=written(tmp_path / "r2e.jsonl", r2e))
+    """The tests of R2E are missing in the agent's sandbox, but not in the evaluator's."""
+    taskset = SweTaskSet(path=write_rows(tmp_path / "r2e.jsonl", r2e))
     (task,) = tasks(taskset, runtime=runtime)
     peek = Solution(argv=("sh", "-c", "test -d /r2e_tests && ! test -e /r2e_tests/test_1.py"))
     validation = await validate_task(task, peek, tmp_path / "peek", Parts())
     assert (validation.reward, validation.failure) == (0.0, None), validation.reason
     assert "solution" not in validation.reason
-    patch = make(tmp_path)[0]["patch"]
+    patch = make_repository(tmp_path)[0]["patch"]
     gold = Solution(home={"p": patch}, argv=("sh", "-c", "git apply $HOME/p"))
     assert await find_reward(tmp_path / "gold", task, gold) == 1.0
     forged = {"run_tests.sh": "echo PASSED r2e_tests/test_1.py::TestParse::test_mixed\n"}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from support.evaluation import Judge, task
+from support.evaluation import Judge, make_task_with_files
 from support.sandbox import WITH_PYTHON, Driver
 from tugline.errors import EvaluatorError, SandboxError
 from tugline.evaluators.own_pytest import find_tests
@@ -53,18 +53,18 @@ OLD = {"bill.py": BILL, "test_bill.py": TEST}
 @pytest.fixture
 def judge(tmp_path: Path) -> Judge:
     """A task on a repository with a test of its own."""
-    return Judge(tmp_path, task(workspace=Workspace(folder="/srv/shop")), OLD)
+    return Judge(tmp_path, make_task_with_files(workspace=Workspace(folder="/srv/shop")), OLD)
 
 
 @pytest.fixture
 def with_files(tmp_path: Path) -> Judge:
     """The same files, as those of the task."""
-    return Judge(tmp_path, task(OLD))
+    return Judge(tmp_path, make_task_with_files(OLD))
 
 
 @pytest.mark.parametrize("options", [OWN, JUNIT, PYTEST], ids=["own", "junit", "pytest"])
 async def test_expected_tests_make_the_reward(judge: Judge, options: dict[str, Any]) -> None:
-    """And its parts and the report; other tests may fail, and `partial` rewards a share."""
+    """Reward, parts and report depend on them; others may fail; `partial` rewards a share."""
     tests = TestsEvaluator(**options, fail_to_pass=[TOTAL], pass_to_pass=[ZERO])
     verdict = await judge(tests, GOOD)
     assert verdict.reward.value == 1.0, verdict.report
@@ -95,7 +95,7 @@ async def test_hidden_tests_run_beside_those_of_the_task(with_files: Judge) -> N
 
 
 async def test_files_of_any_name_are_there_for_the_tests(judge: Judge) -> None:
-    """With a line break, a tab or a backslash; the report has each on one line."""
+    """Names may have a line break, a tab or a backslash; the report has each on one line."""
     work = {"a\nb": "1", "c\td": "2", "e\\f": "3", "\x1b[2J": "4"}
     look = 'cat "$(printf "a\\nb")" "$(printf "c\\td")" "e\\f" "$(printf "\\033[2J")"'
     command = f"[ $({look}) = 1234 ] && printf 'ok 1 - a\\n1..1\\n'"
@@ -141,7 +141,7 @@ async def test_every_run_of_pytest_counts(judge: Judge) -> None:
 
 
 async def test_without_expected_tests_all_must_pass(judge: Judge) -> None:
-    """Then the exit code counts as well."""
+    """If no tests are named, the exit code counts as well."""
     assert (await judge(TestsEvaluator(**PYTEST), GOOD)).reward.value == 1.0
     verdict = await judge(TestsEvaluator(**PYTEST))
     assert (verdict.reward.value, verdict.report["total"]) == (0.0, 2)
@@ -169,7 +169,7 @@ async def test_hidden_files_replace_the_agents(judge: Judge) -> None:
 
 
 async def test_a_report_of_the_agent_is_not_read(judge: Judge) -> None:
-    """It is refused or removed before the tests; without a new report there is no result."""
+    """A forged report is refused or removed; without a new report there is no result."""
     options: dict[str, Any] = {"format": "junit", "expected": ["a::b"]}
     tests = TestsEvaluator(command="true", report="out/report.xml", **options)
     verdict = await judge(tests, {"out/report.xml": XML})
@@ -217,7 +217,7 @@ async def test_a_rewritten_report_must_agree_with_the_exit_code(
     driver: Driver, tmp_path: Path, signal: str, reason: str, *, partial: bool
 ) -> None:
     """A process of the agent stops the runner, rewrites the report, and continues or kills it."""
-    judge = Judge(tmp_path, task(OLD), runtime=driver.runtime, spec=driver.spec())
+    judge = Judge(tmp_path, make_task_with_files(OLD), runtime=driver.runtime, spec=driver.spec())
     tests = TestsEvaluator(timeout_s=60, expected=[TOTAL, ZERO], partial=partial)
     verdict = await judge(tests, {"bill.py": REWRITES.replace("SIGNAL", signal)})
     assert (verdict.reward.value, verdict.report["reason"]) == (0.0, reason)
@@ -225,7 +225,7 @@ async def test_a_rewritten_report_must_agree_with_the_exit_code(
 
 
 async def test_build_outputs_are_older_than_their_sources(judge: Judge) -> None:
-    """Also a binary that the agent replaces."""
+    """A binary that the agent replaces is older than its source, so the tool rebuilds it."""
     judge.base["Makefile"] = "out/t: t.sh\n\tmkdir -p out\n\tcp t.sh out/t\n"
     judge.base["t.sh"] = judge.base["out/t"] = "echo 'not ok 1 - a'; echo 1..1\n"
     right = "echo 'ok 1 - a'; echo 1..1\n"
@@ -251,7 +251,7 @@ async def test_names_of_files_are_no_options(
         pytest.skip("make is not installed")
     base = {"Makefile": "out/t: t.sh\n\tmkdir -p out\n\tcp t.sh out/t\n", "t.sh": "false\n"}
     spec = driver.spec(mounts=driver.host_programs)
-    given = task(workspace=Workspace(folder="/srv/shop"))
+    given = make_task_with_files(workspace=Workspace(folder="/srv/shop"))
     judge = Judge(tmp_path, given, base, runtime=driver.runtime, spec=spec)
     forged = dict.fromkeys([*names, "out/t"], FORGED)
     command = "make -s out/t && sh out/t"
@@ -296,7 +296,7 @@ RUNNERS = {
 async def test_settings_of_the_agent_are_refused(
     driver: Driver, tmp_path: Path, runner: str
 ) -> None:
-    """Also beside right work; if a task allows them, they earn the reward."""
+    """Settings beside right work are refused, too; if a task allows them, the work earns 1."""
     command, settings = RUNNERS[runner]
     if shutil.which(runner) is None:
         pytest.skip(f"{runner} is not installed")
@@ -306,7 +306,7 @@ async def test_settings_of_the_agent_are_refused(
         "t/a.t": "#!/bin/sh\nif [ $(sh sum.sh 2 3) = 5 ]; then echo 'ok 1 - a'\n"
         "else echo 'not ok 1 - a'; fi\necho 1..1\n",
     }
-    given = task(workspace=Workspace(folder="/srv/shop"))
+    given = make_task_with_files(workspace=Workspace(folder="/srv/shop"))
     spec = driver.spec(mounts=driver.host_programs)
     judge = Judge(tmp_path, given, base, runtime=driver.runtime, spec=spec)
     tests = TestsEvaluator(command=command, format="tap", expected=["a"])
@@ -347,7 +347,7 @@ async def test_an_endless_loop_earns_nothing(
 async def test_waits_for_a_processor_extend_an_evaluation(
     judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are not charged to the test, nor to the evaluation; after four times as long it is 0."""
+    """Waits are not charged to the evaluation; after four times as long the reward is 0."""
     run, waits = LocalSandbox.run, [0.5]
 
     async def wait_for_a_processor(
@@ -418,14 +418,14 @@ async def test_a_command_that_cannot_run_is_no_verdict(
 async def test_a_command_that_the_agent_broke_earns_nothing(
     judge: Judge, options: dict[str, Any], script: str, reason: str
 ) -> None:
-    """It works without the agent's changes."""
+    """A command that works without the agent's changes, but not with them, earns 0."""
     judge.base["run.sh"] = SAYS
     verdict = await judge(TestsEvaluator(**options, format="tap"), {"run.sh": script})
     assert (verdict.reward.value, verdict.report["reason"]) == (0.0, reason)
 
 
 async def test_a_script_that_the_command_names_is_not_changed(judge: Judge) -> None:
-    """Unless the task says that it is the work."""
+    """The script of the command is protected unless the task says that it is the work."""
     judge.base["run.sh"] = "printf 'not ok 1 - a\\n1..1\\n'; exit 1"
     passing = {"run.sh": "printf 'ok 1 - a\\n1..1\\n'"}
     verdict = await judge(TestsEvaluator(command="sh ./run.sh", format="tap"), passing)
@@ -446,7 +446,7 @@ async def test_invalid_tests_are_no_verdict(with_files: Judge) -> None:
     """A task without tests, and a test file that is not Python, are errors."""
     with pytest.raises(EvaluatorError, match="not valid Python"):
         await with_files(TestsEvaluator(files={"test_x.py": "def ("}))
-    with_files.task = task({"bill.py": BILL})
+    with_files.task = make_task_with_files({"bill.py": BILL})
     with pytest.raises(EvaluatorError, match="no test functions"):
         await with_files(TestsEvaluator(files={"test_x.py": ""}))
 

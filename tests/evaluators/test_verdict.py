@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.evaluation import task
+from support.evaluation import make_task_with_files
 from support.failing_plugins import Ending
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
@@ -98,7 +98,7 @@ REPORTS = st.dictionaries(
 
 @given(report=REPORTS)
 def test_any_report_can_be_written_and_read(report: dict[Any, Any]) -> None:
-    """As msgpack, as JSON in UTF-8, and without NUL, which PostgreSQL refuses."""
+    """Reports can be msgpack, or JSON in UTF-8 without NUL, which PostgreSQL refuses."""
     plain = make_plain(Verdict(Reward(1.0), report)).report
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plain)) == plain
     text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
@@ -127,7 +127,7 @@ def test_a_report_without_end_is_cut() -> None:
     "value", [np.mean([0, 1]), np.float16(0.5), decimal.Decimal("0.5"), np.array([0.5])]
 )
 def test_rewards_may_be_numbers_of_any_type(value: Any) -> None:
-    """They become floats, also in parts and by trace."""
+    """Numbers become floats, also in parts and by trace."""
     reward = make_plain(Verdict(Reward(value, {"p": value}, (value,)), {})).reward
     assert reward == Reward(0.5, {"p": 0.5}, (0.5,))
     assert {type(reward.value), type(reward.parts["p"]), type(reward.per_trace[0])} == {float}
@@ -148,25 +148,25 @@ def test_other_rewards_are_no_verdict(value: Any) -> None:
 
 
 def test_texts_of_failures_can_be_written() -> None:
-    """Whatever an exception says."""
+    """Any text of an exception can be encoded."""
     failure = Failure(Boundary.EVALUATOR, "half a pair \ud83d, NUL \0, é")
     assert failure.message == "half a pair \\ud83d, NUL \\x00, é"
     assert msgspec.json.decode(msgspec.json.encode(failure), type=Failure) == failure
 
 
 # --------------------------------------------------------------------------- cancellation
-OUTCOME = SessionOutcome(task(), Patch(), lambda _: pytest.fail("no sandbox"), 10.0)
+OUTCOME = SessionOutcome(make_task_with_files(), Patch(), lambda _: pytest.fail("no sandbox"), 10.0)
 
 
 @pytest.mark.parametrize("by", ["cancellation", "exit"])
 async def test_code_that_ends_its_task_gives_no_verdict(by: str) -> None:
-    """It cannot end the node's task or process."""
+    """An evaluator cannot end the node's task or process."""
     with pytest.raises(EvaluatorError, match=r"Ending raised (CancelledError|SystemExit)"):
         await evaluate(Ending(by=by), OUTCOME)
 
 
 async def test_an_order_to_cancel_is_obeyed() -> None:
-    """Also while the evaluator runs."""
+    """A cancellation is obeyed while the evaluator runs, too."""
 
     class Waiting(Evaluator):
         async def evaluate(self, outcome: SessionOutcome) -> Verdict:
@@ -186,7 +186,7 @@ async def test_an_order_to_cancel_is_obeyed() -> None:
 
 
 async def test_another_value_than_a_verdict_is_an_error() -> None:
-    """It names the evaluator."""
+    """The error names the evaluator."""
 
     class Forgetful(Evaluator):
         async def evaluate(self, outcome: SessionOutcome) -> Verdict:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from support.evaluation import Judge, task
-from support.gateway import in_turn, rig
+from support.engine import reply_in_turn
+from support.evaluation import Judge, make_task_with_files
+from support.gateway import open_session
 from tugline.errors import ConfigError, EvaluatorError, SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.weighted import WeightedEvaluator
@@ -60,7 +61,7 @@ class Fixed(Evaluator):
 @pytest.fixture
 def judge(tmp_path: Path) -> Judge:
     """A judge with a folder of its own."""
-    return Judge(tmp_path, task(), timeout_s=30.0)
+    return Judge(tmp_path, make_task_with_files(), timeout_s=30.0)
 
 
 def part(weight: float = 1.0, *, required: bool = True, **options: Any) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def part(weight: float = 1.0, *, required: bool = True, **options: Any) -> dict[
     ("mode", "value"), [("mean", 0.7 * 1.0 + 0.3 * 0.5), ("product", 0.5), ("min", 0.5)]
 )
 async def test_rewards_are_combined(judge: Judge, mode: str, value: float) -> None:
-    """By weight, as a product or as the minimum; parts have their names."""
+    """Rewards are combined by weight, product or minimum, and parts have their names."""
     weighted = WeightedEvaluator(parts={"a": part(7), "b": part(3, value=0.5)}, mode=mode)
     verdict = await judge(weighted)
     assert math.isclose(verdict.reward.value, value)
@@ -89,7 +90,7 @@ async def test_a_product_of_penalties_is_a_penalty(judge: Judge) -> None:
 
 @pytest.mark.parametrize("fault", ["evaluator", "runtime"])
 async def test_a_failed_part_is_an_error(judge: Judge, fault: str) -> None:
-    """Of the same type; the other parts are cancelled."""
+    """The error has the part's type, and the other parts are cancelled."""
     weighted = WeightedEvaluator(parts={"slow": part(takes_s=30.0), "a": part(fails=fault)})
     with pytest.raises((EvaluatorError, SandboxError), match="broken") as error:
         await asyncio.wait_for(judge(weighted), 20)
@@ -99,7 +100,7 @@ async def test_a_failed_part_is_an_error(judge: Judge, fault: str) -> None:
 
 @pytest.mark.parametrize("mode", ["mean", "product", "min"])
 async def test_model_graded_parts_need_a_reward_of_the_others(judge: Judge, mode: str) -> None:
-    """If it is 0 or less they count nothing, also if they fail; else their failure is an error."""
+    """At 0 or less a graded part counts nothing, even if it fails; else its failure is an error."""
     for style in (part(graded_by_model=True), part(graded_by_model=True, fails="evaluator")):
         for value in (0.0, -0.25, -3.0):
             parts = {"tests": part(value=value), "style": style}
@@ -146,8 +147,8 @@ def test_needs_of_parts_are_combined() -> None:
     """Mounts, hidden paths, and the use of sandboxes."""
     parts = {"a": part(mount=["/a", "/srv/a"]), "b": part(mount=["/b", None], hides=["/x"])}
     weighted = WeightedEvaluator(parts=parts)
-    assert weighted.mounts(task()) == (Mount("/a", "/srv/a"), Mount("/b"))
-    assert weighted.hidden(task()) == ("/x",)
+    assert weighted.mounts(make_task_with_files()) == (Mount("/a", "/srv/a"), Mount("/b"))
+    assert weighted.hidden(make_task_with_files()) == ("/x",)
     assert not weighted.in_place
     assert weighted.sandboxes == 0
     assert WeightedEvaluator(parts={"a": part(in_place=True)}).in_place
@@ -168,7 +169,7 @@ def test_needs_of_parts_are_combined() -> None:
 def test_conflicting_folders_are_reported(parts: dict[str, Any], message: str) -> None:
     """Two folders with one path, or hidden tests in the agent's sandbox."""
     with pytest.raises(ConfigError, match=message):
-        WeightedEvaluator(parts=parts).mounts(task())
+        WeightedEvaluator(parts=parts).mounts(make_task_with_files())
 
 
 AGENT = """
@@ -180,7 +181,7 @@ ALONE = "test ! -e done && touch done && printf 'ok 1 - clean\\n1..1\\n'"
 
 
 async def test_several_evaluators_in_a_rollout(tmp_path: Path) -> None:
-    """Each has the patch, the calls, and a sandbox of its own."""
+    """Each evaluator has the patch, the calls, and a sandbox of its own."""
     alone = {"evaluator": {"name": "tests", "options": {"command": ALONE, "format": "tap"}}}
     parts = {
         "work": {"evaluator": {"name": "tests"}, "weight": 3},
@@ -202,9 +203,9 @@ async def test_several_evaluators_in_a_rollout(tmp_path: Path) -> None:
         },
     )
     session = Session(id="t-0", task="t", sample=0)
-    async with rig(tmp_path / "gateway", in_turn("Done.")) as it:
+    async with open_session(tmp_path / "gateway", reply_in_turn("Done.")) as opened:
         done = await roll_out(
-            graded, session, gateway=it.gateway, directory=tmp_path / "s", parts=Parts()
+            graded, session, gateway=opened.gateway, directory=tmp_path / "s", parts=Parts()
         )
     assert done.status is Status.COMPLETED
     assert done.reward is not None

@@ -20,7 +20,8 @@ from renderers import create_renderer
 from exports.made import call, export, read_rows, record, two_turns
 from support.calls import read_calls
 from support.commands import run_program
-from support.gateway import ASK, RENDERING, in_turn, rig
+from support.engine import RENDERING, reply_in_turn
+from support.gateway import ASK, open_session
 from support.training import TRL_ON_CPU, load_tokenizer
 from trainers.sessions import tiny
 from tugline.chat.templates.base import CONFIGS
@@ -81,7 +82,7 @@ def test_rows_of_a_session(tmp_path: Path, case: dict[str, Any]) -> None:
 def test_wrong_options_are_reported(
     tmp_path: Path, form: str, options: dict[str, Any], message: str
 ) -> None:
-    """With the allowed values or the known names."""
+    """The error has the allowed values or the known names."""
     record(tmp_path, "a")
     with pytest.raises(ConfigError, match=message):
         export(form, tmp_path, tmp_path / "out", options=options)
@@ -133,17 +134,19 @@ def test_rows_of_other_sessions(tmp_path: Path, case: dict[str, Any]) -> None:
 
 
 async def test_a_template_renders_a_line_to_the_recorded_text(tmp_path: Path) -> None:
-    """For a session whose history was never rewritten."""
+    """A line of a session whose history was never rewritten renders to the recorded text."""
     look = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py", "n": 1}}\n</tool_call>'
-    async with rig(tmp_path, in_turn(f"Let me look.\n{look}", "It is mended.")) as it:
-        answer = (await it.ask())["content"]
+    async with open_session(
+        tmp_path, reply_in_turn(f"Let me look.\n{look}", "It is mended.")
+    ) as session:
+        answer = (await session.ask())["content"]
         result = {"type": "tool_result", "tool_use_id": answer[1]["id"], "content": "def f"}
         echo = {"role": "assistant", "content": answer}
-        await it.ask([*ASK, echo, {"role": "user", "content": [result]}])
+        await session.ask([*ASK, echo, {"role": "user", "content": [result]}])
     renderer = create_renderer(RENDERING.tokenizer, CONFIGS["qwen3"](thinking_retention="all"))
     (line,) = rows("sft", tmp_path, options={"arguments": "object"})
     ids = renderer.render_ids(line["messages"], tools=line["tools"])
-    (trace,) = PrefixMerging().build(it.calls).traces
+    (trace,) = PrefixMerging().build(session.calls).traces
     assert len(trace.spans) == line["metadata"]["turns"] == 2
     expected, seen = (RENDERING.tokenizer.decode(list(each)) for each in (ids, trace.ids))
     unthought = expected.replace("<think>\n\n</think>\n\n", "")  # Qwen3 adds it to recent turns
@@ -152,7 +155,7 @@ async def test_a_template_renders_a_line_to_the_recorded_text(tmp_path: Path) ->
 
 # --------------------------------------------------------------------------- readers
 def test_datasets_reads_a_table(tmp_path: Path, load: Callable[[str, Path], Any]) -> None:
-    """Without a conversion or a schema."""
+    """The library `datasets` reads a table without a conversion or a schema."""
     record(tmp_path, "a", tags={"k": "v"})
     record(tmp_path, "b", status=None)
     out = tmp_path / "x.parquet"
@@ -187,7 +190,7 @@ def test_datasets_reads_chats_with_different_tools(
 def test_trl_trains_on_its_table(
     tmp_path: Path, load: Callable[[str, Path], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its SFT trainer trains the masked tokens; a row is a sample of its asynchronous GRPO."""
+    """TRL's SFT trains the masked tokens; a row is a sample of its asynchronous GRPO."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     trl = importlib.import_module("trl")
     rollouts = importlib.import_module("trl.experimental.async_grpo.async_rollout_worker")
@@ -221,7 +224,7 @@ def test_trl_trains_on_its_table(
 
 @pytest.mark.slow
 def test_harbor_reads_its_trajectories(tmp_path: Path) -> None:
-    """Its models, which forbid unknown fields, accept every row."""
+    """Harbor's models, which forbid unknown fields, accept every row."""
     wheels = tmp_path / "wheels"
     pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
     run_program(*pip, "--ignore-requires-python", "--dest", wheels, "harbor==0.26.0", check=True)

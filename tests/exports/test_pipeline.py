@@ -24,7 +24,7 @@ def record_some(folder: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_two_runs_write_the_same_bytes(tmp_path: Path, form: str) -> None:
-    """Whatever the time and the order of a folder."""
+    """Neither the time nor the order of a folder changes a byte."""
     record_some(tmp_path / "in")
     export(form, tmp_path / "in", tmp_path / "first")
     export(form, tmp_path / "in", tmp_path / "second")
@@ -48,7 +48,7 @@ def test_a_split_is_a_folder_of_files(tmp_path: Path) -> None:
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
-    """Unless `force` is given; no partial file is left beside it."""
+    """Only `force` overwrites a file; no partial file is left beside it."""
     record(tmp_path / "in", "a")
     out = tmp_path / "out.jsonl"
     out.write_text("precious")
@@ -61,7 +61,7 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_damaged_recordings_are_reported(tmp_path: Path) -> None:
-    """Also those that a builder refuses, or that have no header; the others are exported."""
+    """Recordings without a header, or refused by a builder, are named; others are exported."""
     record(tmp_path, "a")
     broken = record(tmp_path, "b", sample=1)
     data = bytearray(broken.read_bytes())
@@ -77,7 +77,7 @@ def test_damaged_recordings_are_reported(tmp_path: Path) -> None:
 
 
 def test_an_empty_export_is_an_error(tmp_path: Path) -> None:
-    """It has the reasons; no file is written."""
+    """The error has the reasons, and no file is written."""
     record(tmp_path, "a", status=None)
     with pytest.raises(UsageError, match="no sessions to export: of 1 recordings, 1 no_reward"):
         export("verl", tmp_path, tmp_path / "out")

@@ -48,14 +48,14 @@ def test_selections(case: dict[str, Any]) -> None:
 
 @given(st.integers(0, 5), st.lists(st.floats(0.1, 1), min_size=1, max_size=4))
 def test_every_task_has_a_file(seed: int, weights: list[float]) -> None:
-    """For any shares, rounded or not."""
+    """Each task is in one file for any shares, rounded or not."""
     shares = {str(i): weight / sum(weights) for i, weight in enumerate(weights)}
     split = Split(shares=shares, seed=seed)
     assert {split.choose_file(str(task)) for task in range(60)} <= shares.keys()
 
 
 def test_files_depend_on_task_and_seed() -> None:
-    """On nothing else; the shares are approximately those given."""
+    """Nothing else decides the file; the shares are approximately those given."""
     splits = [Split(shares={"train": 0.8, "test": 0.2}, seed=seed) for seed in (0, 0, 1)]
     first, again, other = ([split.choose_file(str(i)) for i in range(400)] for split in splits)
     assert first == again != other
@@ -63,7 +63,7 @@ def test_files_depend_on_task_and_seed() -> None:
 
 
 def test_duplicates_have_the_same_sampled_tokens(tmp_path: Path) -> None:
-    """Their prompts may differ."""
+    """Prompts of duplicates may differ."""
     record(tmp_path, "a")
     record(tmp_path, "b", sample=1)
     record(tmp_path, "c", sample=2, calls=[call(0, [7], [12, 13]), two_turns()[1]])
@@ -73,7 +73,7 @@ def test_duplicates_have_the_same_sampled_tokens(tmp_path: Path) -> None:
 
 
 def test_a_reward_of_nan_is_none(tmp_path: Path) -> None:
-    """It is never the best of a group."""
+    """A reward of NaN is never the best of a group."""
     summary = summarize(record(tmp_path, "a", reward=float("nan")))
     assert summary is not None
     assert summary.reward is None

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from support.gateway import RENDERING, ids, rig, says
+from support.engine import RENDERING, ids, reply_with
+from support.gateway import open_session
 from tugline.chat.engines.generate import Embedded
 from tugline.errors import EngineError
 from tugline.gateway.app import Gateway
@@ -31,10 +32,10 @@ async def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
     body = b'{"model": "m", "messages": [%b]}' % b", ".join(
         b'{"role": "user", "content": "%b"}' % text.encode() for text in texts
     )
-    async with rig(tmp_path, says("Hello.")) as it:
-        async with it.http.post(f"{it.url}/v1/chat/completions", data=body) as response:
+    async with open_session(tmp_path, reply_with("Hello.")) as session:
+        async with session.http.post(f"{session.url}/v1/chat/completions", data=body) as response:
             assert response.status == 200
-        (call,), (event,) = it.calls, it.recording.events
+        (call,), (event,) = session.calls, session.recording.events
     repaired = ["a\ufffd", "\ufffdb", "\U0001f600", "\\ud83d", "\ufffd\U0001f600"]
     assert [message.content for message in call.messages] == repaired
     assert (event.kind, event.call) == (RecordedEventKind.REPAIRED, 0)
@@ -43,9 +44,9 @@ async def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
 
 async def test_a_stop_sequence_ends_the_answer(tmp_path: Path) -> None:
     """Generation is aborted; the sampled ids end with the one that completed the match."""
-    async with rig(tmp_path, says("one two three four")) as it:
-        reply = await it.ask(stop_sequences=["three"])
-        call, sampled = it.calls[0], it.sampled
+    async with open_session(tmp_path, reply_with("one two three four")) as session:
+        reply = await session.ask(stop_sequences=["three"])
+        call, sampled = session.calls[0], session.sampled
     assert reply["content"] == [{"type": "text", "text": "one two"}]
     assert (reply["stop_reason"], reply["stop_sequence"]) == ("stop_sequence", "three")
     assert call.sampled_ids.tolist() == ids("one two three", end=False)
@@ -59,9 +60,9 @@ async def test_a_stop_sequence_ends_the_answer(tmp_path: Path) -> None:
 async def test_a_named_tool_choice_prefills_the_call(tmp_path: Path) -> None:
     """The forced beginning is context; the model samples the arguments."""
     rest = '{"path": "a.py"}}\n</tool_call>'
-    async with rig(tmp_path, lambda _p, _r: Reply(ids(rest))) as it:
-        reply = await it.ask(tool_choice={"type": "tool", "name": "read"})
-        call = it.calls[0]
+    async with open_session(tmp_path, lambda _p, _r: Reply(ids(rest))) as session:
+        reply = await session.ask(tool_choice={"type": "tool", "name": "read"})
+        call = session.calls[0]
     (block,) = reply["content"]
     assert (block["type"], block["name"], block["input"]) == ("tool_use", "read", {"path": "a.py"})
     assert call.sampled_ids.tolist() == ids(rest)
@@ -69,9 +70,9 @@ async def test_a_named_tool_choice_prefills_the_call(tmp_path: Path) -> None:
 
 async def test_generation_stops_after_one_call_without_parallel_calls(tmp_path: Path) -> None:
     """The sampled ids end where the first call closes."""
-    async with rig(tmp_path, says(CALL + "\n" + CALL)) as it:
-        reply = await it.ask(tool_choice={"type": "auto", "disable_parallel_tool_use": True})
-        call = it.calls[0]
+    async with open_session(tmp_path, reply_with(CALL + "\n" + CALL)) as session:
+        reply = await session.ask(tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+        call = session.calls[0]
     assert [block["type"] for block in reply["content"]] == ["tool_use"]
     assert reply["stop_reason"] == "tool_use"
     assert call.sampled_ids.tolist() == ids(CALL, end=False)
@@ -89,12 +90,12 @@ async def test_generation_stops_after_one_call_without_parallel_calls(tmp_path: 
 async def test_unsupported_fields_are_refused_by_name(
     tmp_path: Path, path: str, change: dict[str, Any], param: str
 ) -> None:
-    """By the session or the engine's format: a 400 whose param is the field."""
-    async with rig(tmp_path, says("Hi.")) as it:
-        async with it.post_openai(path, **change) as response:
+    """A field that the session or the engine's format refuses is the param of a 400."""
+    async with open_session(tmp_path, reply_with("Hi.")) as session:
+        async with session.post_openai(path, **change) as response:
             error = (await response.json())["error"]
         assert (response.status, error["param"]) == (400, param), error
-        assert not it.engines[0].calls
+        assert not session.engines[0].calls
 
 
 async def test_a_gateway_without_an_engine_does_not_start(tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ import zstandard
 from starlette.requests import Request
 from starlette.responses import Response
 
-from support.failing_engine import Dialect, check, client, each_dialect, say, whole
-from support.gateway import rig, rig_of, says, until
+from support.engine import reply_with
+from support.failing_engine import Dialect, ask_messages, check, each_dialect, open_client, whole
+from support.gateway import open_session, open_session_in_mode
+from support.polling import until
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.policy import CallSettings, InFlight
@@ -36,25 +38,25 @@ async def test_a_body_larger_than_the_window_is_an_overflow(
 ) -> None:
     """Plain or compressed; it is neither parsed nor rendered, and the session continues."""
     plain = dialect.ask("x" * MAX_BODY)
-    async with client(tmp_path) as it:
+    async with open_client(tmp_path) as client:
         packers = {"identity": bytes, "gzip": gzip.compress, "zstd": zstandard.compress}
         for encoding, pack in packers.items():
             body = pack(plain)
-            await it.expect(
+            await client.expect(
                 dialect, 400, f"limit is {MAX_BODY}", body=body, content_encoding=encoding
             )
-        assert it.engine.requests == 0
-        assert (await it.send(dialect))[0] == 200
+        assert client.engine.requests == 0
+        assert (await client.send(dialect))[0] == 200
 
 
 @each_dialect
 async def test_an_oversized_request_gets_413_and_no_reset(tmp_path: Path, dialect: Dialect) -> None:
     """The client sends all of it before it reads the reply, as many clients do."""
     data = b'{"a": "' + b"x" * (3 << 20) + b'"}'
-    async with client(tmp_path, max_body=100_000) as it:
-        port = int(it.url.split(":")[2].split("/")[0])
-        lines = [f"POST {it.url.split(str(port))[1]}{dialect.path} HTTP/1.1", "host: x"]
-        lines += [f"{name}: {value}" for name, value in it.headers(dialect).items()]
+    async with open_client(tmp_path, max_body=100_000) as client:
+        port = int(client.url.split(":")[2].split("/")[0])
+        lines = [f"POST {client.url.split(str(port))[1]}{dialect.path} HTTP/1.1", "host: x"]
+        lines += [f"{name}: {value}" for name, value in client.headers(dialect).items()]
 
         def talk(*more: str) -> bytes:
             with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
@@ -81,7 +83,11 @@ async def test_too_many_messages_and_too_deep_json_are_400(
 ) -> None:
     """More messages than any conversation has, and JSON too deep to be parsed recursively."""
     body = dialect.body("Mend it.")
-    (first,) = say("Mend it.")["messages"] if dialect.name == "responses" else body[dialect.history]
+    (first,) = (
+        ask_messages("Mend it.")["messages"]
+        if dialect.name == "responses"
+        else body[dialect.history]
+    )
     function = {"name": "f", "arguments": NESTED}
     calls: dict[str, dict[str, Any]] = {
         "anthropic": {"content": [{"type": "tool_use", "id": "1", "name": "f", "input": "@"}]},
@@ -96,9 +102,9 @@ async def test_too_many_messages_and_too_deep_json_are_400(
     else:
         role = {} if dialect.name == "responses" else {"role": "assistant"}
         body[dialect.history] = [first, {**role, **calls[dialect.name]}, first]
-    async with client(tmp_path) as it:
+    async with open_client(tmp_path) as client:
         data = json.dumps(body).replace('"@"', NESTED).encode()
-        await it.expect(dialect, 400, "limit is 10000" if kind == "messages" else "", body=data)
+        await client.expect(dialect, 400, "limit is 10000" if kind == "messages" else "", body=data)
 
 
 async def test_large_requests_are_rendered_in_a_thread(
@@ -117,12 +123,14 @@ async def test_large_requests_are_rendered_in_a_thread(
     more = [*long, {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "More."}]
     other = [*more[:-1], {"role": "user", "content": "And?"}]
     tools = [{"name": "read", "input_schema": {"type": "object"}}]
-    async with rig(tmp_path, says("Hi."), tuning=CallSettings(large_body=1000)) as it:
-        assert (await it.ask())["status"] == 200
-        assert (await it.ask(long))["status"] == 200
-        assert (await it.ask(more))["status"] == 200
-        assert (await it.ask(other, tools=tools))["status"] == 200
-        branches = [call.branch for call in it.calls[2:]]
+    async with open_session(
+        tmp_path, reply_with("Hi."), tuning=CallSettings(large_body=1000)
+    ) as session:
+        assert (await session.ask())["status"] == 200
+        assert (await session.ask(long))["status"] == 200
+        assert (await session.ask(more))["status"] == 200
+        assert (await session.ask(other, tools=tools))["status"] == 200
+        branches = [call.branch for call in session.calls[2:]]
         assert branches == [None, Branch.TOOLS_CHANGED]
     (short, first), (size, second), (again, third) = rendered
     assert short < 100 < size == again
@@ -142,33 +150,35 @@ async def test_encoding_of_text_stops_beyond_the_window(
         encoded.append(len(text))
         return encode(self, text, **options)
 
-    async with rig(tmp_path, says("Hi.")) as it:
+    async with open_session(tmp_path, reply_with("Hi.")) as session:
         monkeypatch.setattr(Tokenizer, "encode", traced)
-        window = it.gateway._engine.card.max_model_len
-        reply = await it.ask([{"role": "user", "content": "7 " * 10 * window}])
+        window = session.gateway._engine.card.max_model_len
+        reply = await session.ask([{"role": "user", "content": "7 " * 10 * window}])
         assert reply["status"] == 400
         assert "too long" in reply["error"]["message"]
         assert 0 < sum(encoded) < 4 * window + (1 << 15)
-        assert it.gateway.describe("s1").failure is not None
+        assert session.gateway.describe("s1").failure is not None
 
 
 async def test_choices_of_a_request_are_sampled_a_few_at_a_time(tmp_path: Path) -> None:
     """All requested choices are sampled, a few at a time, so that other calls are not starved."""
     tuning = CallSettings(several_sampled=2)
-    async with rig(tmp_path, says("word " * 20, delay_s=0.002), tuning=tuning) as it:
+    async with open_session(
+        tmp_path, reply_with("word " * 20, delay_s=0.002), tuning=tuning
+    ) as session:
         most = 0
 
         async def watch() -> None:
             nonlocal most
             while True:
-                most = max(most, it.running)
+                most = max(most, session.running)
                 await asyncio.sleep(0)
 
         watching = asyncio.create_task(watch())
-        async with it.post_openai(n=7) as response:
+        async with session.post_openai(n=7) as response:
             assert len((await response.json())["choices"]) == 7
         watching.cancel()
-        assert len(it.calls) == 7
+        assert len(session.calls) == 7
     assert most == 2
 
 
@@ -187,21 +197,21 @@ VALUES: list[tuple[dict[str, Any], int]] = [
 @pytest.mark.parametrize("mode", [Mode.EXACT, Mode.OBSERVED])
 async def test_a_value_out_of_bounds_is_refused_by_name(tmp_path: Path, mode: Mode) -> None:
     """What is accepted reaches the engine within its own bounds, and is readable."""
-    async with rig_of(tmp_path, says("Hi."), mode) as it:
+    async with open_session_in_mode(tmp_path, reply_with("Hi."), mode) as session:
         answered = 0
         for fields, status in VALUES:
-            async with it.post_openai(**fields) as response:
+            async with session.post_openai(**fields) as response:
                 reply = await response.json()
             assert response.status == status, (fields, reply)
             answered += status == 200
             if status == 400:
                 (name,) = fields
                 assert (reply["error"]["param"] or "").startswith(name), reply
-            assert len(it.calls) == answered
-        requested = [call.requested for call in it.calls]
+            assert len(session.calls) == answered
+        requested = [call.requested for call in session.calls]
     assert requested[0].max_tokens == 2**31 - 1
     assert requested[2].seed == 2**53 - 1
-    assert it.calls[5].sampling.temperature == MIN_TEMPERATURE
+    assert session.calls[5].sampling.temperature == MIN_TEMPERATURE
 
 
 # --------------------------------------------------------------------------- in flight
@@ -215,34 +225,34 @@ async def test_bytes_in_flight_are_bounded(tmp_path: Path, dialect: Dialect, who
         await released.wait()
         return await whole(request)
 
-    async with client(tmp_path, wait, **{f"{who}_bytes": 10_000}) as it:
+    async with open_client(tmp_path, wait, **{f"{who}_bytes": 10_000}) as client:
         large = "a" * 3000
-        engine = it.gateway._engine
-        first = asyncio.create_task(it.send(dialect, large))
-        await until(lambda: it.engine.requests)
+        engine = client.gateway._engine
+        first = asyncio.create_task(client.send(dialect, large))
+        await until(lambda: client.engine.requests)
         codes = {"anthropic": 529, "google": 503}
         code = codes.get(dialect.name, 429 if who == "session" else 503)
         message = f"the limit of the {who} is 10000 request bytes in flight"
-        _, headers = await it.expect(dialect, code, message, body=large)
+        _, headers = await client.expect(dialect, code, message, body=large)
         assert headers["retry-after"] == "1"
         released.set()
         assert (await first)[0] == 200
         await until(lambda: engine.bytes_in_flight.used == 0)
-        assert (await it.send(dialect, large))[0] == 200
+        assert (await client.send(dialect, large))[0] == 200
 
 
 async def test_bytes_of_a_slow_sender_count_until_it_leaves(tmp_path: Path) -> None:
     """Bytes count as they arrive, and are released when the sender disconnects."""
-    async with rig(tmp_path, says("Hi.")) as it:
+    async with open_session(tmp_path, reply_with("Hi.")) as session:
 
         async def slowly() -> AsyncIterator[bytes]:
             yield b" " * 10_000
             await asyncio.Event().wait()
 
         sending = asyncio.create_task(
-            it.http.post(f"{it.url}/v1/messages", data=slowly()).__aenter__()
+            session.http.post(f"{session.url}/v1/messages", data=slowly()).__aenter__()
         )
-        used = it.session.bytes_in_flight
+        used = session.live.bytes_in_flight
         await until(lambda: used.used > 10_000)
         sending.cancel()
         await until(lambda: used.used == 0)
@@ -251,14 +261,16 @@ async def test_bytes_of_a_slow_sender_count_until_it_leaves(tmp_path: Path) -> N
 async def test_concurrent_answers_of_a_session_are_limited(tmp_path: Path) -> None:
     """A request for more than the limit is refused until running ones have ended."""
     tuning = CallSettings(session_answers=3)
-    async with rig(tmp_path, says("word " * 50, delay_s=0.005), tuning=tuning) as it:
+    async with open_session(
+        tmp_path, reply_with("word " * 50, delay_s=0.005), tuning=tuning
+    ) as session:
 
         async def ask(n: int) -> tuple[int, Any]:
-            async with it.post_openai(n=n) as response:
+            async with session.post_openai(n=n) as response:
                 return response.status, await response.json()
 
         first = asyncio.create_task(ask(2))
-        await until(lambda: it.session.running)
+        await until(lambda: session.live.running)
         status, reply = await ask(2)
         assert status == 429
         assert reply["error"]["code"] == "rate_limit_exceeded"
@@ -266,7 +278,7 @@ async def test_concurrent_answers_of_a_session_are_limited(tmp_path: Path) -> No
         assert (status, reply["error"]["param"]) == (400, "n")
         assert (await first)[0] == 200
         assert (await ask(3))[0] == 200
-        assert len(it.calls) == 5
+        assert len(session.calls) == 5
 
 
 def test_an_amount_that_the_total_refuses_is_not_counted() -> None:
@@ -288,10 +300,14 @@ def test_an_amount_that_the_total_refuses_is_not_counted() -> None:
 async def test_concurrent_calls_share_the_token_budget(tmp_path: Path) -> None:
     """Forty calls share ten tokens: each running call reserves what it may sample."""
     limits = Limits(max_sampled_tokens=10)
-    async with rig(tmp_path, says("one two three four five six"), limits=limits) as it:
-        asks = [it.ask([{"role": "user", "content": f"No. {n}"}], max_tokens=4) for n in range(40)]
+    async with open_session(
+        tmp_path, reply_with("one two three four five six"), limits=limits
+    ) as session:
+        asks = [
+            session.ask([{"role": "user", "content": f"No. {n}"}], max_tokens=4) for n in range(40)
+        ]
         replies = await asyncio.gather(*asks)
-        sampled = sum(len(call.sampled_ids) for call in it.calls)
+        sampled = sum(len(call.sampled_ids) for call in session.calls)
     assert sampled == 10
     assert sorted({reply["status"] for reply in replies}) == [200, 400]
     refused = next(reply for reply in replies if reply["status"] == 400)
@@ -302,16 +318,16 @@ async def test_a_full_recording_ends_its_session(tmp_path: Path) -> None:
     """Messages are recorded up to the limit, which the description of the session names."""
     tuning = CallSettings(max_recording=20_000)
     limits = Limits(max_turns=100)
-    async with rig(tmp_path, says("Hi."), tuning=tuning, limits=limits) as it:
+    async with open_session(tmp_path, reply_with("Hi."), tuning=tuning, limits=limits) as session:
         for number in range(100):
             padding = random.Random(number).randbytes(500).hex()
-            reply = await it.ask([{"role": "user", "content": padding}])
+            reply = await session.ask([{"role": "user", "content": padding}])
             if reply["status"] != 200:
                 break
         assert reply["status"] == 400
         assert "recording" in reply["error"]["message"]
-        size = it.session.transcript.writer.size
+        size = session.live.transcript.writer.size
         for _ in range(20):
-            await it.ask()
-        assert it.session.transcript.writer.size == size, "refusals are not recorded any more"
-    assert it.gateway.describe("s1").spent is SpentLimit.MAX_RECORDING
+            await session.ask()
+        assert session.live.transcript.writer.size == size, "refusals are not recorded any more"
+    assert session.gateway.describe("s1").spent is SpentLimit.MAX_RECORDING

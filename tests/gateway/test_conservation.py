@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.gateway import Play, ids, rig, says, text_of, until
+from support.engine import Play, ids, reply_with
+from support.gateway import open_session, text_of
+from support.polling import until
 from tugline.chat.engines.base import Delta
 from tugline.gateway.answer import AnswerState
 from tugline.gateway.policy import CallSettings
@@ -39,9 +41,9 @@ def cut_at(text: str, cuts: list[int], slow: list[float]) -> Play:
 
     def reply(prompt: Ids, request: str) -> Reply:
         delay_s = slow.pop(0) if slow else 0.001
-        whole = says(text, delay_s=delay_s)(prompt, request)
+        whole = reply_with(text, delay_s=delay_s)(prompt, request)
         if rest and rest[0] < len(whole.ids):
-            return says(text, delay_s=delay_s, cut_after=rest.pop(0))(prompt, request)
+            return reply_with(text, delay_s=delay_s, cut_after=rest.pop(0))(prompt, request)
         return whole
 
     return reply
@@ -60,11 +62,11 @@ async def test_an_answer_is_complete_wherever_connections_break(
     slow = [] if leave_after is None else [0.008]
     plays = cut_at(text, cuts, slow), cut_at(text, [], slow)
     with tempfile.TemporaryDirectory() as folder:
-        async with rig(Path(folder), *plays, tuning=AT_ONCE) as it:
+        async with open_session(Path(folder), *plays, tuning=AT_ONCE) as session:
             if leave_after is not None:
-                await it.hang_up(characters=leave_after)
-            answer = text_of(await it.read())
-            calls = it.calls
+                await session.hang_up(characters=leave_after)
+            answer = text_of(await session.read())
+            calls = session.calls
     assert answer == text.strip()
     sampled = np.concatenate([call.sampled_ids for call in calls])
     assert sampled.tolist() == ids(text)
@@ -80,10 +82,10 @@ async def test_an_answer_is_complete_wherever_connections_break(
 async def test_a_client_that_returns_early_waits_for_its_partial_answer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It waits until the sampled part is recorded, then gets that part and the rest."""
+    """The client waits until the sampled part is recorded, then gets that part and the rest."""
     text = "one two three four five six seven eight nine ten " * 4 + "end."
-    async with rig(tmp_path, cut_at(text, [], [0.008]), tuning=AT_ONCE) as it:
-        sample, back = it.upstream.sample, asyncio.Event()
+    async with open_session(tmp_path, cut_at(text, [], [0.008]), tuning=AT_ONCE) as session:
+        sample, back = session.upstream.sample, asyncio.Event()
 
         async def close_later(*args: Any) -> AsyncGenerator[Delta]:
             try:
@@ -93,16 +95,16 @@ async def test_a_client_that_returns_early_waits_for_its_partial_answer(
             finally:
                 await back.wait()
 
-        monkeypatch.setattr(it.upstream, "sample", close_later)
-        await it.hang_up()
-        (completion,) = it.session.running
+        monkeypatch.setattr(session.upstream, "sample", close_later)
+        await session.hang_up()
+        (completion,) = session.live.running
         await until(lambda: completion.state is AnswerState.ABANDONED)
-        reading = asyncio.create_task(it.read())
+        reading = asyncio.create_task(session.read())
         done, _ = await asyncio.wait({reading}, timeout=0.04)
         assert not done
         back.set()
         answer = text_of(await reading)
-        first, second = it.calls
+        first, second = session.calls
     assert answer == text
     assert (first.outcome, second.outcome) == (CallOutcome.CLIENT_GONE, CallOutcome.COMPLETE)
     assert [*first.sampled_ids, *second.sampled_ids] == ids(text)
@@ -113,12 +115,12 @@ async def test_a_client_that_returns_early_waits_for_its_partial_answer(
 async def test_an_answer_interrupted_twice_is_verified(tmp_path: Path) -> None:
     """The prompt of the second part ends with the first; `verify` compares the text of both."""
     text = "one two three four five six seven eight nine ten " * 4 + "end."
-    async with rig(tmp_path, cut_at(text, [], [0.02, 0.02]), tuning=AT_ONCE) as it:
-        await it.hang_up(characters=10)
-        await until(lambda: not it.session.running)
-        await it.hang_up(characters=60)
-        await until(lambda: not it.session.running)
-    recording = it.recording
+    async with open_session(tmp_path, cut_at(text, [], [0.02, 0.02]), tuning=AT_ONCE) as session:
+        await session.hang_up(characters=10)
+        await until(lambda: not session.live.running)
+        await session.hang_up(characters=60)
+        await until(lambda: not session.live.running)
+    recording = session.recording
     assert [call.outcome for call in recording.calls] == [CallOutcome.CLIENT_GONE] * 2
     assert recording.calls[1].resumed == len(recording.calls[0].sampled_ids) > 0
     report = verify_session(tmp_path / "s1.0.rec", recording, TextVerifier())

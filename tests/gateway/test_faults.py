@@ -18,19 +18,19 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from support.engine import ids
 from support.failing_engine import (
     DIALECTS,
     Dialect,
     check,
     chunk,
-    client,
     cut,
     each_dialect,
     garbage,
+    open_client,
     status,
     whole,
 )
-from support.gateway import ids
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import Rendering
 from tugline.recording.file import Writer
@@ -45,30 +45,30 @@ LOST = {502, 503, 529}
 @each_dialect
 async def test_only_the_key_of_a_session_is_accepted(tmp_path: Path, dialect: Dialect) -> None:
     """Unknown, missing and foreign keys get 401, and the own key once the session is closed."""
-    async with client(tmp_path) as it:
+    async with open_client(tmp_path) as client:
         for key in ("wrong", "", "tl-ü"):
-            await it.expect(dialect, 401, "key", key=key)
-        own = it.url
-        it.url = own.replace("/s/s1", "/s/s2")
-        assert (await it.send(dialect))[0] == 401
-        it.url = own.replace("/s/s1", "")
-        assert (await it.send(dialect))[0] == 200, "the key alone says which session it is"
-        await it.gateway._sessions.close(it.gateway._sessions.find(it.key, "s1"))
-        await it.expect(dialect, 401, "key")
+            await client.expect(dialect, 401, "key", key=key)
+        own = client.url
+        client.url = own.replace("/s/s1", "/s/s2")
+        assert (await client.send(dialect))[0] == 401
+        client.url = own.replace("/s/s1", "")
+        assert (await client.send(dialect))[0] == 200, "the key alone says which session it is"
+        await client.gateway._sessions.close(client.gateway._sessions.find(client.key, "s1"))
+        await client.expect(dialect, 401, "key")
 
 
 @each_dialect
 async def test_compressed_bodies_are_read(tmp_path: Path, dialect: Dialect) -> None:
     """The size limit applies to the decompressed body."""
     plain = dialect.ask("Mend it.")
-    async with client(tmp_path, max_body=100_000) as it:
+    async with open_client(tmp_path, max_body=100_000) as client:
         for encoding, pack in (("gzip", gzip.compress), ("deflate", zlib.compress)):
             good = pack(plain)
-            assert (await it.send(dialect, good, content_encoding=encoding))[0] == 200
+            assert (await client.send(dialect, good, content_encoding=encoding))[0] == 200
             bomb = pack(b" " * 5_000_000)
-            await it.expect(dialect, 413, "100000", body=bomb, content_encoding=encoding)
-            await it.expect(dialect, 400, "", body=good[:-6], content_encoding=encoding)
-        await it.expect(dialect, 415, "rot13", content_encoding="rot13")
+            await client.expect(dialect, 413, "100000", body=bomb, content_encoding=encoding)
+            await client.expect(dialect, 400, "", body=good[:-6], content_encoding=encoding)
+        await client.expect(dialect, 415, "rot13", content_encoding="rot13")
 
 
 @each_dialect
@@ -81,9 +81,9 @@ async def test_a_body_that_never_ends_is_408(tmp_path: Path, dialect: Dialect) -
         await answered.wait()
 
     async with (
-        client(tmp_path, body_timeout_s=0.05) as it,
-        it.http.post(
-            it.url + dialect.path, data=endless(), headers=it.headers(dialect)
+        open_client(tmp_path, body_timeout_s=0.05) as client,
+        client.http.post(
+            client.url + dialect.path, data=endless(), headers=client.headers(dialect)
         ) as response,
     ):
         assert response.status == 408
@@ -96,48 +96,48 @@ async def test_nul_bytes_pass_and_a_megabyte_of_text_overflows(
     tmp_path: Path, dialect: Dialect
 ) -> None:
     """An escaped NUL is text; a prompt beyond the window is the dialect's overflow error."""
-    async with client(tmp_path) as it:
-        assert (await it.send(dialect, "a\0b"))[0] == 200
-        await it.expect(dialect, 400, "4000", body="x" * 1_000_000)
-        failure = it.gateway.describe("s1").failure
+    async with open_client(tmp_path) as client:
+        assert (await client.send(dialect, "a\0b"))[0] == 200
+        await client.expect(dialect, 400, "4000", body="x" * 1_000_000)
+        failure = client.gateway.describe("s1").failure
     assert failure is None, "an earlier call was answered"
 
 
 @each_dialect
 async def test_an_unknown_route_is_404(tmp_path: Path, dialect: Dialect) -> None:
     """The error has the shape of the dialect that the request looks like."""
-    async with client(tmp_path) as it:
-        url = f"{it.url}{dialect.path.split('/models')[0]}/nonsense"
-        async with it.http.post(url, json={}, headers=it.headers(dialect)) as response:
+    async with open_client(tmp_path) as client:
+        url = f"{client.url}{dialect.path.split('/models')[0]}/nonsense"
+        async with client.http.post(url, json={}, headers=client.headers(dialect)) as response:
             assert response.status == 404
             check(dialect, 404, await response.json(), "nonsense")
 
 
 async def test_a_websocket_upgrade_is_426(tmp_path: Path) -> None:
-    """On which Codex falls back to plain HTTP at once."""
-    async with client(tmp_path) as it:
+    """The refusal is the status on which Codex falls back to plain HTTP at once."""
+    async with open_client(tmp_path) as client:
         headers = {
-            "authorization": f"Bearer {it.key}",
+            "authorization": f"Bearer {client.key}",
             "connection": "Upgrade",
             "upgrade": "websocket",
             "sec-websocket-version": "13",
             "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
         }
-        async with it.http.get(f"{it.url}/v1/responses", headers=headers) as response:
+        async with client.http.get(f"{client.url}/v1/responses", headers=headers) as response:
             assert response.status == 426
 
 
 @pytest.mark.parametrize("answered", [0, 1])
 async def test_a_window_that_only_the_engine_knows(tmp_path: Path, answered: int) -> None:
-    """Its refusal is the session's failure only if no call was answered before."""
+    """The engine's refusal is the session's failure only if no call was answered before."""
     error = {"error": {"message": "maximum context length is 64 tokens, but 70 were given"}}
     chat = next(dialect for dialect in DIALECTS if dialect.name == "chat")
-    async with client(tmp_path) as it:
+    async with open_client(tmp_path) as client:
         for _ in range(answered):
-            assert (await it.send(chat))[0] == 200
-        it.engine.answer = lambda _: asyncio.sleep(0, JSONResponse(error, 400))
-        await it.expect(chat, 400, "64", body="A longer one.")
-        failure = it.gateway.describe("s1").failure
+            assert (await client.send(chat))[0] == 200
+        client.engine.answer = lambda _: asyncio.sleep(0, JSONResponse(error, 400))
+        await client.expect(chat, 400, "64", body="A longer one.")
+        failure = client.gateway.describe("s1").failure
     assert (failure is None) == bool(answered)
 
 
@@ -158,32 +158,32 @@ async def test_a_window_that_only_the_engine_knows(tmp_path: Path, answered: int
 async def test_a_failing_engine_is_an_error_of_the_dialect(
     tmp_path: Path, dialect: Dialect, answer: Any, codes: set[int], message: str
 ) -> None:
-    """After a bounded number of tries; nothing is recorded, and the failure is the engine's.
+    """After bounded tries nothing is recorded, and the failure is the engine's.
 
     An early fault has a status in streams, too; a proxy's page is named by its content type.
     """
-    async with client(tmp_path, answer) as it:
-        code, headers = await it.expect(dialect, codes, "engine")
+    async with open_client(tmp_path, answer) as client:
+        code, headers = await client.expect(dialect, codes, "engine")
         if "retry_after" in repr(answer.__closure__):
             assert headers["retry-after"] == "60"
-        assert 1 <= it.engine.requests <= 5
-        streamed, text = await it.stream(dialect)
+        assert 1 <= client.engine.requests <= 5
+        streamed, text = await client.stream(dialect)
         assert streamed == code
         check(dialect, code, json.loads(text), message)
-        failure = it.gateway.describe("s1").failure
+        failure = client.gateway.describe("s1").failure
         assert failure.boundary == "engine"
-        assert it.gateway.read_calls("s1") == ()
+        assert client.gateway.read_calls("s1") == ()
 
 
 @each_dialect
 async def test_an_unreachable_engine_is_named(tmp_path: Path, dialect: Dialect) -> None:
     """The error has its address; a later call succeeds when the engine is back."""
-    async with client(tmp_path) as it:
-        (replica,) = it.upstream.replicas
+    async with open_client(tmp_path) as client:
+        (replica,) = client.upstream.replicas
         right, replica.url = replica.url, "http://127.0.0.1:9"
-        await it.expect(dialect, LOST, "127.0.0.1:9")
+        await client.expect(dialect, LOST, "127.0.0.1:9")
         replica.url = right
-        assert (await it.send(dialect))[0] == 200
+        assert (await client.send(dialect))[0] == 200
 
 
 @each_dialect
@@ -191,9 +191,9 @@ async def test_a_stream_that_loses_its_engine_ends_as_truncated(
     tmp_path: Path, dialect: Dialect
 ) -> None:
     """The sampled tokens are trained, and the outcome of the call names the loss."""
-    async with client(tmp_path, cut, failovers=0) as it:
-        code, text = await it.stream(dialect)
-        call = it.gateway.read_calls("s1")[0]
+    async with open_client(tmp_path, cut, failovers=0) as client:
+        code, text = await client.stream(dialect)
+        call = client.gateway.read_calls("s1")[0]
     assert code == 200
     assert dialect.end in text.replace(" ", "")
     assert call.outcome is CallOutcome.ENGINE_LOST
@@ -210,9 +210,9 @@ async def test_tokens_received_with_an_error_are_recorded(tmp_path: Path) -> Non
         error = b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'
         return Response(events + error, media_type="text/event-stream")
 
-    async with client(tmp_path, fail, failovers=0) as it:
-        code, text = await it.stream(DIALECTS[0])
-        (call,) = it.gateway.read_calls("s1")
+    async with open_client(tmp_path, fail, failovers=0) as client:
+        code, text = await client.stream(DIALECTS[0])
+        (call,) = client.gateway.read_calls("s1")
     assert (code, DIALECTS[0].end in text) == (200, True)
     assert (call.outcome, call.sampled_ids.tolist()) == (CallOutcome.ENGINE_LOST, tokens)
 
@@ -230,11 +230,11 @@ async def test_token_ids_outside_the_vocabulary_are_an_engine_error(
             return Response(event, media_type="text/event-stream")
         return Response(event[6:].strip(), media_type="application/json")
 
-    async with client(tmp_path, answer, tries=1) as it:
+    async with open_client(tmp_path, answer, tries=1) as client:
         for wrong[0] in (-1, 1 << 31, 1 << 70):
-            code, _ = await it.expect(dialect, LOST, "token id")
-            assert (await it.stream(dialect))[0] == code
-        assert it.gateway.read_calls("s1") == ()
+            code, _ = await client.expect(dialect, LOST, "token id")
+            assert (await client.stream(dialect))[0] == code
+        assert client.gateway.read_calls("s1") == ()
 
 
 @each_dialect
@@ -242,12 +242,12 @@ async def test_token_ids_outside_the_vocabulary_are_an_engine_error(
 async def test_a_request_that_the_engine_refuses_is_a_400(
     tmp_path: Path, dialect: Dialect, code: int
 ) -> None:
-    """It is no fault of the engine's; if nothing else is answered, the session has failed there."""
-    async with client(tmp_path, status(code)) as it:
-        _, headers = await it.expect(dialect, 400, "no")
+    """A refusal is not the engine's fault; the session has failed if nothing else is answered."""
+    async with open_client(tmp_path, status(code)) as client:
+        _, headers = await client.expect(dialect, 400, "no")
         assert headers["x-should-retry"] == "false"
-        assert (await it.stream(dialect))[0] == 400
-        failure = it.gateway.describe("s1").failure
+        assert (await client.stream(dialect))[0] == 400
+        failure = client.gateway.describe("s1").failure
     assert failure is not None
     assert failure.cause is Cause.ENGINE
 
@@ -257,14 +257,14 @@ async def test_an_exception_in_the_gateway_is_a_500(
     tmp_path: Path, dialect: Dialect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client gets an error of its dialect, and the next call works."""
-    async with client(tmp_path) as it:
+    async with open_client(tmp_path) as client:
         for owner, method in ((Rendering, "render"), (StreamParser, "feed"), (Writer, "append")):
             with monkeypatch.context() as patch, structlog.testing.capture_logs() as logged:
                 patch.setattr(owner, method, lambda *_, **_options: 1 / 0)
-                await it.expect(dialect, 500, "ZeroDivisionError")
-                assert (await it.stream(dialect))[0] == 500
+                await client.expect(dialect, 500, "ZeroDivisionError")
+                assert (await client.stream(dialect))[0] == 500
             assert [entry["event"] for entry in logged].count("gateway failed") == 2
-        assert (await it.send(dialect))[0] == 200
+        assert (await client.send(dialect))[0] == 200
 
 
 @each_dialect
@@ -276,15 +276,15 @@ async def test_an_engine_slower_than_its_deadline_is_lost(tmp_path: Path, dialec
         await given_up.wait()
         return await whole(_)
 
-    async with client(tmp_path, stall, idle_s=0.05, tries=2) as it:
-        await it.expect(dialect, LOST, "has sent nothing")
+    async with open_client(tmp_path, stall, idle_s=0.05, tries=2) as client:
+        await client.expect(dialect, LOST, "has sent nothing")
         given_up.set()
-        assert it.engine.requests == 2
+        assert client.engine.requests == 2
 
 
 @each_dialect
 async def test_a_megabyte_of_tool_arguments_comes_through(tmp_path: Path, dialect: Dialect) -> None:
-    """It is sent and recorded in full."""
+    """A call with a megabyte of arguments is sent and recorded in full."""
     argument = "x" * 1_000_000
     text = f'<tool_call>\n{{"name": "read", "arguments": {{"path": "{argument}"}}}}\n</tool_call>'
     tokens = ids(text)
@@ -292,24 +292,24 @@ async def test_a_megabyte_of_tool_arguments_comes_through(tmp_path: Path, dialec
     async def answer(_: Request) -> Response:
         return Response(chunk(tokens, "stop")[6:].strip(), media_type="application/json")
 
-    async with client(tmp_path, answer) as it:
-        code, _, reply = await it.send(dialect)
+    async with open_client(tmp_path, answer) as client:
+        code, _, reply = await client.send(dialect)
         assert code == 200
         assert argument in json.dumps(reply)
-        assert len(it.gateway.read_calls("s1")[0].sampled_ids) == len(tokens)
+        assert len(client.gateway.read_calls("s1")[0].sampled_ids) == len(tokens)
 
 
 @each_dialect
 async def test_prompts_and_keys_are_not_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, dialect: Dialect
 ) -> None:
-    """Neither of answered calls nor of refused ones."""
+    """The log has no text of answered or refused calls, and no keys."""
     with structlog.testing.capture_logs() as logged, caplog.at_level("DEBUG"):
-        async with client(tmp_path) as it:
-            await it.send(dialect, "a-secret-word")
-            await it.send(dialect, b'{"model": "a-secret-word", "messages": "a-secret-word"')
-            await it.send(dialect, key="a-secret-word")
-            key = it.key
+        async with open_client(tmp_path) as client:
+            await client.send(dialect, "a-secret-word")
+            await client.send(dialect, b'{"model": "a-secret-word", "messages": "a-secret-word"')
+            await client.send(dialect, key="a-secret-word")
+            key = client.key
     text = repr(logged) + caplog.text
     assert "refused" in text
     assert "a-secret-word" not in text

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from support.chat_engine import create_chat_app
-from support.gateway import ASK, RENDERING, in_turn, rig, says
+from support.engine import RENDERING, create_chat_app, reply_in_turn, reply_with
+from support.gateway import ASK, open_session
 from tugline.chat.engines.base import EngineRequest, Feature, Post
 from tugline.chat.engines.chat import VllmChat
 from tugline.chat.engines.generate import Embedded
@@ -75,11 +75,11 @@ async def test_a_forbidden_call_is_text_where_it_cannot_be_banned(
 ) -> None:
     """The client gets what the model wrote; the record counts the call, and nothing is masked."""
     messages = {"input": ASK} if path == "responses" else {"messages": ASK}
-    async with rig(tmp_path, in_turn(ANSWER, "Done.")) as it:
-        async with it.post_openai(path, **fields, **messages) as response:
+    async with open_session(tmp_path, reply_in_turn(ANSWER, "Done.")) as session:
+        async with session.post_openai(path, **fields, **messages) as response:
             assert response.status == 200, await response.text()
             reply = await response.json()
-        first = it.calls[0]
+        first = session.calls[0]
     assert text_of(path, reply) == f"I look.\n{CALL}"
     assert (first.forbidden_calls, first.constrained) == (1, False)
     assert first.answer is not None
@@ -87,10 +87,10 @@ async def test_a_forbidden_call_is_text_where_it_cannot_be_banned(
 
 
 async def test_the_text_of_a_forbidden_call_is_continued_exactly(tmp_path: Path) -> None:
-    """Its echo is the answer; a stream has the same text as the whole answer."""
+    """The echo of the text is the answer; a stream has the same text as the whole answer."""
     fields: dict[str, Any] = {"tools": CHAT_TOOLS, "tool_choice": "none", "stream": True}
-    async with rig(tmp_path, in_turn(ANSWER, "Done.")) as it:
-        async with it.post_openai(**fields) as response:
+    async with open_session(tmp_path, reply_in_turn(ANSWER, "Done.")) as session:
+        async with session.post_openai(**fields) as response:
             lines = (await response.text()).split("\n\n")
         events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         deltas = [choice["delta"] for event in events for choice in event["choices"]]
@@ -98,9 +98,9 @@ async def test_the_text_of_a_forbidden_call_is_continued_exactly(tmp_path: Path)
         text = "".join(delta.get("content") or "" for delta in deltas)
         assert text == f"I look.\n{CALL}"
         history = [*ASK, {"role": "assistant", "content": text}, {"role": "user", "content": "On."}]
-        async with it.post_openai(messages=history, tools=CHAT_TOOLS) as response:
+        async with session.post_openai(messages=history, tools=CHAT_TOOLS) as response:
             assert response.status == 200
-        assert [(call.parent, call.branch) for call in it.calls] == [(None, None), (0, None)]
+        assert [(call.parent, call.branch) for call in session.calls] == [(None, None), (0, None)]
 
 
 async def test_only_an_answer_under_a_ban_is_constrained(tmp_path: Path) -> None:
@@ -108,13 +108,13 @@ async def test_only_an_answer_under_a_ban_is_constrained(tmp_path: Path) -> None
     wire = Banning()
     grown = [*ASK, {"role": "assistant", "content": "Hello."}]
     summary = [*grown, {"role": "user", "content": SUMMARISE}]
-    async with rig(tmp_path, says("Hello."), wire=wire) as it:
+    async with open_session(tmp_path, reply_with("Hello."), wire=wire) as session:
         for messages, tools in ((ASK, CHAT_TOOLS), (ASK, []), (summary, CHAT_TOOLS)):
-            async with it.post_openai(
+            async with session.post_openai(
                 messages=messages, tools=tools, tool_choice="none"
             ) as response:
                 assert response.status == 200, await response.text()
-        calls = it.calls
+        calls = session.calls
     opening = RENDERING.markers.call
     assert wire.banned == [(opening,), (), ()]
     assert [call.constrained for call in calls] == [True, False, False]
@@ -126,10 +126,12 @@ async def test_an_engine_that_renders_constrains_forced_calls_only(
     tmp_path: Path, choice: str
 ) -> None:
     """An engine such as vLLM holds a forced call to a grammar, and samples freely otherwise."""
-    engine = ScriptedEngine(says("Hello."), vocab_size=RENDERING.tokenizer.size)
+    engine = ScriptedEngine(reply_with("Hello."), vocab_size=RENDERING.tokenizer.size)
     async with serve(create_chat_app(engine, RENDERING.tokenizer)) as url:
         card = ModelCard("scripted", 20_000)
-        async with rig(tmp_path, url, wire=VllmChat(), card=card, rendering=None) as it:
-            async with it.post_openai(tools=CHAT_TOOLS, tool_choice=choice) as response:
+        async with open_session(
+            tmp_path, url, wire=VllmChat(), card=card, rendering=None
+        ) as session:
+            async with session.post_openai(tools=CHAT_TOOLS, tool_choice=choice) as response:
                 assert response.status == 200, await response.text()
-            assert [call.constrained for call in it.calls] == [choice == "required"]
+            assert [call.constrained for call in session.calls] == [choice == "required"]

@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.control_plane import a_task
-from support.gateway import ASK, Rig, rig, says, until
+from support.engine import reply_with
+from support.gateway import ASK, OpenSession, open_session
+from support.polling import until
+from support.tasks import make_task
 from tugline.errors import UsageError
 from tugline.gateway.policy import CallSettings
 from tugline.recording.file import Writer
@@ -37,93 +39,93 @@ class Faulty:
     def __call__(self, prompt: Ids, request: str) -> Reply:
         """Answer, with the next fault."""
         how = {"delay_s": 0.001} | (self.faults.pop(0) if self.faults else {})
-        return says(TEXT, **how)(prompt, request)
+        return reply_with(TEXT, **how)(prompt, request)
 
 
-Step = Callable[[Rig, Faulty, list[Any]], Awaitable[None]]
+Step = Callable[[OpenSession, Faulty, list[Any]], Awaitable[None]]
 
 
-async def refused(it: Rig, _engine: Faulty, messages: list[Any]) -> None:
+async def refused(session: OpenSession, _engine: Faulty, messages: list[Any]) -> None:
     """Refused by the sampling policy."""
-    assert (await it.ask(messages, temperature=0.3))["status"] == 400
+    assert (await session.ask(messages, temperature=0.3))["status"] == 400
 
 
-async def invalid(it: Rig, _engine: Faulty, messages: list[Any]) -> None:
+async def invalid(session: OpenSession, _engine: Faulty, messages: list[Any]) -> None:
     """Refused by the dialect."""
-    assert (await it.ask(messages, top_k=-5))["status"] == 400
+    assert (await session.ask(messages, top_k=-5))["status"] == 400
 
 
-async def too_many(it: Rig, _engine: Faulty, messages: list[Any]) -> None:
+async def too_many(session: OpenSession, _engine: Faulty, messages: list[Any]) -> None:
     """Refused for its number of choices."""
-    async with it.post_openai(n=9, messages=messages) as response:
+    async with session.post_openai(n=9, messages=messages) as response:
         assert response.status == 400
 
 
-async def text_only(it: Rig, _engine: Faulty, messages: list[Any]) -> None:
+async def text_only(session: OpenSession, _engine: Faulty, messages: list[Any]) -> None:
     """A text completion, answered and refused."""
     for prompt, status in ((messages[0]["content"], 200), ([], 400)):
-        async with it.post_openai("completions", prompt=prompt) as response:
+        async with session.post_openai("completions", prompt=prompt) as response:
             assert response.status == status
 
 
-async def failed(it: Rig, engine: Faulty, messages: list[Any]) -> None:
+async def failed(session: OpenSession, engine: Faulty, messages: list[Any]) -> None:
     """Refused by the engine, twice."""
     engine.faults += [{"status": 503}, {"status": 503}]
-    assert (await it.ask(messages))["status"] == 529
+    assert (await session.ask(messages))["status"] == 529
 
 
-async def truncated(it: Rig, engine: Faulty, messages: list[Any]) -> None:
+async def truncated(session: OpenSession, engine: Faulty, messages: list[Any]) -> None:
     """The engine is lost during the answer, twice."""
     engine.faults += [{"cut_after": 2}, {"cut_after": 2}, {"status": 400}]
-    assert (await it.ask(messages))["status"] == 200
+    assert (await session.ask(messages))["status"] == 200
 
 
-async def completed(it: Rig, _engine: Faulty, messages: list[Any]) -> None:
+async def completed(session: OpenSession, _engine: Faulty, messages: list[Any]) -> None:
     """Answered, whole and streamed."""
-    assert (await it.ask(messages))["status"] == 200
-    assert "end_turn" in await it.read([*messages, *ASK])
+    assert (await session.ask(messages))["status"] == 200
+    assert "end_turn" in await session.read([*messages, *ASK])
 
 
-async def replayed(it: Rig, _engine: Faulty, messages: list[Any]) -> None:
+async def replayed(session: OpenSession, _engine: Faulty, messages: list[Any]) -> None:
     """Answered twice, sampled once."""
     for number in range(2):
         header = {"x-stainless-retry-count": str(number)}
-        async with it.post(it.body(messages), **header) as response:
+        async with session.post(session.body(messages), **header) as response:
             assert response.status == 200
 
 
-async def several(it: Rig, engine: Faulty, messages: list[Any]) -> None:
+async def several(session: OpenSession, engine: Faulty, messages: list[Any]) -> None:
     """Several choices, one of which fails."""
     engine.faults += [{"status": 400}]
-    async with it.post_openai(n=4, messages=messages, stream=True) as response:
+    async with session.post_openai(n=4, messages=messages, stream=True) as response:
         assert response.status in {200, 400, 502}
 
 
-async def cancelled(it: Rig, engine: Faulty, messages: list[Any]) -> None:
+async def cancelled(session: OpenSession, engine: Faulty, messages: list[Any]) -> None:
     """The client leaves, before the first token, and during the answer."""
     for fault in ({"first_s": 30.0}, {"delay_s": 0.05}):
         engine.faults.append(fault)
-        asking = asyncio.create_task(it.ask(messages, stream="delay_s" in fault))
-        await until(lambda: it.running)
+        asking = asyncio.create_task(session.ask(messages, stream="delay_s" in fault))
+        await until(lambda: session.running)
         asking.cancel()
-        await until(lambda: not it.session.running)
+        await until(lambda: not session.live.running)
 
 
-async def aborted(it: Rig, engine: Faulty, messages: list[Any]) -> None:
+async def aborted(session: OpenSession, engine: Faulty, messages: list[Any]) -> None:
     """Aborted by a pause, before the first token."""
     engine.faults.append({"first_s": 30.0})
-    asking = asyncio.create_task(it.ask(messages))
-    await until(lambda: it.running)
-    await it.gateway.pause("abort", within_s=5)
-    await it.gateway.resume()
+    asking = asyncio.create_task(session.ask(messages))
+    await until(lambda: session.running)
+    await session.gateway.pause("abort", within_s=5)
+    await session.gateway.resume()
     assert (await asking)["stop_reason"] == "max_tokens"
 
 
-async def unrecorded(it: Rig, _engine: Faulty, messages: list[Any]) -> None:
+async def unrecorded(session: OpenSession, _engine: Faulty, messages: list[Any]) -> None:
     """The recording cannot be written."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Writer, "append", lambda *_: 1 / 0)
-        assert (await it.ask(messages))["status"] == 500
+        assert (await session.ask(messages))["status"] == 500
 
 
 STEPS: list[Step] = [
@@ -132,10 +134,10 @@ STEPS: list[Step] = [
 ]  # fmt: skip
 
 
-def check_counters(it: Rig) -> None:
+def check_counters(session: OpenSession) -> None:
     """Nothing is held, and the budgets are at what the recorded calls say."""
-    live, engine = it.session, it.gateway._engine
-    calls, transcript = it.calls, it.session.transcript
+    live, engine = session.live, session.gateway._engine
+    calls, transcript = session.calls, session.live.transcript
     sampled = sum(len(call.sampled_ids) + call.unreported_tokens for call in calls)
     assert not live.running
     assert live.bytes_in_flight.used == engine.bytes_in_flight.used == 0
@@ -148,42 +150,42 @@ def check_counters(it: Rig) -> None:
     assert not transcript.turns.unfinished
     assert not transcript.parse_cache._nearest[0]
     assert transcript.several._value == TUNING.several_sampled
-    assert not it.upstream._waits
-    assert not it.running
+    assert not session.upstream._waits
+    assert not session.running
 
 
 @settings(max_examples=8, deadline=None)
 @given(steps=st.lists(st.sampled_from(STEPS), min_size=3, max_size=8))
 async def test_counters_are_at_what_the_recorded_calls_say(steps: list[Step]) -> None:
-    """After any mix of calls that end in different ways, one after the other and at once."""
+    """Counters fit any mix of calls that end in different ways, in turn and at once."""
     engine = Faulty()
     with tempfile.TemporaryDirectory() as folder:
-        async with rig(
+        async with open_session(
             Path(folder),
             engine,
             tuning=TUNING,
             limits=LIMITS,
             sampling=CONTRACT,
             policy=Policy.REFUSE,
-        ) as it:
+        ) as session:
             for number, step in enumerate(steps):
-                await step(it, engine, [{"role": "user", "content": f"Task {number}."}])
+                await step(session, engine, [{"role": "user", "content": f"Task {number}."}])
                 engine.faults.clear()
-            await until(lambda: not it.session.running and not it.running)
-            check_counters(it)
+            await until(lambda: not session.live.running and not session.running)
+            check_counters(session)
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 async def test_each_way_to_end_gives_everything_back(tmp_path: Path, step: Step) -> None:
-    """Each way alone, three times."""
+    """Three calls that end the same way leave all counters as the recording says."""
     engine = Faulty()
     how: dict[str, Any] = {"tuning": TUNING, "limits": LIMITS, "sampling": CONTRACT}
-    async with rig(tmp_path, engine, policy=Policy.REFUSE, **how) as it:
+    async with open_session(tmp_path, engine, policy=Policy.REFUSE, **how) as session:
         for number in range(3):
-            await step(it, engine, [{"role": "user", "content": f"Task {number}."}])
+            await step(session, engine, [{"role": "user", "content": f"Task {number}."}])
             engine.faults.clear()
-        await until(lambda: not it.session.running and not it.running)
-        check_counters(it)
+        await until(lambda: not session.live.running and not session.running)
+        check_counters(session)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -194,13 +196,15 @@ async def test_refusals_do_not_end_a_session(
     """More of them than answers and turns are allowed."""
     limits = Limits(max_turns=2)
     how: dict[str, Any] = {"limits": limits, "sampling": CONTRACT, "policy": Policy.REFUSE}
-    async with rig(tmp_path, says("Hi."), tuning=CallSettings(session_answers=3), **how) as it:
+    async with open_session(
+        tmp_path, reply_with("Hi."), tuning=CallSettings(session_answers=3), **how
+    ) as session:
         for _ in range(10):
-            assert (await it.ask(temperature=0.5, stream=stream))["status"] == 400
-        assert it.gateway.describe("s1").spent is None
+            assert (await session.ask(temperature=0.5, stream=stream))["status"] == 400
+        assert session.gateway.describe("s1").spent is None
         for _ in range(2):
-            assert (await it.ask())["status"] == 200
-        assert "2 model calls" in (await it.ask())["error"]["message"]
+            assert (await session.ask())["status"] == 200
+        assert "2 model calls" in (await session.ask())["error"]["message"]
 
 
 async def test_a_turn_of_a_failed_call_can_be_used_again(tmp_path: Path) -> None:
@@ -208,19 +212,19 @@ async def test_a_turn_of_a_failed_call_can_be_used_again(tmp_path: Path) -> None
     engine = Faulty()
     engine.faults += [{"status": 503}, {"status": 503}]
     limits = Limits(max_turns=1)
-    async with rig(tmp_path, engine, tuning=TUNING, limits=limits) as it:
-        first, second = await asyncio.gather(it.ask(), it.ask([*ASK, *ASK]))
+    async with open_session(tmp_path, engine, tuning=TUNING, limits=limits) as session:
+        first, second = await asyncio.gather(session.ask(), session.ask([*ASK, *ASK]))
         assert (first["status"], second["status"]) == (529, 200)
-        assert it.gateway.describe("s1").spent is None
-        assert (await it.ask())["status"] == 400
+        assert session.gateway.describe("s1").spent is None
+        assert (await session.ask())["status"] == 400
 
 
 async def test_a_session_that_is_live_is_not_opened_again(tmp_path: Path) -> None:
     """The second attempt to open it leaves its recording alone."""
-    async with rig(tmp_path, says("Hi.")) as it:
-        await it.ask()
+    async with open_session(tmp_path, reply_with("Hi.")) as session:
+        await session.ask()
         with pytest.raises(UsageError, match="already open"):
-            async with it.gateway.open(Session(id="s1", task="t", sample=0), a_task("t")):
+            async with session.gateway.open(Session(id="s1", task="t", sample=0), make_task("t")):
                 pass
-        await it.ask()
-        assert len(it.recording.calls) == 2
+        await session.ask()
+        assert len(session.recording.calls) == 2

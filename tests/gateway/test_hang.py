@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from support.engine import RENDERING, ids, reply_with
 from support.failing_engine import chunk
-from support.gateway import RENDERING, Rig, ids, rig, says, text_of, until
+from support.gateway import OpenSession, open_session, text_of
+from support.polling import until
 from support.sockets import Peer, listen
 from tugline.gateway.answer import AT_ENGINE
 from tugline.gateway.choice import Choice
@@ -33,7 +35,7 @@ class StoppableEngine:
     def __init__(self) -> None:
         self.running = asyncio.Event()
         self.running.set()
-        play = says("one two three four five six seven eight", delay_s=0.01)
+        play = reply_with("one two three four five six seven eight", delay_s=0.01)
         engine = ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=20_000)
         self._app = create_app(engine, model_name="scripted")
 
@@ -50,25 +52,29 @@ async def test_time_lost_to_a_stopped_engine_is_credited(tmp_path: Path) -> None
     async with (
         serve(engines[0]) as one,
         serve(engines[1]) as two,
-        rig(tmp_path, one, two, tuning=QUICK, on_hang=lost.append) as it,
+        open_session(tmp_path, one, two, tuning=QUICK, on_hang=lost.append) as session,
     ):
-        hung = it.upstream.choose("s1")
+        hung = session.upstream.choose("s1")
         engine = engines[[one, two].index(hung.url)]
         for stream in (False, True):
             lost.clear()
             engine.running.clear()
-            text = text_of(await it.read()) if stream else (await it.ask())["content"][0]["text"]
+            text = (
+                text_of(await session.read())
+                if stream
+                else (await session.ask())["content"][0]["text"]
+            )
             assert "eight" in text
             assert hung.ejected
             assert sum(lost) > QUICK.silent_s
-            assert it.upstream.choose("s1") is not hung
+            assert session.upstream.choose("s1") is not hung
             engine.running.set()
             await until(lambda: not hung.ejected)
-        assert it.gateway.describe("s1").failure is None
+        assert session.gateway.describe("s1").failure is None
 
 
 async def test_lost_time_is_credited_before_the_engine_is_ejected(tmp_path: Path) -> None:
-    """With the first failed probe, so also where the engine resumes before it is ejected."""
+    """The first failed probe credits the time, so an engine that resumes in time counts, too."""
     lost: list[float] = []
     returned = asyncio.Event()
 
@@ -88,10 +94,10 @@ async def test_lost_time_is_credited_before_the_engine_is_ejected(tmp_path: Path
     quick = replace(QUICK, eject_after=1000, probe_timeout_s=0.1)
     async with (
         listen(hang) as url,
-        rig(tmp_path, url, card=CARD, tuning=quick, on_hang=credit) as it,
+        open_session(tmp_path, url, card=CARD, tuning=quick, on_hang=credit) as session,
     ):
-        assert '"end_turn"' in await it.read()
-        assert it.gateway.describe("s1").failure is None
+        assert '"end_turn"' in await session.read()
+        assert session.gateway.describe("s1").failure is None
     assert sum(lost) > quick.silent_s
 
 
@@ -108,12 +114,15 @@ async def test_a_client_timeout_during_a_hang_is_an_engine_failure(
         await peer.reader.read()
 
     slow = CallSettings(silent_s=0.05, probe_every_s=60, probe_timeout_s=0.1)
-    async with listen(say_nothing) as url, rig(tmp_path, url, card=CARD, tuning=slow) as it:
-        asking = asyncio.create_task(it.ask(stream=stream))
+    async with (
+        listen(say_nothing) as url,
+        open_session(tmp_path, url, card=CARD, tuning=slow) as session,
+    ):
+        asking = asyncio.create_task(session.ask(stream=stream))
         await asyncio.wait_for(asked.wait(), 10)
         await asyncio.sleep(2 * slow.silent_s)
         asking.cancel()
-    failure = it.gateway.describe("s1").failure
+    failure = session.gateway.describe("s1").failure
     assert failure.cause is Cause.ENGINE_LOST
 
 
@@ -122,32 +131,32 @@ async def test_the_retry_of_a_session_that_ended_in_silence_gets_another_replica
     tmp_path: Path,
     stream: bool,  # noqa: FBT001
 ) -> None:
-    """Also if the hang is longer than the agent's time, so that nothing else noticed it."""
+    """The retry moves even if the hang outlasts the agent's time, so that nothing else saw it."""
     engines = [StoppableEngine(), StoppableEngine()]
     slow = CallSettings(silent_s=60, probe_every_s=0.05, probe_timeout_s=0.1, grace_s=0.01)
     async with serve(engines[0]) as one, serve(engines[1]) as two:
-        async with rig(tmp_path / "first", one, two, tuning=slow) as it:
-            hung = it.upstream.choose("s1")
+        async with open_session(tmp_path / "first", one, two, tuning=slow) as session:
+            hung = session.upstream.choose("s1")
             engine = engines[[one, two].index(hung.url)]
             engine.running.clear()
-            asking = asyncio.create_task(it.ask(stream=stream))
-            [life] = [c.life for c in await _wait_for_choices(it)]
+            asking = asyncio.create_task(session.ask(stream=stream))
+            [life] = [c.life for c in await _wait_for_choices(session)]
             await until(lambda: life.silent_s > 1.0)
             asking.cancel()
             await until(lambda: hung.ejected)
-            assert it.upstream.choose("s1") is not hung
+            assert session.upstream.choose("s1") is not hung
             engine.running.set()
             await until(lambda: not hung.ejected)
-        failure = it.gateway.describe("s1").failure
+        failure = session.gateway.describe("s1").failure
     assert failure is not None
     assert failure.cause is Cause.ENGINE_LOST
 
 
-async def _wait_for_choices(it: Rig) -> list[Choice]:
+async def _wait_for_choices(session: OpenSession) -> list[Choice]:
     """The answers of the call, once its replica was asked."""
 
     def list_choices() -> list[Choice]:
-        running = it.gateway._sessions.get("s1").running
+        running = session.gateway._sessions.get("s1").running
         return [c for call in running for c in call.choices if c.state in AT_ENGINE]
 
     await until(list_choices)
@@ -155,7 +164,7 @@ async def _wait_for_choices(it: Rig) -> list[Choice]:
 
 
 async def test_time_until_the_idle_timeout_is_credited(tmp_path: Path) -> None:
-    """Also where no probe was made before."""
+    """The idle timeout credits the lost time, also where no probe was made before."""
     lost: list[float] = []
     slow = replace(QUICK, silent_s=60, probe_every_s=60, tries=1)
 
@@ -164,9 +173,11 @@ async def test_time_until_the_idle_timeout_is_credited(tmp_path: Path) -> None:
 
     async with (
         listen(say_nothing) as url,
-        rig(tmp_path, url, card=CARD, tuning=slow, idle_s=0.1, on_hang=lost.append) as it,
+        open_session(
+            tmp_path, url, card=CARD, tuning=slow, idle_s=0.1, on_hang=lost.append
+        ) as session,
     ):
-        assert (await it.ask())["status"] == 529
+        assert (await session.ask())["status"] == 529
     assert sum(lost) >= 0.1
 
 
@@ -185,9 +196,12 @@ async def test_a_stream_with_broken_framing_ends_as_truncated(tmp_path: Path, re
         await peer.reader.read()
 
     quick = replace(QUICK, stalled_s=0.3, failovers=0, probe_timeout_s=10.0)
-    async with listen(serve_broken) as url, rig(tmp_path, url, card=CARD, tuning=quick) as it:
-        text = await it.read()
-        calls, failure = it.calls, it.gateway.describe("s1").failure
+    async with (
+        listen(serve_broken) as url,
+        open_session(tmp_path, url, card=CARD, tuning=quick) as session,
+    ):
+        text = await session.read()
+        calls, failure = session.calls, session.gateway.describe("s1").failure
     if failure is None:
         assert '"stop_reason":"max_tokens"' in text
     else:  # what came in one piece with broken framing is not read
@@ -197,15 +211,15 @@ async def test_a_stream_with_broken_framing_ends_as_truncated(tmp_path: Path, re
 
 
 async def test_time_lost_by_parallel_calls_is_credited_once(tmp_path: Path) -> None:
-    """Only time that no other call was credited for already."""
+    """A call credits only time that no other call was credited for already."""
     now = [100.0]
     lost: list[float] = []
     options = {"card": CARD, "clock": lambda: now[0], "on_hang": lost.append}
-    async with rig(tmp_path, "http://127.0.0.1:9", **options) as it:
+    async with open_session(tmp_path, "http://127.0.0.1:9", **options) as session:
         now[0] = 110.0
-        it.upstream.on_hang("s1", 8.0)
-        it.upstream.on_hang("s1", 7.0)
+        session.upstream.on_hang("s1", 8.0)
+        session.upstream.on_hang("s1", 7.0)
         now[0] = 112.0
-        it.upstream.on_hang("s1", 3.0)
-        it.upstream.on_hang("unknown", 3.0)
+        session.upstream.on_hang("s1", 3.0)
+        session.upstream.on_hang("unknown", 3.0)
     assert lost == [8.0, 0.0, 2.0]

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.chat_engine import create_chat_app
-from support.gateway import ASK, RENDERING, Rig, in_turn, rig, says
+from support.engine import RENDERING, create_chat_app, reply_in_turn, reply_with
+from support.gateway import ASK, OpenSession, open_session
 from tugline.chat.engines.chat import VllmChat
 from tugline.testing import ScriptedEngine
 from tugline.traces.base import PrefixMerging
@@ -34,18 +34,18 @@ HISTORIES = {
 
 
 @contextlib.asynccontextmanager
-async def engine(folder: Path, mode: str) -> AsyncIterator[Rig]:
+async def engine(folder: Path, mode: str) -> AsyncIterator[OpenSession]:
     """A session whose prompts the gateway renders, or the engine."""
-    play = in_turn("Hello.", "Done.", "Once more.")
+    play = reply_in_turn("Hello.", "Done.", "Once more.")
     if mode == "exact":
-        async with rig(folder, play) as it:
-            yield it
+        async with open_session(folder, play) as session:
+            yield session
         return
     scripted = ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size)
     async with serve(create_chat_app(scripted, RENDERING.tokenizer)) as url:
         card = ModelCard("scripted", 20_000)
-        async with rig(folder, url, wire=VllmChat(), card=card, rendering=None) as it:
-            yield it
+        async with open_session(folder, url, wire=VllmChat(), card=card, rendering=None) as session:
+            yield session
 
 
 @pytest.mark.parametrize("mode", ["exact", "observed"])
@@ -62,15 +62,15 @@ async def test_it_is_a_closed_turn(
     """The prompt closes it and opens an answer, which is trained and can be continued exactly."""
     field = "messages" if path == "chat/completions" else "input"
     go_on = [*history, {"role": "assistant", "content": "Done."}, ASK[0]]
-    async with engine(tmp_path, mode) as it:
+    async with engine(tmp_path, mode) as session:
         for messages in ([SYSTEM, *ASK], history, go_on):
-            async with it.post_openai(path, stream=stream, **{field: messages}) as response:
+            async with session.post_openai(path, stream=stream, **{field: messages}) as response:
                 assert response.status == 200, await response.text()
                 await response.read()
-        _, asked, last = it.calls
+        _, asked, last = session.calls
     prompt = RENDERING.tokenizer.decode(asked.prompt_ids.tolist())
     assert prompt.endswith(f"{history[-1]['content']}<|im_end|>\n<|im_start|>assistant\n")
-    assert not PrefixMerging().build(it.calls).ledger.masked
+    assert not PrefixMerging().build(session.calls).ledger.masked
     if mode == "exact":  # else the engine's template decides
         assert (last.parent, last.branch) == (1, None)
         whole = np.concatenate((asked.prompt_ids, asked.sampled_ids))
@@ -79,14 +79,16 @@ async def test_it_is_a_closed_turn(
 
 async def test_an_own_answer_is_continued_from_its_ids(tmp_path: Path) -> None:
     """Reasoning that the client left out stays in the prompt: one trace."""
-    async with rig(tmp_path, in_turn("<think>\nHm.\n</think>\n\nHello.", "Done.")) as it:
+    async with open_session(
+        tmp_path, reply_in_turn("<think>\nHm.\n</think>\n\nHello.", "Done.")
+    ) as session:
         for messages in (ASK, [*ASK, OWN]):
-            async with it.post_openai(messages=messages) as response:
+            async with session.post_openai(messages=messages) as response:
                 assert response.status == 200
-        first, second = it.calls
+        first, second = session.calls
     assert (second.parent, second.branch, second.messages) == (0, None, ())
     assert "Hm." in RENDERING.tokenizer.decode(second.prompt_ids.tolist())
-    assert len(PrefixMerging().build(it.calls).traces) == 1
+    assert len(PrefixMerging().build(session.calls).traces) == 1
     assert first.answer is not None
 
 
@@ -94,30 +96,30 @@ async def test_a_prefill_is_refused_where_the_api_continues_it(tmp_path: Path) -
     """Anthropic's and Google's; tokens can be counted."""
     contents = [{"role": "user", "parts": [{"text": "Hi"}]}]
     contents.append({"role": "model", "parts": [{"text": "Sure:"}]})
-    async with rig(tmp_path, says("Hello.")) as it:
+    async with open_session(tmp_path, reply_with("Hello.")) as session:
         for path, body in (
-            ("v1/messages", it.body([*ASK, OWN])),
+            ("v1/messages", session.body([*ASK, OWN])),
             ("v1beta/models/m:generateContent", {"contents": contents}),
         ):
-            async with it.http.post(f"{it.url}/{path}", json=body) as response:
+            async with session.http.post(f"{session.url}/{path}", json=body) as response:
                 assert response.status == 400
                 assert "the last message is from the assistant" in await response.text()
         for path, body in (
             ("v1/messages/count_tokens", {"model": "m", "messages": [*ASK, OWN]}),
             ("v1beta/models/m:countTokens", {"contents": contents}),
         ):
-            async with it.http.post(f"{it.url}/{path}", json=body) as response:
+            async with session.http.post(f"{session.url}/{path}", json=body) as response:
                 assert response.status == 200, await response.text()
-        assert not it.calls
-        async with it.post_openai(messages=[*ASK, FOREIGN]) as response:
+        assert not session.calls
+        async with session.post_openai(messages=[*ASK, FOREIGN]) as response:
             assert response.status == 200
-        assert it.calls[0].branch is None
+        assert session.calls[0].branch is None
 
 
 async def test_a_text_that_was_not_sampled_forks(tmp_path: Path) -> None:
     """The client's own text after the conversation is no answer of the model."""
-    async with rig(tmp_path, says("Hello.")) as it:
+    async with open_session(tmp_path, reply_with("Hello.")) as session:
         for messages in (ASK, [*ASK, OWN, FOREIGN]):
-            async with it.post_openai(messages=messages) as response:
+            async with session.post_openai(messages=messages) as response:
                 assert response.status == 200
-        assert [call.branch for call in it.calls] == [None, Branch.HARNESS_ASSISTANT]
+        assert [call.branch for call in session.calls] == [None, Branch.HARNESS_ASSISTANT]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from gateway.test_usage import PATHS, ask
-from support.gateway import ids, rig, says
+from support.engine import ids, reply_with
+from support.gateway import open_session
 from tugline.recording.verify.text import TextVerifier
 from tugline.types import EchoChange, MalformedCalls, Session, ToolCall
 
@@ -49,10 +50,10 @@ def find_arguments(reply: Any) -> str | None:
 async def test_a_malformed_call_is_delivered_as_the_setting_says(
     tmp_path: Path, dialect: str, malformed: MalformedCalls, *, stream: bool
 ) -> None:
-    """Where the API can carry it: as a call with the sampled arguments; else as it was written."""
-    async with rig(tmp_path, says(ANSWER), malformed=malformed) as it:
-        reply = await ask(it, dialect, stream=stream)
-        [call] = it.calls
+    """APIs that can carry it get a call with the sampled arguments; others get its text."""
+    async with open_session(tmp_path, reply_with(ANSWER), malformed=malformed) as opened:
+        reply = await ask(opened, dialect, stream=stream)
+        [call] = opened.calls
         carried = CARRIED.get(dialect, (False, False))[stream]
         raw = malformed is MalformedCalls.RAW and carried
         assert call.malformed is (MalformedCalls.RAW if raw else MalformedCalls.TEXT)
@@ -63,20 +64,20 @@ async def test_a_malformed_call_is_delivered_as_the_setting_says(
             assert find_arguments(reply) is None
             assert call.answer.content == ANSWER
         session = Session(id="s1", task="t", sample=0)
-        path = it.gateway.recording_path(session)
-        assert not TextVerifier().find_faults(path, it.recording.header, it.calls)
+        path = opened.gateway.recording_path(session)
+        assert not TextVerifier().find_faults(path, opened.recording.header, opened.calls)
 
 
 @pytest.mark.parametrize("malformed", MalformedCalls)
 async def test_a_call_that_is_cut_is_malformed(tmp_path: Path, malformed: MalformedCalls) -> None:
     """The end of the answer's tokens inside a call; the reason stays the length."""
-    async with rig(tmp_path, says(ANSWER), malformed=malformed) as it:
+    async with open_session(tmp_path, reply_with(ANSWER), malformed=malformed) as session:
         length = len(ids(ANSWER[: ANSWER.index("b.py")], end=False))
-        reply = await ask(it, "chat", stream=False, max_tokens=length)
+        reply = await ask(session, "chat", stream=False, max_tokens=length)
         [choice] = reply["choices"]
         assert choice["finish_reason"] == "length"
         assert bool(choice["message"].get("tool_calls")) is (malformed is MalformedCalls.RAW)
-        assert it.calls[0].malformed is malformed
+        assert session.calls[0].malformed is malformed
 
 
 ECHOES = {
@@ -91,15 +92,15 @@ ECHOES = {
 @pytest.mark.parametrize("how", ECHOES)
 async def test_an_echoed_malformed_call_is_its_recorded_ids(tmp_path: Path, how: str) -> None:
     """The next prompt continues the answer exactly, whatever the client made of the arguments."""
-    async with rig(tmp_path, says(ANSWER)) as it:
-        first = await ask(it, "chat", stream=False)
+    async with open_session(tmp_path, reply_with(ANSWER)) as session:
+        first = await ask(session, "chat", stream=False)
         message = first["choices"][0]["message"]
         function = message["tool_calls"][0]["function"]
         function["arguments"] = ECHOES[how] or function["arguments"]
         result = {"role": "tool", "tool_call_id": "call_0_0", "content": "not JSON"}
         asked = [{"role": "user", "content": "Mend it."}]
-        await ask(it, "chat", stream=False, messages=[*asked, message, result])
-        before, after = it.calls
+        await ask(session, "chat", stream=False, messages=[*asked, message, result])
+        before, after = session.calls
         known = [*before.prompt_ids.tolist(), *before.sampled_ids.tolist()]
         changes = () if ECHOES[how] is None else (EchoChange.ARGUMENTS,)
         assert (after.parent, after.branch, after.echo_changes) == (0, None, changes)

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from gateway import mutations
-from support.gateway import in_turn, rig_of
+from support.engine import reply_in_turn
+from support.gateway import open_session_in_mode
 from tugline.errors import CaptureError
 from tugline.recording import file
 from tugline.recording.codec import Unpacker
@@ -23,7 +24,7 @@ from tugline.types import Limits, Mode
 COUNT = int(os.environ.get("TUGLINE_MUTATIONS", "150"))
 ARGUMENTS = ('{"a": 1}', '{"a": 1%s}' % ("0" * 30), "[" * 900, '{"a": "\\ud800"}', "NaN", "1e999")
 CALLS = [f'<tool_call>\n{{"name": "read", "arguments": {a}}}\n</tool_call>' for a in ARGUMENTS]
-PLAY = in_turn(*["Done.", "<think>\nHm.\n</think>\n\nDone.", *CALLS] * 4_000)
+PLAY = reply_in_turn(*["Done.", "<think>\nHm.\n</think>\n\nDone.", *CALLS] * 4_000)
 
 
 class Follower:
@@ -86,13 +87,15 @@ async def test_no_request_is_a_fault_and_every_answer_is_readable(
     draw, bodies, statuses = random.Random(f"{mode}"), mutations.seeds(), Counter[int]()
     path = tmp_path / "s1.0.rec"
     faults: list[str] = []
-    async with rig_of(tmp_path, PLAY, mode, limits=Limits(max_turns=1_000_000)) as it:
+    async with open_session_in_mode(
+        tmp_path, PLAY, mode, limits=Limits(max_turns=1_000_000)
+    ) as session:
         following = Follower(path)
         for _ in range(COUNT):
             body = draw.choice(bodies)
             url, data, asks = draw_request(draw, body)
             headers = mutations.draw_headers(draw)
-            async with it.http.post(it.url + url, data=data, headers=headers) as response:
+            async with session.http.post(session.url + url, data=data, headers=headers) as response:
                 text = await response.text()
             statuses[response.status] += 1
             if response.status >= 500 or any(f'"{kind}"' in text for kind in FAULTS):

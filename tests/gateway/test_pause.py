@@ -13,8 +13,10 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from support.failing_engine import DIALECTS, chunk, client
-from support.gateway import ids, rig, says, text_of, until
+from support.engine import ids, reply_with
+from support.failing_engine import DIALECTS, chunk, open_client
+from support.gateway import open_session, text_of
+from support.polling import until
 from support.sockets import Peer, listen
 from tugline.chat.engines.generate import Embedded
 from tugline.gateway.answer import AT_ENGINE, ENDED, TERMINAL, TRANSITIONS, AnswerState
@@ -45,18 +47,20 @@ async def test_an_abort_ends_every_call_at_once(
     wire: type[Embedded],
     when: str,
 ) -> None:
-    """Also before the first token; the clients get what was sampled, as truncated."""
+    """Clients get what was sampled, as truncated, also if there was no token yet."""
     slow = {"first_s": 60.0} if when == "prefill" else {"delay_s": 0.02}
-    async with rig(tmp_path, says(LONG, **slow), tuning=QUICK, wire=wire()) as it:
-        asking = asyncio.create_task(it.read() if stream else it.ask())
-        await until(lambda: it.running == 1 and (when == "prefill" or it.sampled > 5))
+    async with open_session(
+        tmp_path, reply_with(LONG, **slow), tuning=QUICK, wire=wire()
+    ) as session:
+        asking = asyncio.create_task(session.read() if stream else session.ask())
+        await until(lambda: session.running == 1 and (when == "prefill" or session.sampled > 5))
         began = time.monotonic()
-        await it.gateway.pause("abort", within_s=5)
+        await session.gateway.pause("abort", within_s=5)
         assert time.monotonic() - began < 2
-        await until(lambda: not it.running)
+        await until(lambda: not session.running)
         answer = await asyncio.wait_for(asking, 5)
-        await it.gateway.resume()
-        (call,) = it.calls
+        await session.gateway.resume()
+        (call,) = session.calls
     assert "max_tokens" in str(answer)
     assert (call.outcome, call.finish) == (CallOutcome.COMPLETE, Finish.ABORT)
     assert (len(call.sampled_ids) > 0) == (when == "sampling")
@@ -83,12 +87,15 @@ async def test_an_abort_that_overtakes_its_request_is_repeated(tmp_path: Path) -
         await peer.send(b"content-length: %d\r\n\r\n" % len(event) + event)
 
     card = ModelCard("m", 4000)
-    async with listen(serve_one) as url, rig(tmp_path, url, card=card, tuning=QUICK) as it:
-        asking = asyncio.create_task(it.read())
-        await until(lambda: it.session.running)
-        (completion,) = it.session.running
+    async with (
+        listen(serve_one) as url,
+        open_session(tmp_path, url, card=card, tuning=QUICK) as session,
+    ):
+        asking = asyncio.create_task(session.read())
+        await until(lambda: session.live.running)
+        (completion,) = session.live.running
         await until(lambda: completion.choices[0].life.state is AnswerState.SENT)
-        await it.gateway.pause("abort", within_s=5)
+        await session.gateway.pause("abort", within_s=5)
         assert "max_tokens" in await asyncio.wait_for(asking, 5)
     assert aborts == 3
 
@@ -97,17 +104,17 @@ async def test_an_abort_that_overtakes_its_request_is_repeated(tmp_path: Path) -
 async def test_queued_choices_do_not_begin_during_a_pause(tmp_path: Path, mode: str) -> None:
     """The choices that wait for those before them are sampled after the pause."""
     tuning = replace(QUICK, several_sampled=1)
-    play = says("word " * 5, delay_s=0.01)
-    async with rig(tmp_path, play, tuning=tuning) as it:
-        asking = asyncio.create_task(it.post_openai(n=3).__aenter__())
-        await until(lambda: it.sampled > 2)
-        await it.gateway.pause(mode, within_s=5)
-        await until(lambda: not it.running)
-        assert len(it.engines[0].calls) == 1
-        await it.gateway.resume()
+    play = reply_with("word " * 5, delay_s=0.01)
+    async with open_session(tmp_path, play, tuning=tuning) as session:
+        asking = asyncio.create_task(session.post_openai(n=3).__aenter__())
+        await until(lambda: session.sampled > 2)
+        await session.gateway.pause(mode, within_s=5)
+        await until(lambda: not session.running)
+        assert len(session.engines[0].calls) == 1
+        await session.gateway.resume()
         response = await asking
         assert len((await response.json())["choices"]) == 3
-        assert len(it.engines[0].calls) == 3
+        assert len(session.engines[0].calls) == 3
 
 
 @pytest.mark.parametrize("fault", [{"status": 503}, {"cut_after": 10}], ids=["retry", "failover"])
@@ -118,21 +125,21 @@ async def test_another_attempt_waits_for_the_end_of_a_pause(
     faults = [fault]
 
     def play(prompt: Any, request: str) -> Reply:
-        return says(LONG, delay_s=0.001, **(faults.pop() if faults else {}))(prompt, request)
+        return reply_with(LONG, delay_s=0.001, **(faults.pop() if faults else {}))(prompt, request)
 
-    async with rig(tmp_path, play, tuning=replace(QUICK, backoff_s=0.2)) as it:
+    async with open_session(tmp_path, play, tuning=replace(QUICK, backoff_s=0.2)) as session:
         if "cut_after" in fault:
-            it.gateway._engine.settings = replace(QUICK, backoff_s=0.0)
-        reading = asyncio.create_task(it.read())
+            session.gateway._engine.settings = replace(QUICK, backoff_s=0.0)
+        reading = asyncio.create_task(session.read())
         await until(lambda: not faults)
-        await it.gateway.pause("keep")
-        await until(lambda: not it.running)
+        await session.gateway.pause("keep")
+        await until(lambda: not session.running)
         await asyncio.sleep(0)
-        requests = len(it.engines[0].calls)
-        (completion,) = it.session.running
+        requests = len(session.engines[0].calls)
+        (completion,) = session.live.running
         await until(lambda: completion.choices[0].life.state is AnswerState.QUEUED)
-        assert len(it.engines[0].calls) == requests == 1
-        await it.gateway.resume()
+        assert len(session.engines[0].calls) == requests == 1
+        await session.gateway.resume()
         assert text_of(await reading) == LONG
 
 
@@ -162,21 +169,21 @@ async def test_a_paused_engine_may_be_silent_for_as_long_as_the_pause_lasts(
         return await silent(events())
 
     short = {"silent_s": 0.05, "stalled_s": 0.1, "probe_every_s": 0.01}
-    async with client(tmp_path, answer, idle_s=0.2, failovers=0, tries=1, **short) as it:
-        reading = asyncio.create_task(it.stream(DIALECTS[0]))
-        await until(lambda: it.engine.requests == 1)
-        await it.gateway.pause("keep")
-        gate = it.upstream.gate
+    async with open_client(tmp_path, answer, idle_s=0.2, failovers=0, tries=1, **short) as client:
+        reading = asyncio.create_task(client.stream(DIALECTS[0]))
+        await until(lambda: client.engine.requests == 1)
+        await client.gateway.pause("keep")
+        gate = client.upstream.gate
         at = gate.now()
         deadline = asyncio.get_running_loop().time() + 0.3
         await until(lambda: asyncio.get_running_loop().time() > deadline)
         assert gate.now() == at
         assert not reading.done()
-        await it.gateway.resume()
+        await client.gateway.resume()
         resumed.set()
         assert text_of((await reading)[1]) == "Done."
-        assert it.gateway.describe("s1").failure is None
-        assert not it.upstream.replicas[0].ejected
+        assert client.gateway.describe("s1").failure is None
+        assert not client.upstream.replicas[0].ejected
 
 
 async def test_silence_without_a_pause_ends_the_reply_still(tmp_path: Path) -> None:
@@ -190,13 +197,13 @@ async def test_silence_without_a_pause_ends_the_reply_still(tmp_path: Path) -> N
         return await silent(events())
 
     short = {"silent_s": 0.05, "stalled_s": 0.1, "probe_every_s": 0.01}
-    async with client(tmp_path, answer, failovers=0, tries=1, **short) as it:
-        reading = asyncio.create_task(it.stream(DIALECTS[0]))
-        await until(lambda: it.engine.requests == 1)
-        await it.gateway.pause("keep")
-        await it.gateway.resume()
+    async with open_client(tmp_path, answer, failovers=0, tries=1, **short) as client:
+        reading = asyncio.create_task(client.stream(DIALECTS[0]))
+        await until(lambda: client.engine.requests == 1)
+        await client.gateway.pause("keep")
+        await client.gateway.resume()
         assert "max_tokens" in (await asyncio.wait_for(reading, 10))[1]
-        assert it.gateway.read_calls("s1")[0].outcome is CallOutcome.ENGINE_LOST
+        assert client.gateway.read_calls("s1")[0].outcome is CallOutcome.ENGINE_LOST
 
 
 async def test_the_clock_of_a_gate_stands_still_while_it_is_closed() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from support.tokenizer import rendering, tokenizer
+from support.tokenizer import make_rendering, make_tokenizer
 from tugline.chat.model_call import ThreadInfo
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ from tugline.types import Branch, EchoChange, Ids, Message, Role, Tool, ToolCall
 TOOLS = (Tool("read", "Read a file", {"type": "object", "properties": {"path": {}}}),)
 START = (Message(Role.SYSTEM, "You help."), Message(Role.USER, "Mend it."))
 ARGUMENTS = '{"path": "a.py", "line": 1.0}'
-RENDERING = rendering()
+RENDERING = make_rendering()
 
 
 def sampled(text: str) -> Ids:
@@ -179,7 +179,7 @@ def test_a_history_replaced_by_a_summary_is_a_compaction() -> None:
 
 
 def test_an_unrelated_request_is_a_new_thread() -> None:
-    """As the first request of a sub-agent, which shares nothing but the session."""
+    """The first request of a sub-agent shares nothing with the thread but the session."""
     tree, _ = make_history(2)
     other = (Message(Role.SYSTEM, "You search."), Message(Role.USER, "Find it."))
     assert match(tree, other, TOOLS, ThreadInfo("thread-2")).branch is Branch.NEW_THREAD
@@ -266,7 +266,7 @@ def test_text_left_out_of_an_answer_with_calls_is_no_edit() -> None:
 
 
 def test_an_answer_that_replaces_the_history_is_its_summary() -> None:
-    """As the only message after the system prompt; a text that was not sampled is the client's."""
+    """A sampled answer as the only message is a compaction; a text not sampled is the client's."""
     tree, messages = make_history(2)
     ask = Message(Role.USER, "Sum up.")
     summary = Message(Role.ASSISTANT, "So far: two files read.")
@@ -278,7 +278,7 @@ def test_an_answer_that_replaces_the_history_is_its_summary() -> None:
 
 def test_text_prompts_need_exact_mode() -> None:
     """Refused where the engine renders prompts, and where ids cannot be decoded one by one."""
-    joined = Rendering(tokenizer(), "qwen3")
+    joined = Rendering(make_tokenizer(), "qwen3")
     joined.tokenizer.token_bytes = None
     for tree in (CallTree(None), CallTree(joined)):
         with pytest.raises(Unsupported, match="requires exact mode") as caught:
@@ -287,8 +287,8 @@ def test_text_prompts_need_exact_mode() -> None:
 
 
 def test_text_prompts_get_the_special_tokens_of_the_tokenizer() -> None:
-    """Such as a begin-of-text token, as engines do for text completions; ids stay as they are."""
-    backend = tokenizers.Tokenizer.from_str(tokenizer().to_json())
+    """A text prompt gets a begin-of-text token, as engines add it; ids stay as they are."""
+    backend = tokenizers.Tokenizer.from_str(make_tokenizer().to_json())
     begin = backend.token_to_id("<|im_start|>")
     backend.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", begin)]
@@ -306,7 +306,7 @@ def raw(tokens: TokenSequence) -> bytes:
 
 
 def test_observed_ids_that_extend_the_parent_are_exact() -> None:
-    """Without a rendering the engine reports the prompt; a changed one branches at its place."""
+    """A prompt reported by the engine extends its parent, or branches where it was changed."""
     tree = CallTree(None)
     plan = tree.set_observed(match(tree, START, TOOLS), b"[1, 2, 3]")
     tokens = plan.tokens.extend(np.array([4, 5], np.int32))
@@ -334,7 +334,7 @@ JSON = st.recursive(
 def test_reserialized_arguments_do_not_branch(
     value: dict[str, object], data: st.DataObject
 ) -> None:
-    """Whatever values the arguments have."""
+    """Arguments written in another order or spacing are the same, whatever their values."""
     tree, _, _ = make_tool_turn(json.dumps(value, ensure_ascii=False))
     keys = data.draw(st.permutations(sorted(value)))
     shuffled = json.dumps({key: value[key] for key in keys}, separators=(",", ":"))

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from support.commands import run_command
-from support.gateway import RENDERING, says
+from support.engine import RENDERING, reply_with
 from tugline.errors import EngineError, UsageError
 from tugline.gateway.app import Gateway
 from tugline.gateway.probe import CheckOutcome, EngineReport, connect, probe
@@ -152,7 +152,7 @@ def outcomes(report: EngineReport) -> dict[str, CheckOutcome]:
 
 def engine(window: int = 4096) -> ScriptedEngine:
     """An engine that answers anything."""
-    play = says("word " * 60, delay_s=0.002)
+    play = reply_with("word " * 60, delay_s=0.002)
     return ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=window)
 
 
@@ -174,7 +174,7 @@ async def test_the_scripted_engine_is_sound() -> None:
 
 @pytest.mark.parametrize("raw", [True, False], ids=["raw", "processed"])
 async def test_the_meaning_of_logprobs_is_measured(*, raw: bool) -> None:
-    """From samples alone, in exact and in observed mode."""
+    """Samples alone show the meaning, in exact and in observed mode."""
     right = LogprobMeaning.RAW if raw else LogprobMeaning.PROCESSED
     for scale_out in (True, False):
         report = await examine(raw=raw, scale_out=scale_out)
@@ -185,7 +185,7 @@ async def test_the_meaning_of_logprobs_is_measured(*, raw: bool) -> None:
 
 # --------------------------------------------------------------------------- faulty engines
 async def test_an_engine_that_drops_ids_is_refused() -> None:
-    """Only text mode is left; the refusal names the flags to add."""
+    """The refusal names the flags to add, and only text mode is left."""
     report = await examine(ids=False, scale_out=False)
     assert report.mode is Mode.TEXT
     assert not report.sound
@@ -196,7 +196,7 @@ async def test_an_engine_that_drops_ids_is_refused() -> None:
 
 
 async def test_without_a_tool_parser_observed_mode_is_not_sound() -> None:
-    """It would fail on the first turn of an agent; exact mode does not need the parser."""
+    """The first turn of an agent would fail; exact mode does not need the parser."""
     report = await examine(tools=False)
     assert Mode.OBSERVED not in report.routes.values()
     assert any("--tool-call-parser" in advice for advice in report.advice)
@@ -230,7 +230,7 @@ async def test_a_missing_engine_or_model_is_one_clear_error() -> None:
 
 
 async def test_an_engine_without_a_model_list_needs_a_name() -> None:
-    """Without a name the error asks for one; with a name it is probed."""
+    """An error asks for a name; with one, the engine is probed."""
     async with serve(Stub(owner="", lists=False).app()) as url:
         with pytest.raises(UsageError, match=r"list of models at .* is empty: name the model"):
             await probe(url)
@@ -239,7 +239,7 @@ async def test_an_engine_without_a_model_list_needs_a_name() -> None:
 
 @pytest.mark.parametrize(("status", "expected"), [(500, 500), (403, 403), (404, 404), (503, None)])
 async def test_errors_of_the_model_list_have_its_status(status: int, expected: int | None) -> None:
-    """Unless it may pass, as 503; on 404 a given name is probed."""
+    """The error has the status, or none for 503, which may pass; a given name replaces a 404."""
     async with serve(Stub(owner="", status=status).app()) as url:
         with pytest.raises(EngineError, match=f"/v1/models answers with status {status}") as caught:
             await probe(url)

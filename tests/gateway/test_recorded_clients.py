@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from support.gateway import in_turn, rig
+from support.engine import reply_in_turn
+from support.gateway import open_session
 from tugline.schema import read_jsonl
 from tugline.traces.base import PrefixMerging
 from tugline.types import Branch, Call, EchoChange, TraceKind
@@ -20,12 +21,12 @@ RECORDED = Path(__file__).with_name("recorded")
 async def replay(folder: Path, program: str) -> Sequence[Call]:
     """The calls of a session with these bodies; none is refused, and nothing is masked."""
     answers, *bodies = [row for _, row in read_jsonl(RECORDED / f"{program}.jsonl")]
-    async with rig(folder, in_turn(*answers)) as it:
+    async with open_session(folder, reply_in_turn(*answers)) as session:
         for body in bodies:
-            async with it.post_openai(**body) as response:
+            async with session.post_openai(**body) as response:
                 assert response.status == 200, await response.text()
                 await response.read()
-        calls = it.calls
+        calls = session.calls
     assert len(calls) == len(bodies)
     assert not PrefixMerging().build(calls).ledger.masked
     return calls
@@ -72,8 +73,8 @@ async def test_a_changed_text_is_no_omission(tmp_path: Path) -> None:
     """An echo whose text differs from the answer forks, although its calls have their ids."""
     answers, first, second, *_ = [row for _, row in read_jsonl(RECORDED / "crewai.jsonl")]
     second["messages"][2]["content"] = "I look at"
-    async with rig(tmp_path, in_turn(*answers)) as it:
+    async with open_session(tmp_path, reply_in_turn(*answers)) as session:
         for body in (first, second):
-            async with it.post_openai(**body) as response:
+            async with session.post_openai(**body) as response:
                 await response.read()
-        assert [call.branch for call in it.calls] == [None, Branch.HISTORY_EDITED]
+        assert [call.branch for call in session.calls] == [None, Branch.HISTORY_EDITED]

@@ -14,17 +14,20 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from support.engine import ids, reply_with
 from support.failing_engine import (
     DIALECTS,
     Dialect,
+    DialectClient,
     check,
     chunk,
-    client,
     each_dialect,
+    open_client,
     status,
     whole,
 )
-from support.gateway import ids, rig, says, until
+from support.gateway import open_session
+from support.polling import until
 from tugline.errors import EngineError
 from tugline.gateway.policy import CallSettings
 from tugline.testing import Reply
@@ -32,14 +35,16 @@ from tugline.testing import Reply
 CHAT = next(dialect for dialect in DIALECTS if dialect.name == "chat")
 
 
-async def stream(it: Any, dialect: Dialect) -> tuple[int, Any, str]:
+async def stream(client: DialectClient, dialect: Dialect) -> tuple[int, Any, str]:
     """Status, headers and text of a streamed reply."""
     body, path = dialect.body("Mend it."), dialect.path
     if dialect.name == "google":
         path = path.replace("generateContent", "streamGenerateContent") + "?alt=sse"
     else:
         body["stream"] = True
-    async with it.http.post(it.url + path, json=body, headers=it.headers(dialect)) as response:
+    async with client.http.post(
+        client.url + path, json=body, headers=client.headers(dialect)
+    ) as response:
         return response.status, response.headers, await response.text()
 
 
@@ -61,12 +66,12 @@ async def test_slow_refusals_of_every_attempt_have_their_status(
     # in the middle between the times of a second attempt and a third, so that a pause of the
     # machine by a second changes nothing
     quick = {"first_token_within_s": 0.05, "longest_retry_after_s": 3.2}
-    async with client(tmp_path, slowly, **quick) as it:
-        got, headers, text = await stream(it, dialect)
+    async with open_client(tmp_path, slowly, **quick) as client:
+        got, headers, text = await stream(client, dialect)
         assert got in expected
         check(dialect, got, json.loads(text), "engine")
         assert headers["retry-after"] == "2"
-        assert it.engine.requests == 2
+        assert client.engine.requests == 2
 
 
 async def test_retries_end_before_the_stream_is_opened(tmp_path: Path) -> None:
@@ -77,9 +82,9 @@ async def test_retries_end_before_the_stream_is_opened(tmp_path: Path) -> None:
     date = format_datetime(datetime.now(UTC) + timedelta(seconds=90), usegmt=True)
     for delay, tries in (("1", 3), ("60", 1), (date, 1)):
         refuse = status(503, retry_after=delay)
-        async with client(tmp_path, refuse, tries=10, longest_retry_after_s=2.5) as it:
-            got, headers, _ = await stream(it, CHAT)
-            assert (got, it.engine.requests) == (503, tries)
+        async with open_client(tmp_path, refuse, tries=10, longest_retry_after_s=2.5) as client:
+            got, headers, _ = await stream(client, CHAT)
+            assert (got, client.engine.requests) == (503, tries)
             assert int(headers["retry-after"]) >= {"1": 1, "60": 60}.get(delay, 85)
 
 
@@ -97,8 +102,8 @@ async def test_an_error_in_the_engines_stream_before_a_token_has_a_status(
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    async with client(tmp_path, refuse, tries=2) as it:
-        got, _, text = await stream(it, dialect)
+    async with open_client(tmp_path, refuse, tries=2) as client:
+        got, _, text = await stream(client, dialect)
         assert got in {502, 503, 529}
         check(dialect, got, json.loads(text), "busy")
 
@@ -124,12 +129,12 @@ async def test_headers_are_sent_soon_after_an_acceptance_and_late_without_one(
     for answer, within_s in ((accept, 45.0), (hold, 0.1)):
         released.clear()
         async with (
-            client(tmp_path, answer, headers_within_s=within_s, **quick) as it,
+            open_client(tmp_path, answer, headers_within_s=within_s, **quick) as client,
             asyncio.timeout(5),
-            it.http.post(
-                it.url + CHAT.path,
+            client.http.post(
+                client.url + CHAT.path,
                 json=CHAT.body("Mend it.") | {"stream": True},
-                headers=it.headers(CHAT),
+                headers=client.headers(CHAT),
             ) as response,
         ):
             assert response.status == 200
@@ -145,12 +150,12 @@ async def test_a_refusal_of_one_of_several_choices_has_its_status(tmp_path: Path
     def refuse_third(prompt: Any, request: str) -> Reply:
         if "-2" in request:
             return Reply([0], status=503)
-        return says("word " * 20, delay_s=0.002)(prompt, request)
+        return reply_with("word " * 20, delay_s=0.002)(prompt, request)
 
     tuning = CallSettings(several_sampled=1, tries=1, first_token_within_s=0.0)
     async with (
-        rig(tmp_path, refuse_third, tuning=tuning) as it,
-        it.post_openai(n=3, stream=True) as response,
+        open_session(tmp_path, refuse_third, tuning=tuning) as session,
+        session.post_openai(n=3, stream=True) as response,
     ):
         assert response.status == 503
 
@@ -163,17 +168,17 @@ async def test_a_call_that_resumes_another_may_be_refused(tmp_path: Path) -> Non
     def play(prompt: Any, request: str) -> Reply:
         if faults:
             return Reply([0], status=faults.pop())
-        return says(text, delay_s=0.005)(prompt, request)
+        return reply_with(text, delay_s=0.005)(prompt, request)
 
     tuning = CallSettings(backoff_s=0.001, grace_s=0.01, tries=1)
-    async with rig(tmp_path, play, tuning=tuning) as it:
-        await it.hang_up(characters=10)
-        await until(lambda: it.calls)
+    async with open_session(tmp_path, play, tuning=tuning) as session:
+        await session.hang_up(characters=10)
+        await until(lambda: session.calls)
         faults.append(503)
-        async with it.post(it.body(stream=True)) as response:
+        async with session.post(session.body(stream=True)) as response:
             assert response.status == 529
-        assert "ten" in await it.read()
-        first, second = it.calls
+        assert "ten" in await session.read()
+        first, second = session.calls
     assert second.resumed == len(first.sampled_ids) > 0
 
 
@@ -184,12 +189,12 @@ async def test_what_is_retried_here_may_be_retried_by_the_client(
     tmp_path: Path, dialect: Dialect, code: int
 ) -> None:
     """A status that says nothing about the request is temporary everywhere."""
-    async with client(tmp_path, status(code), tries=2) as it:
-        got, headers, _ = await it.send(dialect)
-        assert it.engine.requests == 2
+    async with open_client(tmp_path, status(code), tries=2) as client:
+        got, headers, _ = await client.send(dialect)
+        assert client.engine.requests == 2
         assert "x-should-retry" not in headers
         assert got in {429, 502, 503, 529}
-        failure = it.gateway.describe("s1").failure
+        failure = client.gateway.describe("s1").failure
     assert failure.cause == "engine_lost"
 
 
@@ -202,10 +207,10 @@ async def test_what_is_not_retried_here_may_not_be_retried_by_the_client(
     async def refuse(_: Request) -> Response:
         return JSONResponse({"error": {"message": "no"}}, code)
 
-    async with client(tmp_path, refuse, tries=2) as it:
-        _, headers, _ = await it.send(CHAT)
-        assert it.engine.requests == 1
+    async with open_client(tmp_path, refuse, tries=2) as client:
+        _, headers, _ = await client.send(CHAT)
+        assert client.engine.requests == 1
         assert headers["x-should-retry"] == "false"
-        failure = it.gateway.describe("s1").failure
+        failure = client.gateway.describe("s1").failure
     assert failure.cause == "engine"
     assert not EngineError("", status=code).temporary

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from gateway.test_text_completions import client
-from support.gateway import ASK, RENDERING, Rig, in_turn, rig, says, until
+from support.engine import RENDERING, reply_in_turn, reply_with
+from support.gateway import ASK, OpenSession, open_session
+from support.polling import until
 from tugline.gateway.policy import CallSettings
 from tugline.gateway.prefix import CallTree
 from tugline.traces.lineage import Continuation, trace_lineage
@@ -35,20 +37,20 @@ def describe(tree: CallTree) -> list[tuple[Any, ...]]:
     ]
 
 
-def assert_restored(it: Rig) -> tuple[Call, ...]:
+def assert_restored(session: OpenSession) -> tuple[Call, ...]:
     """Return the recorded calls; the turns restored from them equal the live ones."""
-    calls = it.recording.calls
+    calls = session.recording.calls
     again = CallTree(RENDERING)
     again.restore(calls)
-    assert describe(again) == describe(it.session.transcript.turns)
+    assert describe(again) == describe(session.live.transcript.turns)
     return calls
 
 
-async def talk(it: Rig) -> None:
+async def talk(session: OpenSession) -> None:
     """Tools, an edited history, a repeated question, a side call and an interrupted answer."""
     messages: list[Any] = list(ASK)
     for number in range(3):
-        reply = await it.ask(messages)
+        reply = await session.ask(messages)
         calls = [part for part in reply["content"] if part["type"] == "tool_use"]
         results = [
             {"type": "tool_result", "tool_use_id": call["id"], "content": f"result {number}"}
@@ -58,27 +60,27 @@ async def talk(it: Rig) -> None:
             {"role": "assistant", "content": reply["content"]},
             {"role": "user", "content": results or "Go on."},
         ]
-    await it.ask([*messages[:2], {"role": "user", "content": "Something else."}])
-    await it.ask([{"role": "user", "content": "Mend it, please."}, *messages[1:3]])
-    await it.ask(ASK, temperature=0.5)
-    await it.ask([{"role": "user", "content": "A title, please."}], tools=[])
-    await it.hang_up()
-    await until(lambda: it.calls[-1].outcome is CallOutcome.CLIENT_GONE)
-    await it.read()
+    await session.ask([*messages[:2], {"role": "user", "content": "Something else."}])
+    await session.ask([{"role": "user", "content": "Mend it, please."}, *messages[1:3]])
+    await session.ask(ASK, temperature=0.5)
+    await session.ask([{"role": "user", "content": "A title, please."}], tools=[])
+    await session.hang_up()
+    await until(lambda: session.calls[-1].outcome is CallOutcome.CLIENT_GONE)
+    await session.read()
 
 
 @pytest.mark.parametrize("answers", [("Done and over.",), (CALL, CALL, "That is all of it.")])
 async def test_restored_turns_equal_the_live_ones(tmp_path: Path, answers: tuple[str, ...]) -> None:
     """Tokens, digests and places in the tree."""
-    play = in_turn(*answers, delay_s=0.02)
-    async with rig(tmp_path, play, tuning=CallSettings(grace_s=0.01)) as it:
-        await talk(it)
-        calls = assert_restored(it)
-        asked = [call.prompt_ids.tolist() for call in it.engines[0].calls]
+    play = reply_in_turn(*answers, delay_s=0.02)
+    async with open_session(tmp_path, play, tuning=CallSettings(grace_s=0.01)) as session:
+        await talk(session)
+        calls = assert_restored(session)
+        asked = [call.prompt_ids.tolist() for call in session.engines[0].calls]
         assert [call.prompt_ids.tolist() for call in calls] == asked
         assert Branch.HISTORY_EDITED in {call.branch for call in calls}
         assert calls[-1].resumed
-        assert len(describe(it.session.transcript.turns)) >= 6
+        assert len(describe(session.live.transcript.turns)) >= 6
 
 
 async def test_restored_raw_prompts_equal_the_live_ones(tmp_path: Path) -> None:
@@ -87,15 +89,15 @@ async def test_restored_raw_prompts_equal_the_live_ones(tmp_path: Path) -> None:
     Also the rest of an interrupted answer, and a prompt that extends it.
     """
     quick = CallSettings(grace_s=0.01)
-    play = says("It is 4, I think.", delay_s=0.01)
+    play = reply_with("It is 4, I think.", delay_s=0.01)
     async with client(tmp_path, play, tuning=quick) as me:
-        it, ask = me.it, me.ask
+        session, ask = me.opened, me.ask
 
         def grown(*more: int) -> list[int]:
-            last = it.calls[-1]
+            last = session.calls[-1]
             return [*last.prompt_ids.tolist(), *last.sampled_ids.tolist(), *more]
 
-        await it.ask(ASK, tools=[])
+        await session.ask(ASK, tools=[])
         await ask(grown(5))
         longer = grown(6)
         await ask("2+2=")
@@ -105,10 +107,10 @@ async def test_restored_raw_prompts_equal_the_live_ones(tmp_path: Path) -> None:
         await ask([*grown()[:-4], 9])
         await ask("2+2=It is 5")
         await me.hang_up("Hello")
-        await until(lambda: it.calls[-1].outcome is CallOutcome.CLIENT_GONE)
+        await until(lambda: session.calls[-1].outcome is CallOutcome.CLIENT_GONE)
         await ask("Hello")
         await ask(grown(8))
-        calls = assert_restored(it)
+        calls = assert_restored(session)
     new, edited = Branch.NEW_THREAD, Branch.HISTORY_EDITED
     branches = [None, None, new, None, None, None, None, edited, edited, new, None, None]
     assert [call.branch for call in calls] == branches

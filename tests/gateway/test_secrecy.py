@@ -11,7 +11,8 @@ import aiohttp
 import pytest
 import structlog
 
-from support.gateway import Rig, rig, says
+from support.engine import reply_with
+from support.gateway import OpenSession, open_session
 from tugline import log
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import Rendering
@@ -75,10 +76,10 @@ def fail(*args: Any, **_options: Any) -> Any:
     raise ValueError(f"cannot use {SECRET} of {held}")
 
 
-async def ask(it: Rig, *, stream: bool) -> str:
+async def ask(session: OpenSession, *, stream: bool) -> str:
     """Everything that the client gets."""
     try:
-        async with it.post_openai(
+        async with session.post_openai(
             messages=[{"role": "user", "content": SECRET}], stream=stream, user=SECRET
         ) as response:
             return await response.text()
@@ -97,13 +98,13 @@ async def test_a_bug_reveals_neither_keys_nor_contents(
 ) -> None:
     """Wherever it is, before and after the headers of a stream, and whoever configured logging."""
     configure()
-    async with rig(tmp_path, says("Done.")) as it:
+    async with open_session(tmp_path, reply_with("Done.")) as session:
         for owner, method in BUGS:
             with monkeypatch.context() as patch:
                 patch.setattr(owner, method, fail)
-                replies = [await ask(it, stream=stream) for stream in (False, True)]
+                replies = [await ask(session, stream=stream) for stream in (False, True)]
             shown = "".join(capfd.readouterr())
             assert "ValueError" in shown, f"{owner.__name__}.{method} was not logged"
             for text in (shown, *replies):
                 assert SECRET not in text, f"{owner.__name__}.{method}: {text[:2000]}"
-                assert it.key not in text, f"{owner.__name__}.{method}: {text[:2000]}"
+                assert session.key not in text, f"{owner.__name__}.{method}: {text[:2000]}"

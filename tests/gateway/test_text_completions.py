@@ -12,7 +12,9 @@ import openai
 import pytest
 
 from exports.made import export, record
-from support.gateway import RENDERING, Rig, ids, in_turn, rig, says, until
+from support.engine import RENDERING, ids, reply_in_turn, reply_with
+from support.gateway import OpenSession, open_session
+from support.polling import until
 from tugline.exports.base import SkipReason
 from tugline.gateway.app import Gateway
 from tugline.gateway.policy import CallSettings
@@ -34,9 +36,11 @@ TEXT = "  <think>4</think> é🙂\n"
 class Client:
     """An open session with an SDK client."""
 
-    def __init__(self, it: Rig) -> None:
-        self.it = it
-        self.sdk = openai.AsyncOpenAI(base_url=f"{it.url}/v1", api_key=it.key, max_retries=0)
+    def __init__(self, session: OpenSession) -> None:
+        self.opened = session
+        self.sdk = openai.AsyncOpenAI(
+            base_url=f"{session.url}/v1", api_key=session.key, max_retries=0
+        )
 
     async def ask(self, prompt: Any = "2+2=", **options: Any) -> Any:
         """One text completion with up to 400 tokens."""
@@ -56,8 +60,8 @@ class Client:
 @contextlib.asynccontextmanager
 async def client(folder: Path, *plays: Any, **options: Any) -> AsyncIterator[Client]:
     """See `support.gateway`."""
-    async with rig(folder, *plays, **options) as it:
-        made = Client(it)
+    async with open_session(folder, *plays, **options) as session:
+        made = Client(session)
         async with made.sdk:
             yield made
 
@@ -67,12 +71,12 @@ encode = RENDERING.tokenizer.encode
 
 async def test_the_answer_is_the_text_as_it_was_sampled(tmp_path: Path) -> None:
     """No template: the prompt is encoded as it is, and the answer is not parsed."""
-    async with client(tmp_path, says(TEXT)) as me:
+    async with client(tmp_path, reply_with(TEXT)) as me:
         reply = await me.ask(seed=7, top_p=0.5)
-        (call,) = me.it.calls
-        by_key = me.sdk.with_options(base_url=f"{me.it.gateway.url}/v1")
+        (call,) = me.opened.calls
+        by_key = me.sdk.with_options(base_url=f"{me.opened.gateway.url}/v1")
         await by_key.completions.create(model="m", prompt=encode("2+3="))
-        assert me.it.calls[1].requested.max_tokens == 16
+        assert me.opened.calls[1].requested.max_tokens == 16
     assert (reply.object, reply.id) == ("text_completion", "cmpl-s1-0")
     assert reply.choices[0].model_dump() == {
         "index": 0, "text": TEXT, "logprobs": None, "finish_reason": "stop",
@@ -87,7 +91,7 @@ async def test_the_answer_is_the_text_as_it_was_sampled(tmp_path: Path) -> None:
 
 async def test_a_stream_has_the_same_text(tmp_path: Path) -> None:
     """Several choices, the prompt first, the counts last."""
-    async with client(tmp_path, in_turn(TEXT)) as me:
+    async with client(tmp_path, reply_in_turn(TEXT)) as me:
         options: Any = {"stream": True, "stream_options": {"include_usage": True}}
         *chunks, last = [chunk async for chunk in await me.ask(n=2, echo=True, **options)]
         whole = await me.ask("Again:", n=2, echo=True)
@@ -106,13 +110,13 @@ async def test_a_stream_has_the_same_text(tmp_path: Path) -> None:
 
 
 async def test_logprobs_are_those_of_the_sampled_tokens(tmp_path: Path) -> None:
-    """Each with its text and offset; a stream has them in its last chunk."""
+    """Each token has its text and offset; a stream has the logprobs in its last chunk."""
     values = np.linspace(-2, 0, len(ids(TEXT))).tolist()
     async with client(tmp_path, lambda *_: Reply(ids(TEXT), values)) as me:
         whole = (await me.ask(logprobs=0)).choices[0].logprobs
         stream = await me.ask("2+3=", logprobs=0, stream=True)
         streamed = [chunk.choices[0].logprobs async for chunk in stream]
-        (call, other) = me.it.calls
+        (call, other) = me.opened.calls
     assert "".join(whole.tokens) == TEXT + "<|im_end|>"
     assert whole.text_offset == [len("".join(whole.tokens[:n])) for n in range(len(whole.tokens))]
     assert np.allclose(whole.token_logprobs, values)
@@ -126,10 +130,10 @@ async def test_logprobs_are_those_of_the_sampled_tokens(tmp_path: Path) -> None:
 
 async def test_a_stop_string_and_a_limit_end_the_text(tmp_path: Path) -> None:
     """The string is not in the text, but in the ids, up to the token that completed it."""
-    async with client(tmp_path, says("one two three four")) as me:
+    async with client(tmp_path, reply_with("one two three four")) as me:
         stopped = (await me.ask(stop=["three"])).choices[0]
         cut = (await me.ask("2+3=", max_tokens=3)).choices[0]
-        calls = me.it.calls
+        calls = me.opened.calls
     assert (stopped.text, stopped.finish_reason) == ("one two ", "stop")
     assert calls[0].sampled_ids.tolist() == ids("one two three", end=False)
     assert calls[0].stop == "three"
@@ -137,7 +141,7 @@ async def test_a_stop_string_and_a_limit_end_the_text(tmp_path: Path) -> None:
 
 
 async def test_a_growing_prompt_is_one_trace(tmp_path: Path) -> None:
-    """As text or ids; the recording is verified, displayed and exported, its ledger balances."""
+    """A recording of text or ids is verified, displayed and exported, and its ledger balances."""
     answers = iter((" I look.\nObs", "\nIt is 4.\nObs", " Done."))
     async with client(tmp_path, lambda _p, _r: Reply(ids(next(answers)))) as me:
         prompt = "Q: 2+2?\nThought:"
@@ -146,7 +150,7 @@ async def test_a_growing_prompt_is_one_trace(tmp_path: Path) -> None:
         second = (await me.ask(prompt, stop="Obs")).choices[0].text
         prompt += second + "Obs: sure?"
         await me.ask(encode(prompt))
-        calls, path = me.it.calls, me.it.session.transcript.writer.path
+        calls, path = me.opened.calls, me.opened.live.transcript.writer.path
     assert (first, second) == (" I look.\n", "\nIt is 4.\n")
     assert [(call.parent, call.branch) for call in calls] == [(None, None), (0, None), (1, None)]
     recording = recordings.read(path)
@@ -167,16 +171,16 @@ async def test_a_growing_prompt_is_one_trace(tmp_path: Path) -> None:
 
 
 async def test_a_repeated_request_gets_the_rest_of_its_answer(tmp_path: Path) -> None:
-    """After a disconnect it continues where it broke off; with logprobs it is sampled anew."""
+    """A repeated request continues where it broke off; with logprobs it is sampled anew."""
     text = " ".join(f"word{i}" for i in range(24))
     quick = CallSettings(grace_s=0.01)
-    async with client(tmp_path, says(text, delay_s=0.005), tuning=quick) as me:
+    async with client(tmp_path, reply_with(text, delay_s=0.005), tuning=quick) as me:
         for number, options in enumerate(({}, {"logprobs": 0})):
             await me.hang_up("Hi" + str(options), **options)
-            await until(lambda n=number: len(me.it.calls) > 2 * n)
+            await until(lambda n=number: len(me.opened.calls) > 2 * n)
             reply = (await me.ask("Hi" + str(options), **options)).choices[0]
             assert reply.text == text
-        calls = me.it.calls
+        calls = me.opened.calls
     assert [call.outcome for call in calls] == [CallOutcome.CLIENT_GONE, CallOutcome.COMPLETE] * 2
     assert [call.resumed > 0 for call in calls] == [False, True, False, False]
     assert len(reply.logprobs.tokens) == len(ids(text))
@@ -184,9 +188,9 @@ async def test_a_repeated_request_gets_the_rest_of_its_answer(tmp_path: Path) ->
 
 async def test_a_recording_answers_the_same_prompts(tmp_path: Path) -> None:
     """Matched by their ids, in any order; another prompt gets an unused answer."""
-    async with client(tmp_path, in_turn("One.", "Two.")) as me:
+    async with client(tmp_path, reply_in_turn("One.", "Two.")) as me:
         texts = {prompt: (await me.ask(prompt)).choices[0].text for prompt in ("A", "AB")}
-        path = me.it.session.transcript.writer.path
+        path = me.opened.live.transcript.writer.path
     recording = recordings.read(path)
     source = RecordedSource(recording.header, recording.calls, tokenizer=RENDERING.tokenizer)
     async with (
@@ -213,8 +217,8 @@ async def test_unsupported_fields_are_refused_by_name(
     tmp_path: Path, change: dict[str, Any], field: str, message: str
 ) -> None:
     """A 400 in OpenAI's shape, before anything is sampled."""
-    async with client(tmp_path, says("x"), window=64) as me:
+    async with client(tmp_path, reply_with("x"), window=64) as me:
         with pytest.raises(openai.BadRequestError, match=message) as caught:
             await me.ask(change.pop("prompt", "Hi"), **change)
         assert caught.value.param == field
-        assert not me.it.engines[0].calls
+        assert not me.opened.engines[0].calls

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from support.gateway import ASK, Play, Rig, ids, rig, rig_of, says, text_of, until
+from support.engine import Play, ids, reply_with
+from support.gateway import ASK, OpenSession, open_session, open_session_in_mode, text_of
+from support.polling import until
 from tugline.gateway.policy import CallSettings
 from tugline.testing import Reply
 from tugline.types import Call, Ids, Mode, TraceKind
@@ -109,7 +111,7 @@ def read_usage(dialect: str, reply: Any) -> Figures:
     return Figures(prompt, sampled, details["cached_tokens"])
 
 
-async def ask(it: Rig, dialect: str, *, stream: bool, **fields: Any) -> Any:
+async def ask(session: OpenSession, dialect: str, *, stream: bool, **fields: Any) -> Any:
     """The reply to a request, or the list of its events."""
     body, path = {**BODIES[dialect], **fields}, PATHS[dialect]
     version = "v1beta" if dialect == "google" else "v1"
@@ -119,7 +121,7 @@ async def ask(it: Rig, dialect: str, *, stream: bool, **fields: Any) -> Any:
         body["stream"] = True
     if stream and dialect in ("chat", "completions"):
         body["stream_options"] = {"include_usage": True}
-    async with it.http.post(f"{it.url}/{version}/{path}", json=body) as response:
+    async with session.http.post(f"{session.url}/{version}/{path}", json=body) as response:
         text = await response.text()
     assert response.status == 200, text
     if not stream:
@@ -142,16 +144,16 @@ def answers() -> Play:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("mode", list(Mode))
 async def test_usage_is_that_of_the_recording(tmp_path: Path, mode: Mode, *, stream: bool) -> None:
-    """In every API, with free, forced and stopped answers; forced ids are prompt."""
-    async with rig_of(tmp_path, answers(), mode) as it:
+    """Every API reports the recorded usage, with free, forced and stopped answers."""
+    async with open_session_in_mode(tmp_path, answers(), mode) as session:
         for (name, choice), dialect in itertools.product(CHOICES.items(), PATHS):
             raw = dialect == "completions"
             if dialect not in choice or (raw and mode is not Mode.EXACT):
                 continue
-            before = it.calls
-            reply = await ask(it, dialect, stream=stream, **choice[dialect])
+            before = session.calls
+            reply = await ask(session, dialect, stream=stream, **choice[dialect])
             figures = read_usage(dialect, reply)
-            calls = it.calls[len(before) :]
+            calls = session.calls[len(before) :]
             assert figures._replace(reused=None) == recorded(calls), (dialect, name)
             assert bool(calls[0].forced) is (name in ("any", "named") and mode is Mode.EXACT)
             if figures.reused is not None and mode is Mode.EXACT:
@@ -172,29 +174,31 @@ def prefix(call: Call, old: Call) -> int:
 
 async def test_a_count_includes_the_ids_of_a_forced_call(tmp_path: Path) -> None:
     """Anthropic's count is the prompt of the answer's usage."""
-    async with rig(tmp_path, answers()) as it:
+    async with open_session(tmp_path, answers()) as session:
         for choice in ({}, NAMED["anthropic"], ANY["anthropic"]):
             body = {**BODIES["anthropic"], **choice}
-            async with it.http.post(f"{it.url}/v1/messages/count_tokens", json=body) as response:
+            async with session.http.post(
+                f"{session.url}/v1/messages/count_tokens", json=body
+            ) as response:
                 counted = (await response.json())["input_tokens"]
-            reply = await ask(it, "anthropic", stream=False, **choice)
+            reply = await ask(session, "anthropic", stream=False, **choice)
             assert read_usage("anthropic", reply).prompt == counted
 
 
 async def test_a_resumed_answer_keeps_to_its_limit(tmp_path: Path) -> None:
-    """Its usage has the part sampled before; both together have at most `max_tokens`."""
+    """The usage includes the part sampled before; both together have at most `max_tokens`."""
     text, tuning = "one two three four five six " * 4, CallSettings(grace_s=0.0)
-    async with rig(tmp_path, says(text, delay_s=0.002), tuning=tuning) as it:
-        body = it.body(stream=True, max_tokens=90)
-        response = await it.post(body)
+    async with open_session(tmp_path, reply_with(text, delay_s=0.002), tuning=tuning) as session:
+        body = session.body(stream=True, max_tokens=90)
+        response = await session.post(body)
         seen = ""
         while len(text_of(seen)) < 20:
             seen += (await response.content.readany()).decode()
         response.close()
-        await until(lambda: not it.session.running)
-        async with it.post(body) as again:
+        await until(lambda: not session.live.running)
+        async with session.post(body) as again:
             events = (await again.text()).splitlines()
-        first, second = it.calls
+        first, second = session.calls
     data = [json.loads(line[6:]) for line in events if line.startswith("data: ")]
     assert second.resumed == len(first.sampled_ids) > 0
     assert read_usage("anthropic", data) == recorded([second])
@@ -203,14 +207,14 @@ async def test_a_resumed_answer_keeps_to_its_limit(tmp_path: Path) -> None:
 
 async def test_forced_ids_count_against_the_window(tmp_path: Path) -> None:
     """A prompt that fits only without them is an overflow, not an engine's refusal."""
-    async with rig(tmp_path, answers()) as it:
-        plain = read_usage("anthropic", await ask(it, "anthropic", stream=False)).prompt
+    async with open_session(tmp_path, answers()) as session:
+        plain = read_usage("anthropic", await ask(session, "anthropic", stream=False)).prompt
         forced = read_usage(
-            "anthropic", await ask(it, "anthropic", stream=False, **NAMED["anthropic"])
+            "anthropic", await ask(session, "anthropic", stream=False, **NAMED["anthropic"])
         )
     for window in (plain + 1, forced.prompt, forced.prompt + 1):
-        async with rig(tmp_path / str(window), answers(), window=window) as it:
-            async with it.post({**BODIES["anthropic"], **NAMED["anthropic"]}) as response:
+        async with open_session(tmp_path / str(window), answers(), window=window) as session:
+            async with session.post({**BODIES["anthropic"], **NAMED["anthropic"]}) as response:
                 assert response.status == (200 if window > forced.prompt else 400)
                 text = await response.text()
             assert response.status == 200 or "too long" in text

@@ -47,7 +47,7 @@ async def run_command(name: str, command: str, folder: Path) -> SessionRun:
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_program_killed_by_a_fault_has_crashed(name: str, tmp_path: Path) -> None:
-    """By SIGSEGV; a second one where the program catches the first (Rust)."""
+    """SIGSEGV is a crash; a program that catches the first one (Rust) dies of a second."""
     ran = await run_command(
         name, "kill -SEGV $PPID; sleep 0.2; kill -SEGV $PPID; sleep 20", tmp_path
     )
@@ -86,7 +86,7 @@ async def test_broken_settings_are_a_harness_error(name: str) -> None:
 async def test_crashes_of_node_are_recognized(
     options: tuple[str, ...], reason: str, tmp_path: Path
 ) -> None:
-    """By the output of the Node that runs the presets."""
+    """The output of the Node that runs the presets shows the crash."""
     pi = harness("pi")
     await pi.install()
     async with LocalRuntime().open(tmp_path) as sandbox:

@@ -116,7 +116,7 @@ async def mcp_url() -> AsyncIterator[str]:
 async def test_a_server_is_called_over_http_with_its_headers(
     name: str, mcp_url: str, tmp_path: Path
 ) -> None:
-    """Which has the token."""
+    """The headers have the token."""
     options = {"mcp": {"moon": {"url": mcp_url, "headers": {"x-token": "t1"}}}}
     ran = await run_scripted(name, tmp_path, options=options)
     assert "phase_of_moon" in request_text(ran, 0), ran.log[-2000:]
@@ -125,7 +125,7 @@ async def test_a_server_is_called_over_http_with_its_headers(
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", WITH_SKILLS)
 async def test_a_skill_is_announced(name: str, tmp_path: Path) -> None:
-    """Its description is in the first request."""
+    """The skill's description is in the first request."""
     ran = await run_scripted(name, tmp_path, options={"skills": {"count-moons": SKILL}})
     assert ran.exit.code == 0, ran.log
     assert "How the moons of Zog are counted." in request_text(ran, 0)

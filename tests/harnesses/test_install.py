@@ -125,7 +125,7 @@ async def test_leftovers_of_a_killed_installation_are_removed(tmp_path: Path) ->
     ids=["one file", "a tree", "npm"],
 )
 async def test_a_full_disk_names_the_install_folder(tmp_path: Path, error: Exception) -> None:
-    """And not the folder of the copied file."""
+    """The error does not name the folder of the copied file."""
 
     async def full(_: Path) -> None:
         raise error
@@ -142,7 +142,7 @@ echo '{"bin": %s}' > package.json"""
 async def test_the_program_is_the_one_that_the_package_declares(
     programs: Programs, declared: str
 ) -> None:
-    """Its name differs between versions: that of qwen-code was ``cli.js`` once."""
+    """The program's name differs between versions: that of qwen-code was ``cli.js`` once."""
     programs(PACKAGE % declared)
     package = Npm("x", "x", "1.2.3")
     await package.install(no_trial)

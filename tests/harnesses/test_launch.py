@@ -130,7 +130,7 @@ def test_codex_has_its_network_features_off() -> None:
 
 
 def test_codex_settings_quote_any_text() -> None:
-    """Also characters beyond the BMP, and DEL, which JSON and TOML escape differently."""
+    """Characters beyond the BMP, and DEL, survive; JSON and TOML escape them differently."""
     odd = '\U0001f680 \x7f \t" \\ é'
     for server in ({"command": odd, "args": [odd], "env": {odd: odd}}, {"url": odd}):
         files = launch("codex", mcp={"a": server}).files
@@ -140,7 +140,7 @@ def test_codex_settings_quote_any_text() -> None:
 
 
 def test_claude_code_is_lean_by_default() -> None:
-    """With four tools and no moving cache markers; the window is set either way."""
+    """There are four tools and no moving cache markers; the window is set either way."""
     lean, full = launch("claude_code"), launch("claude_code", lean=False)
     assert lean.argv[lean.argv.index("--tools") + 1] == "Bash,Edit,Read,Write"
     assert lean.argv[lean.argv.index("--tools") + 2].startswith("-")
@@ -214,7 +214,7 @@ def test_shell_finds_scripts_where_tugline_was_started(
 def test_a_sandbox_shows_what_the_command_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its script and its `folders`, at their own paths, and no system folders."""
+    """Its script and `folders` are at their own paths, and no system folder is shown."""
     (tmp_path / "a.py").write_text("")
     monkeypatch.chdir(tmp_path)
     shell = Shell(command=[sys.executable, "a.py"], folders=["/opt/mine"])
@@ -225,7 +225,7 @@ def test_a_sandbox_shows_what_the_command_names(
 
 
 def test_a_script_may_be_an_argument() -> None:
-    """It is too long for the name of a file, and stays as it is."""
+    """A script too long for the name of a file stays as it is."""
     command = ["python3", "-c", "print(1);" * 1000]
     assert list(Shell(command=command).launch(CONTEXT).argv) == command
 
@@ -253,7 +253,7 @@ def test_a_setup_of_shell_has_the_forms_of_its_command(
 
 
 def test_shell_takes_what_its_program_needs_as_options() -> None:
-    """As a harness of one's own: on which status it stops, whether it has tools, what it logs."""
+    """Options set the status on which it stops, whether it has tools, and what it logs."""
     options = {"offers_tools": True, "spent_status": 401, "log_globs": [".agent/*.log"]}
     made = make("harness", PluginSpec("shell", {"command": "agent", **options}), Shell)
     assert (made.offers_tools, made.spent_status, list(made.log_globs)) == tuple(options.values())
@@ -268,7 +268,7 @@ def test_shell_takes_what_its_program_needs_as_options() -> None:
 
 
 def test_a_setup_of_a_preset_is_its_own_program() -> None:
-    """Such as ``codex login``: arguments after the program's command, with its variables."""
+    """The setup, such as ``codex login``, is arguments of the program, with its variables."""
 
     @dataclass(kw_only=True, eq=False)
     class LoggedIn(Codex):

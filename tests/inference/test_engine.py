@@ -12,8 +12,8 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from inference.tiny_model import EOS, VOCAB, prompt, tiny, truth
-from support.gateway import until
-from support.models import mistral
+from support.models import make_mistral
+from support.polling import until
 from tugline.errors import ContextOverflow, EngineError, RequestError, UsageError
 from tugline.inference.base import GenerateRequest, SampledChunk, join
 from tugline.inference.engine import Engine
@@ -73,7 +73,7 @@ async def test_a_shared_prompt_is_computed_once(model: Qwen3ForCausalLM) -> None
 
 
 async def test_a_next_turn_computes_only_its_tail(model: Qwen3ForCausalLM) -> None:
-    """Of prompt + sampled ids + tail, all but the last sampled id and the tail is reused (I7)."""
+    """Everything but the last sampled id and the tail is reused (I7)."""
     async with make(model) as engine:
         first = await generate(engine, prompt(60), 10, ignore_eos=True)
         before = engine.stats()
@@ -228,7 +228,7 @@ async def test_a_dead_engine_fails_requests_with_its_error(model: Qwen3ForCausal
 async def test_values_that_json_cannot_have_are_refused(
     model: Qwen3ForCausalLM, name: str, value: float
 ) -> None:
-    """By name and value, before anything is sampled."""
+    """The error has name and value, and comes before anything is sampled."""
     async with make(model) as engine:
         with pytest.raises(RequestError, match=f"{name}={value}"):
             await generate(engine, prompt(5), **{name: value})
@@ -237,4 +237,4 @@ async def test_values_that_json_cannot_have_are_refused(
 def test_sliding_window_models_are_refused() -> None:
     """The error names the model type and another engine."""
     with pytest.raises(UsageError, match=r"mistral.*vLLM"):
-        make(mistral())
+        make(make_mistral())

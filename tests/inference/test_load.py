@@ -8,7 +8,7 @@ import pytest
 
 from inference.tiny_model import EOS, prompt, tiny, truth
 from support.commands import run_python
-from support.tokenizer import tokenizer
+from support.tokenizer import make_tokenizer
 from tugline.errors import UsageError
 from tugline.inference.load import load
 
@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> Path:
     model = tiny()
     model.generation_config.eos_token_id = EOS
     model.save_pretrained(tmp_path)
-    tokenizer()._backend.save(str(tmp_path / "tokenizer.json"))
+    make_tokenizer()._backend.save(str(tmp_path / "tokenizer.json"))
     return tmp_path
 
 

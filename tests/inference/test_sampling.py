@@ -51,7 +51,7 @@ def test_frequencies_follow_the_truncated_distribution(options: dict[str, Any], 
 
 
 def test_temperature_zero_is_greedy() -> None:
-    """Beside sampled rows, too; its log probability is that of temperature 1."""
+    """A greedy row beside sampled ones has the log probabilities of temperature 1."""
     settings = np.array([(1, 1, 0), (0, 0.2, 3), (1, 0.9, 1)], ROW)
     tokens, logprobs = sample(LOGITS.expand(3, -1), settings, np.array([0.999, 0.999, 0.5]))
     assert tokens[1] == tokens[2] == 0

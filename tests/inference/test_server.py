@@ -15,7 +15,7 @@ import pytest
 from transformers import Qwen3ForCausalLM
 
 from inference.tiny_model import EOS, prompt, truth
-from support.gateway import until
+from support.polling import until
 from tugline.inference.engine import Engine
 from tugline.inference.server import create_app
 from tugline.schema import read_jsonl
@@ -173,7 +173,7 @@ async def test_broken_json_is_a_bad_request(served: Served) -> None:
 
 
 async def test_models_health_and_metrics(served: Served) -> None:
-    """They have the window, the meaning of log probabilities, and the counters."""
+    """The pages have the window, the meaning of log probabilities, and the counters."""
     await served.post(GENERATE, body())
     async with served.http.get("/v1/models") as response:
         model = (await response.json())["data"][0]

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
-from support.models import log_probabilities, qwen3
+from support.models import log_probabilities, make_qwen3
 from tugline.types import Ids, Logprobs
 
 VOCAB = 512
@@ -16,7 +16,7 @@ EOS = 2
 def tiny(seed: int = 0) -> Qwen3ForCausalLM:
     """Random weights, large enough that a wrong context changes the log probabilities."""
     sharp = {"initializer_range": 0.3, "tie_word_embeddings": False}
-    return qwen3(seed, vocab_size=VOCAB, max_position_embeddings=1024, **sharp).eval()
+    return make_qwen3(seed, vocab_size=VOCAB, max_position_embeddings=1024, **sharp).eval()
 
 
 @torch.inference_mode()

@@ -17,7 +17,7 @@ import pytest
 
 from chaos.fleet import Program, free_ports
 from support.commands import TUGLINE, run_command
-from support.tokenizer import tokenizer
+from support.tokenizer import make_tokenizer
 
 TESTS = Path(__file__).parents[1]
 AGENT = TESTS / "chaos" / "agent.py"
@@ -33,7 +33,7 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.running: dict[str, subprocess.Popen[bytes]] = {}
-        (folder / "tokenizer.json").write_text(tokenizer().to_json(), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(make_tokenizer().to_json(), encoding="utf-8")
 
     def engine(self) -> str:
         """Start a scripted engine; returns its URL."""

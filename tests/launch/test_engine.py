@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from chaos.fleet import free_ports
 from launch.engine import create_engine
-from support.tokenizer import tokenizer
+from support.tokenizer import make_tokenizer
 from tugline.errors import EngineError, UsageError
 from tugline.launch.engine import open_engine
 from tugline.launch.settings import EngineSettings
@@ -19,8 +19,8 @@ from tugline.web.serve import serve
 
 
 async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:
-    """It starts after its node, and is used in exact mode with the configured template."""
-    (tmp_path / "tokenizer.json").write_text(tokenizer().to_json())
+    """An engine that starts after its node is used in exact mode with the configured template."""
+    (tmp_path / "tokenizer.json").write_text(make_tokenizer().to_json())
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     settings = EngineSettings(urls=(url,), tokenizer=tmp_path, renderer="qwen3", wait_s=30)
@@ -45,7 +45,7 @@ async def test_exact_mode_needs_a_tokenizer() -> None:
 
 
 async def test_an_engine_that_never_answers_is_an_error() -> None:
-    """After `wait_s`, with its address."""
+    """The error comes after `wait_s`, with the engine's address."""
     settings = EngineSettings(urls=(f"http://127.0.0.1:{free_ports(1)[0]}",), wait_s=0)
     with pytest.raises(EngineError, match="cannot reach the engine at"):
         async with open_engine(settings, slots=1):

@@ -17,7 +17,7 @@ import structlog
 import tugline
 from launch.engine import create_engine
 from launch.processes import AGENT, task
-from support.tokenizer import rendering
+from support.tokenizer import make_rendering
 from tugline.chat.engines.generate import Embedded
 from tugline.client.streams import Result
 from tugline.errors import ServerError
@@ -32,7 +32,7 @@ from tugline.server.store import stats
 from tugline.types import Boundary, Failure, PluginSpec, Status, Task
 from tugline.web.serve import serve
 
-RENDERING = rendering()
+RENDERING = make_rendering()
 TOKENIZER = RENDERING.tokenizer
 PAGE = Path(__file__).parents[2] / "docs/client.md"
 
@@ -59,7 +59,7 @@ def config(tmp_path: Path) -> Iterator[Path]:
 async def test_the_documented_example_runs(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It works in any thread, prints results by sample, and resumes in the same folder."""
+    """The example works in any thread, prints results by sample, and resumes in its folder."""
     (block,) = re.findall(r"```python\n(import tugline\n.*?)```", PAGE.read_text(), re.DOTALL)
     monkeypatch.chdir(config.parent)
     async with serve(create_engine()) as url:
@@ -73,7 +73,7 @@ async def test_the_documented_example_runs(
 
 
 async def test_results_are_in_task_order(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With their trajectories, in a running event loop, without leftover temporary files."""
+    """Results have their trajectories in a running event loop, and no temporary file is left."""
     monkeypatch.chdir(config.parent)
     monkeypatch.setattr("tempfile.tempdir", str(config.parent))
     tasks = [make(name, samples=1) for name in ("b", "a")]
@@ -87,7 +87,7 @@ async def test_results_are_in_task_order(config: Path, monkeypatch: pytest.Monke
 
 
 async def test_a_wrong_option_is_named() -> None:
-    """By its name in the configuration or on the command line."""
+    """The error has the option's name in the configuration or on the command line."""
     with pytest.raises(tugline.UsageError, match=r"node\.slots is 0, must be"):
         await tugline.run_async(TASK, engine="http://localhost:1", slots=0)
     with pytest.raises(tugline.UsageError, match="--engine, or a model folder with --model"):

@@ -15,7 +15,7 @@ import pytest
 
 from launch.engine import create_engine
 from launch.processes import DATA, EXACT, World, task, write
-from support.gateway import RENDERING
+from support.engine import RENDERING
 from support.polling import until
 from tugline.chat.engines.generate import Embedded
 from tugline.errors import ServerError, UsageError
@@ -74,7 +74,7 @@ def check_tokens(results: Sequence[Trajectory], turns: int) -> None:
 
 @pytest.mark.slow  # a hundred agents
 async def test_a_node_is_killed_in_the_middle_of_100_sessions(tmp_path: Path) -> None:
-    """It is started again, its sessions run again, and each result is there once, exact."""
+    """The node is started again, and each result is there once, exact."""
     batch = [make(f"t{number}", samples=10, turns=2) for number in range(10)]
     killed = asyncio.Event()
 

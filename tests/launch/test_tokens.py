@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from support.control_plane import until
-from support.server import TOKENS, Served, serve
+from support.polling import until
+from support.server import TOKENS, RunningServer, serve
 from tugline.launch import tokens
 from tugline.server.store import nodes
 
 
-async def _until_status(server: Served, status: int, method: str, path: str, token: str) -> None:
+async def _until_status(
+    server: RunningServer, status: int, method: str, path: str, token: str
+) -> None:
     """Repeat a request with this token until its status is `status`."""
     body = {} if method == "GET" else {"json": {}}
 

@@ -79,7 +79,7 @@ async def start_agents(gate: Admission, count: int) -> list[asyncio.Task[None]]:
     ],
 )
 async def test_admission_by_engine_load(engines: list[EngineLoad], admitted: int) -> None:
-    """As many as fit the queue and KV memory of any engine; all, if none reports."""
+    """As many agents are admitted as fit any engine's queue and KV memory; all, if none reports."""
     polls: list[float] = []
 
     async def poll() -> list[EngineLoad]:
@@ -98,7 +98,7 @@ async def test_admission_by_engine_load(engines: list[EngineLoad], admitted: int
 
 
 async def test_waiting_agents_are_admitted_later() -> None:
-    """After a poll that shows room; their waiting time is counted."""
+    """A poll that shows room admits them, and their waiting time is counted."""
     load = EngineLoad(9, 0.0)
 
     async def poll() -> list[EngineLoad]:

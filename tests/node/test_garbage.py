@@ -12,7 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from support.deployment import CALL
-from support.gateway import rig, says
+from support.engine import reply_with
+from support.gateway import open_session
 from support.node import open_plane
 from support.polling import until
 from tugline.node.app import Node
@@ -56,8 +57,11 @@ def _bubblewrap() -> None:
 
 @pytest.mark.usefixtures("_bubblewrap")
 async def test_ended_sessions_leave_no_cycles(tmp_path: Path) -> None:
-    """Of each kind of end, on a real node with real sandboxes."""
-    async with open_plane(tmp_path, 60.0) as control, rig(tmp_path / "gw", says("Hi.")) as model:
+    """A real node with real sandboxes leaves no reference cycle, however sessions end."""
+    async with (
+        open_plane(tmp_path, 60.0) as control,
+        open_session(tmp_path / "gw", reply_with("Hi.")) as model,
+    ):
         settings = NodeSettings(name="n", slots=4, memory_floor_mb=0, disk_floor_gb=0.0)
         node = Node(control.dispatcher, model.gateway, Parts(), tmp_path / "node", settings)
         running = asyncio.create_task(node.run())

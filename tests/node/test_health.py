@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from support.gateway import Play, rig, says
-from support.node import make_task, open_bench
+from support.engine import Play, reply_with
+from support.gateway import open_session
+from support.node import make_simulated_task, open_bench
 from support.polling import until
 from tugline.errors import SandboxError
 from tugline.node import health
@@ -46,7 +47,7 @@ class Bed:
 
     def note(self, cause: Cause | None, runtime: str = "auto", *, began: float = 1e10) -> None:
         """A session ends, with a failure or completed."""
-        task = replace(make_task(), runtime=PluginSpec(runtime))
+        task = replace(make_simulated_task(), runtime=PluginSpec(runtime))
         failure = None if cause is None else make_failure(cause, "it broke")
         status = Status.COMPLETED if failure is None else Status.FAILED
         result = Trajectory(
@@ -76,7 +77,7 @@ def broke(*causes: Cause) -> list[Failure | None]:
 
 @pytest.mark.parametrize("cause", list(Cause))
 async def test_failures_of_sessions_only_lead_to_a_canary(cause: Cause) -> None:
-    """However many: the node has no problem if its canary succeeds."""
+    """However many sessions fail, the node has no problem if its canary succeeds."""
     bed = Bed([None])
     for _ in range(50):
         bed.note(cause)
@@ -86,7 +87,7 @@ async def test_failures_of_sessions_only_lead_to_a_canary(cause: Cause) -> None:
 
 
 async def test_a_failed_canary_is_a_problem_until_one_succeeds() -> None:
-    """It is repeated after pauses that double."""
+    """The canary is repeated after pauses that double."""
     bed = Bed(broke(*[Cause.SANDBOX] * 8))
     bed.note(Cause.NODE)
     await bed.work()
@@ -95,7 +96,7 @@ async def test_a_failed_canary_is_a_problem_until_one_succeeds() -> None:
 
 
 async def test_a_canary_that_says_nothing_of_the_node_changes_nothing() -> None:
-    """Such as one without an engine: neither a problem nor the end of one."""
+    """A canary without an engine is neither a problem nor the end of one."""
     bed = Bed([*broke(Cause.ENGINE_LOST)[:1], *broke(Cause.DISK, Cause.CRASH, Cause.ENGINE)])
     bed.note(Cause.NODE)
     await bed.work()
@@ -126,7 +127,7 @@ async def test_the_canary_is_in_a_runtime_of_the_node(
 
 
 async def test_a_session_that_works_ends_a_problem() -> None:
-    """If it began after the problem was found; one from before says nothing."""
+    """A session that began after the problem was found ends it; an earlier one does not."""
     bed = Bed([])
     bed.health.set_problem("bwrap is not on the PATH")
     bed.note(None, "local", began=0.0)
@@ -138,7 +139,7 @@ async def test_a_session_that_works_ends_a_problem() -> None:
 # --------------------------------------------------------------------------- real canaries
 async def run_canary(tmp_path: Path, play: Play, parts: Parts | None = None) -> Failure | None:
     """A canary in bubblewrap, with a gateway; nothing is left of it."""
-    async with rig(tmp_path / "gateway", play) as model:
+    async with open_session(tmp_path / "gateway", play) as model:
         before = sorted((tmp_path / "gateway").glob("*.rec"))
         failure = await Canary(model.gateway, parts or Parts(), tmp_path / "s").run("bubblewrap")
         assert sorted((tmp_path / "gateway").glob("*.rec")) == before
@@ -148,8 +149,8 @@ async def run_canary(tmp_path: Path, play: Play, parts: Parts | None = None) -> 
 
 
 async def test_a_canary_opens_a_sandbox_and_makes_a_recorded_call(tmp_path: Path) -> None:
-    """On a node that works it succeeds."""
-    assert await run_canary(tmp_path, says("Fine.")) is None
+    """A canary succeeds on a node that works."""
+    assert await run_canary(tmp_path, reply_with("Fine.")) is None
 
 
 async def test_an_engine_that_is_down_is_not_the_nodes_problem(tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ async def test_broken_sandboxes_are_the_nodes_problem(
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho no namespaces here >&2\nexit 1\n")
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    async with rig(tmp_path / "gateway", says("Fine.")) as model:
+    async with open_session(tmp_path / "gateway", reply_with("Fine.")) as model:
         failure = await Canary(model.gateway, Parts(), tmp_path / "s").run("bubblewrap")
     assert failure is not None
     assert failure.cause is Cause.SANDBOX
@@ -174,8 +175,8 @@ async def test_broken_sandboxes_are_the_nodes_problem(
 
 
 async def test_a_runtime_that_needs_an_image_is_checked_without_a_session(tmp_path: Path) -> None:
-    """Whether its engine works, asked anew."""
-    async with rig(tmp_path / "gateway", says("Fine.")) as model:
+    """The check asks anew whether the runtime's engine works."""
+    async with open_session(tmp_path / "gateway", reply_with("Fine.")) as model:
         failure = await Canary(model.gateway, Parts(), tmp_path / "s").run("container")
     assert failure is None or failure.cause is Cause.SANDBOX
 
@@ -196,7 +197,7 @@ async def test_a_node_with_a_broken_canary_is_quarantined_and_comes_back(
 
         monkeypatch.setattr(bench.script, "_create", fail)
         bench.node.health.sleep = lambda _seconds: asyncio.sleep(0.05)
-        await bench.control.submit([make_task()])
+        await bench.control.submit([make_simulated_task()])
 
         async def read_fault() -> str:
             views = await bench.control.database.read(nodes.list_views)
@@ -219,7 +220,7 @@ async def test_a_node_with_a_broken_canary_is_quarantined_and_comes_back(
 async def test_one_tenants_impossible_limits_cost_others_nothing(tmp_path: Path) -> None:
     """Six tasks with `init_s: 0.001` fail again and again; the node stays with the others."""
     hostile = [
-        replace(make_task(f"h{n}", group=Group(attempts=3)), limits=Limits(init_s=0.001))
+        replace(make_simulated_task(f"h{n}", group=Group(attempts=3)), limits=Limits(init_s=0.001))
         for n in range(6)
     ]
     async with open_bench(tmp_path, slots=2) as bench:
@@ -227,7 +228,7 @@ async def test_one_tenants_impossible_limits_cost_others_nothing(tmp_path: Path)
         await bench.control.submit(hostile)
         await until(lambda: bench.node.stats.requeued >= 6)
         bench.script.release("init")
-        await bench.control.submit([make_task(f"g{n}") for n in range(6)])
+        await bench.control.submit([make_simulated_task(f"g{n}") for n in range(6)])
 
         async def are_done() -> bool:
             done = await bench.statuses()

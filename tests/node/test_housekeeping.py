@@ -67,7 +67,7 @@ def test_old_sessions_are_deleted(tmp_path: Path) -> None:
 
 
 def test_the_oldest_sessions_beyond_the_quota_are_deleted(tmp_path: Path) -> None:
-    """Until the rest is within it."""
+    """Sessions are deleted, oldest first, until the rest is within the quota."""
     disk = Disk(tmp_path, quota_gb=250 * KB / (1 << 30))
     for number in range(4):
         disk.session(f"s{number}.1", age_s=100 - number, kb=100)
@@ -133,7 +133,7 @@ def _is_dead(pid: int) -> bool:
 
 
 async def test_the_journal_keeps_results_until_they_are_committed(tmp_path: Path) -> None:
-    """By session and epoch, over a restart; partial files of a killed node are removed."""
+    """Results survive a restart by session and epoch; partial files of a kill are removed."""
     journal = Journal(tmp_path / "journal")
     assert journal.list_pending() == []
     await journal.write("a.b-0.3", b"data")

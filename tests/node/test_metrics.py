@@ -6,7 +6,8 @@ from pathlib import Path
 
 import aiohttp
 
-from support.deployment import CALL, observed, read, task, until
+from support.deployment import CALL, deploy, read_samples, script_task
+from support.polling import until
 from tugline.node.admission import EngineLoad
 from tugline.types import Status
 from tugline.web.serve import serve
@@ -17,13 +18,13 @@ async def test_the_page_counts_sessions(tmp_path: Path) -> None:
 
     The page of a server with a node in the same process has every metric once.
     """
-    async with observed(tmp_path) as rig:
-        await rig.run(task("good", samples=2), task("bad", "exit(3)"))
-        page = await rig.pages.page()
-        stats = rig.node.stats
+    async with deploy(tmp_path) as deployment:
+        await deployment.run(script_task("good", samples=2), script_task("bad", "exit(3)"))
+        page = await deployment.pages.page()
+        stats = deployment.node.stats
     names = [line.split()[2] for line in page.decode().splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
-    samples = read(page)
+    samples = read_samples(page)
     assert samples["tugline_sessions"]["completed",] == 2
     assert samples["tugline_node_results_total"] == {("completed",): 2, ("failed",): 2}
     assert samples["tugline_node_failures_total"] == {("harness",): 2}, "it was tried twice"
@@ -42,13 +43,13 @@ async def test_the_page_counts_sessions(tmp_path: Path) -> None:
 
 
 async def test_the_page_shows_the_stages_of_sessions(tmp_path: Path) -> None:
-    """While two agents run and one more is ready."""
+    """The page counts two agents that run and one that is ready."""
     script = f"{CALL}\nimport time; time.sleep(3)"
-    async with observed(tmp_path) as rig:
-        await rig.control.submit([task("slow", script, samples=3)])
-        stages = rig.node.pools.by_stage
+    async with deploy(tmp_path) as deployment:
+        await deployment.control.submit([script_task("slow", script, samples=3)])
+        stages = deployment.node.pools.by_stage
         await until(lambda: stages[Status.RUN].waiting == 1, 20)
-        samples = read(await rig.metrics.render())
+        samples = read_samples(await deployment.metrics.render())
     sessions = samples["tugline_node_stage_sessions"]
     assert (sessions["run",], sessions["ready",]) == (2, 1)
     assert samples["tugline_node_stage_waiting"]["run",] == 1
@@ -57,27 +58,27 @@ async def test_the_page_shows_the_stages_of_sessions(tmp_path: Path) -> None:
 
 async def test_engines_are_polled(tmp_path: Path) -> None:
     """One without a metrics page is down, and left out of admission."""
-    async with observed(tmp_path) as rig:
-        (url,) = rig.engines.loads
+    async with deploy(tmp_path) as deployment:
+        (url,) = deployment.engines.loads
         gone, other = "http://127.0.0.1:9", f"{url}/elsewhere"
-        rig.engines.loads |= {one: EngineLoad(up=True, running=3) for one in (gone, other)}
-        (load,) = await rig.engines.poll()
-        assert load is rig.engines.loads[url]
+        deployment.engines.loads |= {one: EngineLoad(up=True, running=3) for one in (gone, other)}
+        (load,) = await deployment.engines.poll()
+        assert load is deployment.engines.loads[url]
         assert load.waiting == 0
-        samples = read(await rig.metrics.render())
+        samples = read_samples(await deployment.metrics.render())
     assert samples["tugline_engine_up"] == {(url,): 1, (gone,): 0, (other,): 0}
     assert samples["tugline_engine_running"][gone,] == 0
 
 
 async def test_a_node_serves_its_page(tmp_path: Path) -> None:
-    """Over HTTP, in Prometheus' content type; with a health check."""
+    """The page is served over HTTP in Prometheus' content type, beside a health check."""
     async with (
-        observed(tmp_path) as rig,
-        serve(rig.metrics.make_app()) as url,
+        deploy(tmp_path) as deployment,
+        serve(deployment.metrics.make_app()) as url,
         aiohttp.ClientSession() as http,
     ):
         async with http.get(f"{url}/metrics") as answer:
             assert answer.headers["content-type"].startswith("text/plain; version=")
-            assert "tugline_node_sessions" in read(await answer.read())
+            assert "tugline_node_sessions" in read_samples(await answer.read())
         async with http.get(f"{url}/healthz") as answer:
             assert answer.status == 200

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.node import Bench, make_task, open_bench, open_plane
+from support.node import Bench, make_simulated_task, open_bench, open_plane
 from support.polling import until
 from tugline.errors import ServerError
 from tugline.node.active_sessions import CHUNK
@@ -21,7 +21,7 @@ from tugline.types import Boundary, Cause, Group, Stale, Status
 async def test_sessions_are_rolled_out_evaluated_and_committed(tmp_path: Path) -> None:
     """Afterwards the node holds no session and its journal is empty."""
     async with open_bench(tmp_path) as bench:
-        await bench.control.submit([make_task(samples=20)])
+        await bench.control.submit([make_simulated_task(samples=20)])
         results = await bench.wait_for_results(20)
         await until(lambda: not bench.node.runner.sessions)
         log = await bench.control.read_log("t-3")
@@ -38,7 +38,7 @@ async def test_sessions_are_rolled_out_evaluated_and_committed(tmp_path: Path) -
 async def test_leases_follow_the_free_slots(tmp_path: Path) -> None:
     """As many run as there are slots, one more is ready, and no more are leased."""
     async with open_bench(tmp_path, slots=2, ready_max=1) as bench:
-        await bench.begin(make_task(what="hang", samples=9), 2)
+        await bench.begin(make_simulated_task(what="hang", samples=9), 2)
         pools = bench.node.pools
         await until(lambda: len(pools.members) == 3)
         assert (pools.count({None, Status.INIT}), pools.count_room()) == (1, 0)
@@ -53,7 +53,11 @@ async def test_the_oldest_group_goes_first(tmp_path: Path) -> None:
         bench.node.pools.mean_s[Status.RUN].add(1.0)
         bench.script.hold("run")
         await bench.control.submit(
-            [make_task("a"), make_task("b", samples=3), make_task("c", samples=3)]
+            [
+                make_simulated_task("a"),
+                make_simulated_task("b", samples=3),
+                make_simulated_task("c", samples=3),
+            ]
         )
         await until(lambda: bench.node.pools.by_stage[Status.RUN].waiting == 6)
         bench.script.release("run")
@@ -63,10 +67,10 @@ async def test_the_oldest_group_goes_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["init", "run", "eval"])
 async def test_a_session_can_be_cancelled_in_any_stage(stage: str, tmp_path: Path) -> None:
-    """Its programs end at once; recorded calls are built and the ledger is committed."""
+    """Programs end at once; recorded calls are built and the ledger is committed."""
     async with open_bench(tmp_path) as bench:
         bench.script.hold(stage)
-        await bench.control.submit([make_task()])
+        await bench.control.submit([make_simulated_task()])
         await bench.wait_in(stage)
         await bench.control.database.write(results.cancel_task, "t", "a test")
         result = (await bench.wait_for_results(1))["t-0"]
@@ -80,7 +84,7 @@ async def test_a_stale_session_is_released(tmp_path: Path) -> None:
     """Nothing of it is committed, and it restarts with the new weights."""
     group = Group(max_staleness=0, on_stale=Stale.ABORT)
     async with open_bench(tmp_path) as bench:
-        await bench.begin(make_task(what="hang", group=group))
+        await bench.begin(make_simulated_task(what="hang", group=group))
         epoch = await bench.read_epoch()
         await bench.control.announce(1)
         await until(lambda: len(bench.script.order) == 2)
@@ -93,7 +97,7 @@ async def test_a_stale_session_is_released(tmp_path: Path) -> None:
 async def test_a_fenced_node_drops_its_sessions_and_registers_again(tmp_path: Path) -> None:
     """The same session may come back to it under a new lease."""
     async with open_bench(tmp_path, slots=1, ready_max=0) as bench:
-        await bench.begin(make_task(what="hang"))
+        await bench.begin(make_simulated_task(what="hang"))
         epoch = await bench.read_epoch()
         instance = (tmp_path / "instance").read_text()
         twin = NodeRegistration(name="n", slots=1, capacity=1, instance=instance)
@@ -111,7 +115,7 @@ async def test_sessions_continue_without_the_server(tmp_path: Path) -> None:
     """Results wait on disk, and are committed once when it is back."""
     async with open_bench(tmp_path, lease_s=60.0) as bench:
         bench.script.hold("run")
-        await bench.begin(make_task(samples=4), 4)
+        await bench.begin(make_simulated_task(samples=4), 4)
         bench.link.away = True
         bench.script.release("run")
         await until(lambda: len(bench.journal) == 4 and bench.node.stats.outages)
@@ -128,7 +132,7 @@ async def test_a_restarted_node_commits_its_journal_first(
     tmp_path: Path,
     server_first: bool,  # noqa: FBT001
 ) -> None:
-    """Before it takes over the node's name, which would fence those results.
+    """The journal is committed before the node takes over its name, which would fence it.
 
     Also when the node is back before its server.
     """
@@ -136,7 +140,7 @@ async def test_a_restarted_node_commits_its_journal_first(
         bench = Bench(tmp_path, control)
         bench.link.commits.clear()
         async with bench.working():
-            await control.submit([make_task()])
+            await control.submit([make_simulated_task()])
             await until(lambda: "commit" in bench.link.requests)
         epoch = await bench.read_epoch()
         assert bench.journal == [f"t-0.{epoch}.result"]
@@ -159,7 +163,7 @@ async def test_a_drain_finishes_running_sessions_and_releases_others(tmp_path: P
     """Nothing is lost or begun, and `run` returns."""
     async with open_bench(tmp_path, slots=1, ready_max=1) as bench:
         bench.script.hold("run")
-        await bench.control.submit([make_task(samples=3)])
+        await bench.control.submit([make_simulated_task(samples=3)])
         await until(lambda: bench.script.now["run"] and len(bench.node.pools.members) == 2)
         bench.node.drain()
         await until(lambda: bench.node.stats.released)
@@ -173,12 +177,12 @@ async def test_a_drain_finishes_running_sessions_and_releases_others(tmp_path: P
 
 @pytest.mark.parametrize("gently", [True, False])
 async def test_the_next_node_finishes_what_is_left(tmp_path: Path, gently: bool) -> None:  # noqa: FBT001
-    """After a drain without grace, or a crash: every sample ends once."""
+    """After a drain without grace, or a crash, every sample ends once."""
     async with open_plane(tmp_path) as control:
         bench = Bench(tmp_path, control, slots=2, grace_s=0.0 if gently else 60.0)
         async with bench.working():
             bench.script.hang = frozenset({"t-2", "t-3"})
-            await control.submit([make_task(samples=6)])
+            await control.submit([make_simulated_task(samples=6)])
             await bench.wait_in("run", 2)
             await bench.wait_for_results(2)
             if gently:
@@ -197,7 +201,7 @@ async def test_a_drain_does_not_wait_for_an_unreachable_server(tmp_path: Path) -
     async with open_bench(tmp_path, grace_s=0.2) as bench:
         bench.node.leave_s = 0.1
         bench.script.hold("run")
-        await bench.begin(make_task())
+        await bench.begin(make_simulated_task())
         bench.link.away = True
         bench.script.release("run")
         bench.node.drain()
@@ -208,7 +212,7 @@ async def test_a_drain_does_not_wait_for_an_unreachable_server(tmp_path: Path) -
 
 
 async def test_a_node_that_never_registered_can_be_stopped(tmp_path: Path) -> None:
-    """At once, as there is nothing to finish."""
+    """The node ends at once, as there is nothing to finish."""
     async with open_bench(tmp_path) as bench:
         bench.node.leave_s = 60.0
         bench.link.away = True
@@ -218,14 +222,14 @@ async def test_a_node_that_never_registered_can_be_stopped(tmp_path: Path) -> No
 
 
 async def test_a_pause_stops_every_agents_timeout(tmp_path: Path) -> None:
-    """Of running sessions and of those that start meanwhile; the barrier returns at once."""
+    """Time stands still for running and new sessions, and the barrier returns at once."""
     async with open_bench(tmp_path) as bench:
         await until(lambda: bench.node.id)
         bench.script.hold("run")
-        await bench.begin(make_task("a"))
+        await bench.begin(make_simulated_task("a"))
         barrier = await bench.control.pause(PauseMode.ABORT, within_s=5)
         assert (barrier.applied, barrier.missing) == (("n",), ())
-        await bench.begin(make_task("b"), 2)
+        await bench.begin(make_simulated_task("b"), 2)
         slots = [session.slots for session in bench.node.runner.sessions.values()]
         assert [one.paused for one in slots] == [True, True]
         await bench.control.announce(3)
@@ -242,7 +246,10 @@ async def test_total_time_is_bounded(tmp_path: Path) -> None:
     """`total_s` ends waiting and running sessions; only the latter is the agent's failure."""
     async with open_bench(tmp_path, slots=1, ready_max=1) as bench:
         await bench.control.submit(
-            [make_task("a", what="hang", total_s=1.0), make_task("b", total_s=0.2)]
+            [
+                make_simulated_task("a", what="hang", total_s=1.0),
+                make_simulated_task("b", total_s=0.2),
+            ]
         )
         ran = (await bench.wait_for_results(2))["a-0"]
     assert ran.status is Status.TIMED_OUT
@@ -256,7 +263,7 @@ async def test_slow_evaluations_do_not_block_agents(tmp_path: Path) -> None:
     """A slot is free as soon as its agent has ended; evaluations have slots of their own."""
     async with open_bench(tmp_path, slots=2, max_evaluating=1) as bench:
         bench.script.hold("eval")
-        await bench.control.submit([make_task(samples=4)])
+        await bench.control.submit([make_simulated_task(samples=4)])
         await until(lambda: len(bench.script.order) == 4)
         assert await bench.statuses() == {}
         bench.script.release("eval")
@@ -267,7 +274,7 @@ async def test_slow_evaluations_do_not_block_agents(tmp_path: Path) -> None:
 async def test_logs_are_sent_while_they_are_read(tmp_path: Path) -> None:
     """The last 64 KiB of the log so far, then all that follows."""
     async with open_bench(tmp_path) as bench:
-        await bench.begin(make_task(what="hang"))
+        await bench.begin(make_simulated_task(what="hang"))
         [session] = bench.node.runner.sessions.values()
         assert session.slots.agent_log is not None
         text = b"".join(b"%07d\n" % number for number in range(20_000))
@@ -299,11 +306,11 @@ async def test_a_refused_node_ends(tmp_path: Path) -> None:
 
 
 async def test_an_exception_of_a_plugin_fails_one_session(tmp_path: Path) -> None:
-    """It is retried as an infrastructure failure, and the node goes on."""
+    """The session is retried as an infrastructure failure, and the node goes on."""
     async with open_bench(tmp_path) as bench:
         bench.script.spent_status = property()  # type: ignore[assignment]
         bench.script.find_crash = None  # type: ignore[method-assign, assignment]
-        await bench.control.submit([make_task("a")])
+        await bench.control.submit([make_simulated_task("a")])
         await until(lambda: bench.node.stats.failures[Boundary.INFRASTRUCTURE])
         del bench.script.find_crash
         result = (await bench.wait_for_results(1))["a-0"]
@@ -319,10 +326,10 @@ async def test_an_exception_of_a_plugin_fails_one_session(tmp_path: Path) -> Non
     ],
 )
 async def test_a_refused_result_ends_its_session(tmp_path: Path, refusal: Exception) -> None:
-    """With the cause and its tokens, instead of being leased again for ever; others go on."""
+    """The session ends with the cause and its tokens instead of being leased for ever."""
     async with open_bench(tmp_path) as bench:
         bench.link.refused["a-0"] = refusal
-        await bench.control.submit([make_task("a"), make_task("b")])
+        await bench.control.submit([make_simulated_task("a"), make_simulated_task("b")])
         results = await bench.wait_for_results(2)
         await until(lambda: not bench.node.runner.sessions)
         epoch = (await bench.read_session("a-0")).epoch
@@ -341,11 +348,11 @@ async def test_a_refused_result_ends_its_session(tmp_path: Path, refusal: Except
 async def test_a_result_that_cannot_be_encoded_ends_its_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as one with a report of objects, of which no copy was made."""
+    """A report of objects, of which no copy was made, ends its session as a failure."""
     monkeypatch.setattr("tugline.evaluators.verdict.make_plain", lambda verdict: verdict)
     async with open_bench(tmp_path) as bench:
         bench.script.report = {"reason": object()}
-        await bench.control.submit([make_task("a")])
+        await bench.control.submit([make_simulated_task("a")])
         result = (await bench.wait_for_results(1))["a-0"]
     assert result.failure is not None
     assert result.failure.cause is Cause.EVALUATOR
@@ -360,7 +367,7 @@ async def test_a_session_begins_in_an_empty_folder(tmp_path: Path) -> None:
         now = int(time.time()) - leases.EPOCHS_FROM
         for epoch in range(now, now + 60):
             (tmp_path / "sessions" / f"t-0.{epoch}" / "left").mkdir(parents=True)
-        await bench.control.submit([make_task()])
+        await bench.control.submit([make_simulated_task()])
         await bench.wait_for_results(1)
         begun = tmp_path / "sessions" / f"t-0.{await bench.read_epoch()}"
         await until((begun / COMMITTED).exists)

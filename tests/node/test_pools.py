@@ -38,7 +38,7 @@ async def test_a_pool_serves_by_turn() -> None:
 
 
 async def test_a_slot_given_to_a_cancelled_waiter_is_not_lost() -> None:
-    """It goes to the next one."""
+    """The next waiter gets the slot."""
     pool = Pool(1)
     got = asyncio.Event()
 
@@ -86,7 +86,7 @@ async def test_target_of_ready_sessions(
 def test_room_is_what_can_start_at_once(
     passed: list[Status | None], available_mb: float, room: int
 ) -> None:
-    """Up to the INIT slots; up to free slots with little memory; none behind a full stage."""
+    """Capacity is bounded by INIT slots, by free slots with little memory, and by a full stage."""
     limits = {"ready_max": 1, "max_evaluating": 1, "max_building": 1}
     settings = NodeSettings(slots=4, max_initializing=3, **limits)
     node = Pools(settings, Admission(), read_available_mb=lambda: available_mb)
@@ -137,7 +137,7 @@ def test_slots_are_never_fewer_than_processors() -> None:
 
 
 async def test_a_smaller_pool_gives_no_slot_until_enough_are_free() -> None:
-    """And a larger one serves those that wait."""
+    """A smaller pool first gets slots back; a larger one serves those that wait."""
     pool, running = Pool(3), []
 
     async def hold(number: int, end: asyncio.Event) -> None:

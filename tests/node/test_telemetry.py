@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.deployment import observed, read, task
+from support.deployment import deploy, read_samples, script_task
 from support.polling import until
 from tugline.node.telemetry import Rollout
 from tugline.server.store import stats
@@ -25,16 +25,18 @@ class MemoryTracer:
 
 
 async def test_each_attempt_is_traced(tmp_path: Path) -> None:
-    """With the stages that it reached and its calls.
+    """A trace has the stages that the attempt reached, and its calls.
 
     A failed export is counted and fails no session.
     """
     tracer = MemoryTracer()
-    async with observed(tmp_path, tracer=tracer) as rig:
-        await rig.run(task("good"), task("bad", "exit(3)"), task("untraced"))
-        await until(lambda: rig.node.stats.untraced and len(tracer.exported) == 3)
-        page = read(await rig.metrics.render())
-        sessions = (await rig.control.database.read(stats.counts)).sessions
+    async with deploy(tmp_path, tracer=tracer) as deployment:
+        await deployment.run(
+            script_task("good"), script_task("bad", "exit(3)"), script_task("untraced")
+        )
+        await until(lambda: deployment.node.stats.untraced and len(tracer.exported) == 3)
+        page = read_samples(await deployment.metrics.render())
+        sessions = (await deployment.control.database.read(stats.counts)).sessions
     assert page["tugline_node_untraced_total"] == {(): 1}
     assert sessions == {"completed": 2, "failed": 1}
     traced = sorted(tracer.exported, key=lambda each: (each.session.id, each.session.epoch))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from support.calls import make_call, write_calls
-from support.random_sessions import SESSIONS, Drawn
+from support.random_sessions import SESSIONS, RandomSession
 from tugline.errors import CaptureError
 from tugline.recording.file import Writer, read
 from tugline.types import Call, Image, Message, Role, Sampling, Tool, ToolCall, VersionSpan, encode
@@ -60,9 +60,9 @@ contents = st.fixed_dictionaries(
 @settings(max_examples=80)
 @given(drawn=SESSIONS, data=st.data())
 def test_any_calls_are_read_as_written(
-    tmp_path_factory: pytest.TempPathFactory, drawn: Drawn, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, drawn: RandomSession, data: st.DataObject
 ) -> None:
-    """With forks, repeats, images and files that are closed and opened in between."""
+    """Forks, repeats, images, and files closed and opened in between change nothing."""
     calls = [replace(call, **data.draw(contents)) for call in drawn.calls]
     path = tmp_path_factory.getbasetemp() / "any.rec"
     path.unlink(missing_ok=True)
@@ -81,7 +81,7 @@ def test_any_calls_are_read_as_written(
 
 
 def test_an_image_is_stored_once(tmp_path: Path) -> None:
-    """However many calls have it, in extended or in new prompts."""
+    """Calls share a stored image, however many have it, in extended or in new prompts."""
     path, ids = tmp_path / "a.rec", np.arange(50, dtype=np.int32)
     picture = Message(Role.USER, "look", images=(Image(LARGE, 2),))
     calls = []
@@ -114,7 +114,7 @@ def unreadable(call: Call) -> Iterator[Call]:
 
 
 def test_a_call_that_cannot_be_read_is_an_error_when_it_is_written(tmp_path: Path) -> None:
-    """It leaves the file intact; calls that are written later can be read."""
+    """The error leaves the file intact; calls that are written later can be read."""
     path, ids = tmp_path / "a.rec", np.arange(50, dtype=np.int32)
     message = Message(Role.USER, "look", images=(Image(LARGE, 2),))
     first, second = make_call(0, ids, ids[:5]), make_call(2, ids, ids[:9], messages=(message,))

@@ -135,7 +135,7 @@ def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes, error: str) -
 
 
 def test_the_error_of_a_missing_file_has_its_name(tmp_path: Path) -> None:
-    """As that of any file that cannot be decoded."""
+    """The error names the file, as that of any file that cannot be read."""
     with pytest.raises(CaptureError, match=r"cannot read recording .*gone\.rec"):
         read(tmp_path / "gone.rec")
 
@@ -159,7 +159,7 @@ def test_a_full_disk_keeps_earlier_calls(tmp_path: Path) -> None:
 def test_a_failed_flush_closes_no_descriptor_under_a_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the rest of a record is written into another file, which gets the number."""
+    """The rest of a record must not go to another file that gets the descriptor's number."""
     writer = Writer(tmp_path / "s.rec")
     writing, may_write = threading.Event(), threading.Event()
     failing = threading.Event()

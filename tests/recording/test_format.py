@@ -40,7 +40,7 @@ def test_the_example_reads_the_whole_format(tmp_path: Path) -> None:
 
 
 def test_the_example_does_not_import_the_package() -> None:
-    """And it is short enough to be read."""
+    """The example imports nothing of Tugline, and is short enough to be read."""
     source = READER.read_text(encoding="utf-8")
     assert not re.search(r"^ *(import|from) tugline", source, re.MULTILINE)
     assert len(source.splitlines()) < 85

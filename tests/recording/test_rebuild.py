@@ -79,7 +79,7 @@ def test_two_processes_write_the_same_bytes(path: Path, tmp_path: Path) -> None:
 
 
 def test_a_session_without_a_result_has_failed(path: Path, tmp_path: Path) -> None:
-    """It is not trained on; its traces can be inspected."""
+    """The session is not trained on, but its traces can be inspected."""
     (entry,) = rebuild_all([path], path.parent, tmp_path / "out", None).entries
     assert "no result is recorded" in entry.note
     trajectory = read(tmp_path / "out" / entry.file, entry.sha256)
@@ -130,7 +130,7 @@ def test_a_changed_file_is_refused_by_its_digest(path: Path, tmp_path: Path) -> 
 
 
 def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
-    """Nothing is written there."""
+    """Nothing is written to the folder."""
     (tmp_path / "x").touch()
     with pytest.raises(UsageError, match="must be a new or an empty folder"):
         rebuild_all([], tmp_path, tmp_path, None)

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from support.calls import write_calls
-from support.chat_engine import create_chat_app
+from support.engine import create_chat_app
 from tugline.chat.engines.chat import VllmChat
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.gateway.app import Gateway

@@ -28,7 +28,7 @@ from replay.played import (
     tampered,
     task,
 )
-from support.gateway import until
+from support.polling import until
 from tugline.errors import UsageError
 from tugline.plugins import find
 from tugline.recording.file import read
@@ -138,7 +138,7 @@ def change_temperature(calls: Calls) -> list[Call]:
 async def test_differing_requests_are_reported(
     change: Change, at: tuple[int, int], replayed: int, where: str, recording: Path, tmp_path: Path
 ) -> None:
-    """Each once, with its place; a request with other sampling is still answered."""
+    """Each difference is reported once, with its place; other sampling is still answered."""
     changed = tampered(recording, tmp_path / "tampered", change)
     report = await replay(changed, tmp_path / "again")
     (difference,) = report.differences
@@ -149,7 +149,7 @@ async def test_differing_requests_are_reported(
 
 
 async def test_a_replay_can_continue_after_differences(recording: Path, tmp_path: Path) -> None:
-    """With `go_on` recorded answers follow a difference, and each difference is reported once."""
+    """The option `go_on` answers after a difference, and reports each difference once."""
 
     def change(calls: Calls) -> list[Call]:
         nothing = saying(calls[2], "(no output)", "(nothing)")
@@ -250,7 +250,7 @@ async def test_a_fork_continues_live(recording: Path, tmp_path: Path) -> None:
 
 
 async def test_a_difference_before_a_fork_ends_it(recording: Path, tmp_path: Path) -> None:
-    """It is reported, and nothing is sampled."""
+    """The difference is reported, and nothing is sampled."""
     changed = tampered(recording, tmp_path / "tampered", see_wallaby)
     async with serve_scripted_model({INSTRUCTION: TURNS}, {}) as model:
         (report,) = await fork(changed, tmp_path / "fork", Live(model.upstream, 2))
@@ -302,7 +302,7 @@ def test_recordings_that_cannot_be_replayed_are_refused(recording: Path, tmp_pat
 
 
 def test_results_of_parallel_calls_are_sorted() -> None:
-    """By the order of their calls."""
+    """Results are in the order of their calls."""
     calls = tuple(ToolCall(name, "bash", "{}") for name in ("a", "b"))
     front = (Message(Role.USER, "x"), Message(Role.ASSISTANT, "", tool_calls=calls))
     first, second = (Message(Role.TOOL, "one", tool_call_id=name) for name in ("a", "b"))

@@ -16,10 +16,12 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from support.attacks import IMAGE, running, token
-from support.containers import left, podman
+from support.attacks import IMAGE, token
+from support.containers import list_leftovers, podman
 from support.deployment import CALL
-from support.gateway import Reply, rig, says
+from support.engine import reply_with
+from support.gateway import open_session
+from support.sandbox import running
 from tugline import schema
 from tugline.errors import CaptureError, EngineError, UsageError
 from tugline.gateway.app import Opened
@@ -32,6 +34,7 @@ from tugline.rollout.stages import StageSlots
 from tugline.sandbox.bubblewrap import Bubblewrap
 from tugline.schema import read_values
 from tugline.task_files import parse_task
+from tugline.testing import Reply
 from tugline.types import (
     HANDLING,
     STAGES,
@@ -158,7 +161,7 @@ def _partial(folder: Path, trajectory: Trajectory) -> None:
     assert read(recording).result.ledger == trajectory.ledger
 
 
-_answer = says("Done.")
+_answer = reply_with("Done.")
 
 
 def _refuse(_prompt: Any, _request: str) -> Reply:
@@ -234,7 +237,7 @@ def task(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator
     for path in mounted:
         subprocess.run(["umount", "-l", path], check=True)
     if case.podman:
-        assert not left(made.runtime.options["engine"], tmp_path)
+        assert not list_leftovers(made.runtime.options["engine"], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +251,7 @@ def task(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator
 async def test_a_failure_is_a_typed_result(
     status: Status, case: Case, task: Task, tmp_path: Path
 ) -> None:
-    """With its status, cause, boundary and message, in time."""
+    """Each failure has its status, cause, boundary and message, in time."""
     stages = [Status.QUEUED]
 
     def on_stage(status: Status) -> None:
@@ -257,7 +260,10 @@ async def test_a_failure_is_a_typed_result(
             find_function(case.at_build)(tmp_path)
 
     play, settings = find_function(case.engine), CallSettings(backoff_s=0.01)
-    async with rig(tmp_path / "gateway", play, tuning=settings) as model, asyncio.timeout(45):
+    async with (
+        open_session(tmp_path / "gateway", play, tuning=settings) as model,
+        asyncio.timeout(45),
+    ):
         trajectory = await roll_out(
             task,
             Session(id="s9", task="t", sample=0),
@@ -305,7 +311,7 @@ def test_every_cause_has_a_case() -> None:
 def test_failures_are_classified_by_error_and_stage(
     stage: Status, error: Exception, cause: Cause
 ) -> None:
-    """By the type of the error, then by the stage."""
+    """The type of the error decides first, then the stage."""
     failure = classify(stage, error)
     assert (failure.cause, failure.boundary) == (cause, HANDLING[cause].boundary)
     assert str(error) in failure.message

@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 
 from rollout.test_rollout import a_task, run_task
-from support.gateway import rig, says
+from support.engine import reply_with
+from support.gateway import open_session
 from tugline.plugins import BUILT_IN, find
 from tugline.sandbox.limits import ProgramLimits
 from tugline.types import PluginSpec
@@ -42,8 +43,8 @@ async def test_examples_of_pages_work_in_a_rollout(
         runtime=PluginSpec("local"),  # it can run the programs of this test
         files={"a.txt": ""},
     )
-    async with rig(tmp_path / "gateway", says("Done.")) as it:
-        trajectory, _ = await run_task(task, it.gateway, tmp_path / "s")
+    async with open_session(tmp_path / "gateway", reply_with("Done.")) as session:
+        trajectory, _ = await run_task(task, session.gateway, tmp_path / "s")
     assert trajectory.failure is None
     assert trajectory.reward is not None
     assert trajectory.reward.value == 1.0
@@ -68,7 +69,7 @@ def test_options_of_harnesses_and_evaluators_are_documented(kind: str, part: str
 
 @pytest.mark.parametrize("part", ["local", "bubblewrap"])
 def test_options_of_runtimes_are_documented(part: str) -> None:
-    """Each is in the runtime's row of docs/runtimes.md."""
+    """Each option is in the runtime's row of docs/runtimes.md."""
     lines = (DOCS / "runtimes.md").read_text().splitlines()
     row = next(line for line in lines if line.startswith(f"| `{part}` |"))
     options = set(signature(find("runtime", part)).parameters)

@@ -55,7 +55,7 @@ MINE = f"{__name__}:Typed"
     "row", Path(__file__).with_name("wrong_options.txt").read_text().splitlines()
 )
 def test_wrong_options_are_reported(row: str) -> None:
-    """With their value and what is allowed, before the plug-in is made."""
+    """The error has the value and what is allowed, before the plug-in is made."""
     part, message = row.split("  =>  ")
     kind, name, options = part.split(maxsplit=2)
     with pytest.raises(ConfigError) as caught:
@@ -81,7 +81,7 @@ def test_integers_and_defaults_are_accepted() -> None:
 
 
 def test_keys_of_options_must_be_strings() -> None:
-    """At any depth."""
+    """A key that is not text is refused at any depth."""
     harness = PluginSpec("codex", {"mcp": {"a": [{"b": {5: 1}}]}})
     task = Task(id="t", instruction="i", harness=harness, evaluator=PluginSpec("tests"))
     with pytest.raises(Invalid) as caught:
@@ -97,7 +97,7 @@ def make_tests(number: int, size: int) -> PluginSpec:
 
 
 def test_instances_are_shared_while_they_are_used() -> None:
-    """Also beyond those that are kept, and those with the same options in another order."""
+    """Sharing does not depend on the order of options, nor on how many instances are kept."""
     parts = Parts()
     first = parts.evaluator(PluginSpec("tests", {"files": {"test_a.py": ""}, "timeout_s": 5.0}))
     for number in range(300):
@@ -108,7 +108,7 @@ def test_instances_are_shared_while_they_are_used() -> None:
 
 @pytest.mark.parametrize(("count", "size"), [(1000, 10), (40, 1 << 20)])
 def test_the_tests_of_ended_tasks_are_not_kept(count: int, size: int) -> None:
-    """However many tasks a node runs, it keeps a bounded number, of a bounded size."""
+    """A node keeps a bounded number of tests, of a bounded size, however many tasks it runs."""
     parts = Parts()
     kept = [weakref.ref(parts.evaluator(make_tests(number, size))) for number in range(count)]
     alive = [ref for ref in kept if ref() is not None]

@@ -15,8 +15,9 @@ import pytest
 
 from rollout.test_failures import FILES
 from support.deployment import CALL
+from support.engine import reply_in_turn
 from support.failing_plugins import Uninstallable
-from support.gateway import in_turn, rig
+from support.gateway import open_session
 from tugline.aio import PausableTimeout
 from tugline.errors import SandboxError
 from tugline.gateway.app import Gateway
@@ -60,7 +61,7 @@ LOGIN = 'test -n "$OPENAI_API_KEY" && echo "$OPENAI_BASE_URL" > "$HOME/login"'
 async def test_a_setup_logs_in_before_the_agent(
     runtime: str, gateway: Gateway, tmp_path: Path
 ) -> None:
-    """It runs once in the session's sandbox, with the agent's home and variables."""
+    """The setup runs once in the session's sandbox, with the agent's home and variables."""
     options = {"setup": LOGIN, "command": f'test -s "$HOME/login" && exec python3 {AGENT}'}
     task = a_task(PluginSpec("shell", options), runtime=PluginSpec(runtime))
     trajectory, _ = await run_task(task, gateway, tmp_path)
@@ -93,8 +94,8 @@ def shell(script: str) -> PluginSpec:
 @pytest.fixture
 async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
     """A gateway whose model fixes the bug."""
-    async with rig(tmp_path / "gateway", in_turn(*FIX), window=200_000) as it:
-        yield it.gateway
+    async with open_session(tmp_path / "gateway", reply_in_turn(*FIX), window=200_000) as session:
+        yield session.gateway
 
 
 async def run_task(
@@ -154,7 +155,7 @@ async def test_a_rollout_ends_with_traces_and_a_reward(
 async def test_pi_has_any_instruction_as_text(
     instruction: str, gateway: Gateway, tmp_path: Path
 ) -> None:
-    """Also one that looks like a file or an option."""
+    """An instruction that looks like a file or an option is text, too."""
     trajectory, _ = await run_task(a_task(PI, instruction=instruction), gateway, tmp_path)
     assert trajectory.failure is None
     assert gateway.read_calls("t-0")[0].messages[-1].content.lstrip(" ") == instruction
@@ -174,7 +175,7 @@ class Given(Parts):
 async def test_a_full_disk_is_not_a_failure_of_the_agent(
     gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If it filled up while the agent ran."""
+    """A disk that filled up while the agent ran is a failure of the infrastructure."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1 << 20))
     trajectory, _ = await run_task(a_task(ONCE), gateway, tmp_path)
     assert cause_of(trajectory) is Cause.DISK
@@ -220,7 +221,7 @@ async def test_time_in_ready_does_not_count_towards_agent_s(
 
 
 async def test_waiting_for_an_eval_slot_has_its_own_cause(gateway: Gateway, tmp_path: Path) -> None:
-    """If `total_s` is over while the session waits."""
+    """A session whose `total_s` ends while it waits names the waiting as the cause."""
     trajectory, _ = await run_task(a_task(ONCE), gateway, tmp_path, slots=NoEvalSlot(4.0))
     assert trajectory.status is Status.TIMED_OUT
     assert cause_of(trajectory) is Cause.WAIT_TIMEOUT
@@ -255,7 +256,7 @@ async def test_an_installation_does_not_count_towards_total_s(
 
 
 async def test_errors_of_list_weaknesses_are_ignored() -> None:
-    """It is called again until it succeeds."""
+    """The runtime is called again until it succeeds."""
     results = [SandboxError("cannot write to the cache"), None]
 
     def list_weaknesses() -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.gateway import until
+from support.polling import until
 from tugline.errors import SandboxError
 from tugline.rollout.parts import PrewarmedSandboxes
 from tugline.sandbox.local import LocalRuntime, LocalSandbox
@@ -47,7 +47,7 @@ async def prewarm(sandboxes: Sandboxes) -> PrewarmedSandboxes:
 
 
 async def test_a_prewarmed_sandbox_is_used_once(tmp_path: Path) -> None:
-    """It gets its files when it is used; the next one is new; both are closed."""
+    """A sandbox gets its files when it is used; the next one is new, and both are closed."""
     sandboxes = Sandboxes(tmp_path)
     prewarmed = await prewarm(sandboxes)
     async with contextlib.aclosing(prewarmed):
@@ -74,7 +74,7 @@ async def test_two_prewarmed_sandboxes_are_used_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["workdir", "home", "itself", "undone"])
 async def test_a_changed_sandbox_is_not_used(where: str, tmp_path: Path) -> None:
-    """Also if its files are as before."""
+    """A sandbox that was changed is not used, even if its files are as before."""
     sandboxes = Sandboxes(tmp_path)
     prewarmed = await prewarm(sandboxes)
     [first] = sandboxes.opened
@@ -104,7 +104,7 @@ async def test_errors_of_prewarming_are_not_raised(tmp_path: Path) -> None:
 
 
 async def test_an_unused_sandbox_is_closed(tmp_path: Path) -> None:
-    """Also if it is not open yet."""
+    """A prewarmed sandbox that nobody used is closed, also one that is not open yet."""
     sandboxes = Sandboxes(tmp_path)
     prewarmed = await prewarm(sandboxes)
     await prewarmed.aclose()

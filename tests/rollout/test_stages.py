@@ -63,7 +63,7 @@ async def test_the_end_of_the_whole_task_is_passed_on() -> None:
 
 
 async def test_a_stage_that_ignores_its_end_leaves_no_cancellation_behind() -> None:
-    """Only later stages are ended."""
+    """The task of a stage that suppressed its cancellation has none pending."""
     scope = CancelScope()
 
     async def run() -> int:

@@ -24,7 +24,7 @@ STAND_IN = pytest.mark.parametrize("driver", ["stand-in"], indirect=True)
 async def test_a_folder_of_the_image_is_the_workspace(
     driver: Driver, image: Path, tmp_path: Path
 ) -> None:
-    """It is mounted copy-on-write, so that the image does not change."""
+    """The folder is mounted copy-on-write, so that the image does not change."""
     spec = SandboxSpec(workspace=Workspace(image=str(image), path="/task"))
     async with driver.runtime.open(tmp_path / "sandbox", spec) as sandbox:
         assert (await run_shell(sandbox, "cat a.txt; echo new > a.txt")).code == 0
@@ -35,7 +35,7 @@ async def test_a_folder_of_the_image_is_the_workspace(
 
 @EACH
 async def test_programs_cannot_reach_the_runner(driver: Driver, tmp_path: Path) -> None:
-    """Its memory is masked; with Apptainer itself seccomp is active."""
+    """The runner's memory is masked; with Apptainer itself seccomp is active."""
     look = "ls /proc/1/task; test -c /proc/1/mem; echo $?; grep Seccomp: /proc/1/status"
     async with driver.runtime.open(tmp_path / "sandbox", driver.spec()) as sandbox:
         await run_shell(sandbox, look)
@@ -58,7 +58,7 @@ async def test_missing_seccomp_is_a_weakness(
 
 @STAND_IN
 async def test_an_archive_is_unpacked_once(driver: Driver, image: Path, tmp_path: Path) -> None:
-    """It is cached with the other workspaces; the error for a missing image says why."""
+    """The archive is cached with the workspaces; the error for a missing image says why."""
     archive = shutil.make_archive(str(tmp_path / "image"), "tar", image)
     spec = SandboxSpec(workspace=Workspace(image=archive))
     for name in ("one", "two"):
@@ -73,5 +73,5 @@ async def test_an_archive_is_unpacked_once(driver: Driver, image: Path, tmp_path
 
 
 def test_an_open_network_is_a_weakness() -> None:
-    """The weakness is listed."""
+    """The open network is in the list of weaknesses."""
     assert any("network is open" in line for line in Apptainer(network="host").list_weaknesses())

@@ -29,7 +29,7 @@ SYSTEM_PYTHON = Path("/usr/bin/python3")
 async def test_a_program_sees_only_what_it_is_given(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its files and its own environment, but no process, user or folder of the host."""
+    """A program has its files and environment, but no process, user or folder of the host."""
     monkeypatch.setenv("HF_TOKEN", "secret")
     await run_shell(
         sandbox, "pwd; id -un; hostname; wc -c <a/b.txt; cat; set -- /proc/[0-9]*; echo $#"
@@ -96,7 +96,7 @@ async def test_a_failing_stop_still_removes_the_files(
 async def test_the_time_to_kill_does_not_count(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy node it is long, and would hide that the program was starved."""
+    """The seconds of a run exclude a slow kill, which would hide that the program was starved."""
     kill = sandbox._kill_processes  # type: ignore[attr-defined]
 
     async def kill_slowly() -> None:
@@ -179,7 +179,7 @@ def test_an_unprivileged_user_can_run_sandboxes() -> None:
 # --------------------------------------------------------------------------- readable folders
 @pytest.mark.usefixtures("driver")
 async def test_readable_folders_may_be_below_var_tmp(tmp_path: Path) -> None:
-    """Such as a checkout there; without one /var/tmp is the sandbox's own /tmp."""
+    """A checkout there is readable; without one /var/tmp is the sandbox's own /tmp."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         await asyncio.to_thread(Path(folder, "x").write_text, "readable\n")
         async with Bubblewrap(readable=[folder]).open(tmp_path / "a") as sandbox:

@@ -53,7 +53,7 @@ def cache(tmp_path: Path) -> WorkspaceCache:
 async def test_commits_are_found_by_name(
     repo: Clone, cache: WorkspaceCache, prefix: str, name: str | None, text: str
 ) -> None:
-    """By tag, full hash, branch or as the head, from a path or a URL."""
+    """A tag, full hash, branch or the head names a commit, from a path or a URL."""
     commit = repo.present if name == "hash" else name
     async with cache.open(Workspace(repo=f"{prefix}{repo.folder}", commit=commit)) as base:
         assert (base / "file").read_text() == text
@@ -78,7 +78,7 @@ async def test_later_history_is_removed(repo: Clone, cache: WorkspaceCache) -> N
 
 
 async def test_concurrent_sessions_share_one_checkout(repo: Clone, tmp_path: Path) -> None:
-    """In one process and in several, without temporary folders afterwards."""
+    """Sessions of one or several processes share it, and no temporary folder is left."""
     script = (
         "async def main():\n"
         "  async with WorkspaceCache(Path(sys.argv[1])).open(Workspace(repo=sys.argv[2])) as b:\n"
@@ -237,7 +237,7 @@ def test_unfinished_entries_of_killed_processes_are_removed(tmp_path: Path) -> N
 
 
 async def test_entries_used_by_another_process_are_not_evicted(tmp_path: Path) -> None:
-    """Their lock ends with that process, even if it is killed."""
+    """The lock of an entry ends with its process, even if that is killed."""
     script = (
         "async def fill(into): (into / 'x').write_bytes(b'x' * 1_000_000)\n"
         "async def main():\n"
@@ -282,7 +282,7 @@ async def test_git_status_in_a_sandbox_reads_no_files(repo: Clone, cache: Worksp
 
 
 def test_several_event_loops_share_a_cache(tmp_path: Path) -> None:
-    """Such as of two nodes in threads of one process."""
+    """Two nodes in threads of one process can use one cache."""
     cache = WorkspaceCache(tmp_path / "cache")
 
     async def fill(into: Path) -> None:

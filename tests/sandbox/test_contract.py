@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import uvloop
 
-from support.gateway import until
+from support.polling import until
 from support.sandbox import (
     DRIVERS,
     WITH_PYTHON,
@@ -29,11 +29,11 @@ from support.sandbox import (
     read_log,
     run_shell,
     running,
-    serve,
     unique_sleep,
     wait_until_gone,
     wait_until_running,
 )
+from support.sockets import serve
 from tugline.aio import PausableTimeout, run_beside
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox.base import OUTPUT_BYTES, Exit, Mount, ProgramTimeout, Sandbox
@@ -48,7 +48,7 @@ BOUNDED = pytest.mark.parametrize("driver", WITH_PYTHON[1:], indirect=True)
 async def test_a_program_gets_its_files_and_a_clean_environment(
     driver: Driver, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It starts in the workdir with an empty stdin and none of the node's variables."""
+    """The program starts in the workdir with an empty stdin and no variable of the node."""
     monkeypatch.setenv("HF_TOKEN", "s3cret")
     script = "pwd; cat; wc -c <a/b.txt; cd; pwd; env; exit 7"
     end = await run_shell(sandbox, script, GIVEN="two\nlines '\"")
@@ -72,7 +72,7 @@ async def test_exit_codes(sandbox: Sandbox) -> None:
 
 
 async def test_run_returns_the_end_of_its_own_output(sandbox: Sandbox) -> None:
-    """Not what earlier programs wrote to the same log; also if it is killed."""
+    """Output of earlier programs in the same log is not returned, even after a kill."""
     first = await run_shell(sandbox, "echo out; echo err >&2; exit 3")
     assert (first.code, first.output) == (3, "out\nerr\n")
     long = await run_shell(sandbox, f"head -c {OUTPUT_BYTES} /dev/zero | tr '\\0' x; echo end")
@@ -225,7 +225,7 @@ async def test_a_base_folder_is_never_changed(driver: Driver, tmp_path: Path) ->
 
 
 async def test_files_are_put_and_read_in_own_folders_only(sandbox: Sandbox) -> None:
-    """In the workdir and the home, and not through links."""
+    """Only the workdir and the home can be reached, and not through links."""
     program = FileChange(b"#!/bin/sh\ncat d/x\n", executable=True)
     await sandbox.put(sandbox.workdir, {"d/run": program, "d/x": "xx"})
     await sandbox.put(sandbox.home, {".settings": b"\xff"})
@@ -262,7 +262,7 @@ async def test_mounts_are_read_only_or_empty(driver: Driver, tmp_path: Path) -> 
 
 
 async def test_only_an_exposed_url_is_reachable(driver: Driver, sandbox: Sandbox) -> None:
-    """Also after a restart of the sandbox; nothing is reachable after `diff`."""
+    """A restarted sandbox reaches the URL, too; nothing is reachable after `diff`."""
     async with serve(page) as port, serve(page) as other:
         inside = await sandbox.expose(f"http://127.0.0.1:{port}/a?b")
         for _ in range(2):
@@ -280,7 +280,7 @@ async def test_only_an_exposed_url_is_reachable(driver: Driver, sandbox: Sandbox
 
 @ISOLATED
 def test_an_exit_takes_precedence_over_a_late_timer(driver: Driver, tmp_path: Path) -> None:
-    """After a stall of this process both are due, and the program had ended before.
+    """If exit and timer are both due after a stall, the program had ended before.
 
     After it has read something, uvloop runs its timers first.
     """
@@ -498,7 +498,7 @@ async def test_many_sessions_leave_nothing(driver: Driver, tmp_path: Path) -> No
 
 @BOUNDED
 async def test_a_cancelled_session_leaves_nothing(driver: Driver, tmp_path: Path) -> None:
-    """At any stage of the creation of its sandbox, and while a program runs."""
+    """A cancellation while a sandbox is created or a program runs leaves nothing."""
     (tmp_path / "base").mkdir()
     await asyncio.to_thread(driver.runtime.check_available)
     delays = [n / 2000 for n in range(60)]

@@ -57,7 +57,7 @@ def test_files_are_written_unchanged(root: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/etc/x", "../x", "a/../../x", "a\0b", "", "."])
 def test_paths_that_leave_the_root_are_refused(root: Path, path: str) -> None:
-    """Before any file is written."""
+    """The refusal comes before any file is written."""
     with pytest.raises(UsageError, match="must be relative"):
         write_files(root, {"fine": "x", path: "x"})
     assert not (root / "fine").exists()
@@ -76,7 +76,7 @@ OBSTACLES: dict[str, Callable[[Path, Path], object]] = {
 
 @pytest.mark.parametrize("kind", OBSTACLES)
 def test_obstacles_are_replaced_and_not_followed(root: Path, kind: str) -> None:
-    """In place of a file and of a folder above it, when reading, writing and removing."""
+    """A link in place of a file, or of a folder above it, is never followed."""
     for name in ("file", "folder", "gone"):
         OBSTACLES[kind](root / name, root.parent / "secret" / "key")
     assert read_file(root, "folder/key") is None
@@ -88,7 +88,7 @@ def test_obstacles_are_replaced_and_not_followed(root: Path, kind: str) -> None:
 
 
 def test_a_very_deep_folder_is_removed(root: Path) -> None:
-    """Without recursion, beyond the longest path, with few open files."""
+    """A path longer than any limit is removed without recursion, with few open files."""
     for folder in dig(root, ["deeper"] * 1500):
         os.symlink("/etc", "out", dir_fd=folder)
     before = open_files()
@@ -102,7 +102,7 @@ def test_a_very_deep_folder_is_removed(root: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to run as another user")
 def test_folders_without_permissions_are_removed(root: Path, tmp_path: Path) -> None:
-    """By an unprivileged node, if the agent ran as the same user."""
+    """An unprivileged node removes them if the agent ran as the same user."""
     for folder_above in (tmp_path, *tmp_path.parents):
         if not folder_above.stat().st_mode & 0o001:
             folder_above.chmod(0o711)
@@ -121,7 +121,7 @@ def test_folders_without_permissions_are_removed(root: Path, tmp_path: Path) -> 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to change owners")
 def test_new_files_have_the_owner_of_their_folder(root: Path) -> None:
-    """So that a program that runs as another user can change them."""
+    """A program that runs as another user can change the files."""
     os.chown(root, 1234, 1235)
     write_files(root, {"a/b": "x", "link": FileChange(b"a", link=True)})
     for path in ("a", "a/b", "link"):
@@ -130,7 +130,7 @@ def test_new_files_have_the_owner_of_their_folder(root: Path) -> None:
 
 
 def test_an_open_folder_as_root(root: Path) -> None:
-    """Such as of another mount namespace; it stays open."""
+    """A folder of another mount namespace can be the root, and stays open."""
     handle = os.open(root, os.O_RDONLY)
     write_files(handle, {"a/b": "x"})
     assert read_file(handle, "a/b") == b"x"
@@ -142,7 +142,7 @@ def test_an_open_folder_as_root(root: Path) -> None:
 
 
 def test_large_files_are_not_read(root: Path) -> None:
-    """The limit is exact."""
+    """The size limit is exact."""
     write_files(root, {"a": b"12345"})
     assert read_file(root, "a", 5) == b"12345"
     assert read_file(root, "a", 4) is None

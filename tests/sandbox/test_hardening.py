@@ -29,7 +29,7 @@ def matches(rule: dict[str, Any], value: int) -> bool:
 
 
 def test_calls_on_process_1_are_refused() -> None:
-    """By the 32 bits that the kernel reads; other processes, and 0 for the caller, are allowed."""
+    """The 32 bits that the kernel reads decide; other processes and 0, the caller, are allowed."""
     rules = hardening.narrow_profile(PROFILE)["syscalls"]
     for name, argument in (("ptrace", 1), ("prlimit64", 0)):
         mine = [rule for rule in rules if name in rule["names"]]
@@ -42,7 +42,7 @@ def test_calls_on_process_1_are_refused() -> None:
 
 
 def test_namespaces_and_keyrings_are_refused() -> None:
-    """As with bubblewrap; conditional rules of the profile are kept."""
+    """The profile loses calls for namespaces and keyrings, and keeps its conditional rules."""
     rules = hardening.narrow_profile(PROFILE)["syscalls"]
     allowed = {name for rule in rules if rule["action"] == ALLOW for name in rule["names"]}
     assert allowed == {"read", "ptrace", "prlimit64", "clone", "unshare", "socket"}

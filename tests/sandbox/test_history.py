@@ -26,7 +26,7 @@ def clone(tmp_path: Path) -> Clone:
 
 
 def test_later_history_is_removed(clone: Clone) -> None:
-    """From branches, remotes, tags, reflogs and objects, without temporary files."""
+    """Branches, remotes, tags, reflogs and objects have no later commit."""
     clone.git("stash", "list")
     assert "future" in clone.git("log", "--all", "--format=%s")
     end_at(clone, clone.present)
@@ -65,7 +65,7 @@ def test_a_branch_stays_a_branch(clone: Clone) -> None:
 
 
 def test_a_shallow_clone_stays_one(clone: Clone, tmp_path: Path) -> None:
-    """Its history ends at the same commit."""
+    """The history of the clone ends at the same commit."""
     source = f"file://{clone.folder}"
     git(tmp_path, "clone", "-q", "--depth=1", "-b", "other", source, "s")
     asyncio.run(end_history(tmp_path / "s", "HEAD", "it"))
@@ -109,7 +109,7 @@ def test_another_commit_is_an_error(clone: Clone) -> None:
 
 
 def test_no_repository_is_an_error(tmp_path: Path) -> None:
-    """As is one without a checked out commit."""
+    """A folder without a repository or a checked out commit is an error."""
     with pytest.raises(WorkspaceError, match="it is no git repository, so "):
         asyncio.run(end_history(tmp_path, "HEAD", "it"))
     (tmp_path / ".git").mkdir()

@@ -57,7 +57,7 @@ def program(*argv: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_lower_priority_is_kept() -> None:
-    """Only root may lower a nice value, so that it is not changed."""
+    """A higher nice value stays, since only root may lower it."""
     with program("true") as process:
         os.setpriority(os.PRIO_PROCESS, process.pid, 19)
         lower_priority(process.pid)
@@ -107,7 +107,7 @@ _WAITS: dict[str, float] = {}
 def test_waits_for_a_processor_are_measured(
     used_s: float | None, waits: dict[str, float], lost_s: float
 ) -> None:
-    """Of ten seconds; threads that compete with each other lose nothing."""
+    """Lost time of ten seconds is measured; threads that compete with each other lose nothing."""
     _WAITS.clear()
     times = iter((100.0, 110.0))
     before = None if used_s is None else 3.0
@@ -164,7 +164,7 @@ def test_abandoned_trial_groups_are_removed(parent: Cgroup) -> None:
 
 
 def test_groups_of_killed_processes_are_reaped(parent: Cgroup, tmp_path: Path) -> None:
-    """With the processes in them, by their records; other records are ignored."""
+    """Groups with a record are removed with their processes; other records are ignored."""
     group = SandboxCgroup(parent, tmp_path)
     group.create(ProgramLimits())
     (record,) = tmp_path.glob(f"*{RECORD}")
@@ -296,7 +296,7 @@ async def test_initial_files_do_not_count(tmp_path: Path) -> None:
 
 
 async def test_a_failed_kill_is_repeated(tmp_path: Path) -> None:
-    """At the next measurement, such as after an engine that did not answer once."""
+    """A kill that failed once, as by a silent engine, is repeated at the next measurement."""
     attempts = []
 
     async def kill() -> None:
@@ -314,7 +314,7 @@ async def test_a_failed_kill_is_repeated(tmp_path: Path) -> None:
 
 
 async def test_slow_measurements_are_less_frequent() -> None:
-    """They are not repeated after each short program; the pause between them has a limit."""
+    """A slow measurement is followed by a pause, which has a limit."""
     times = []
 
     def slow(*_: object) -> int:

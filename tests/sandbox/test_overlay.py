@@ -189,7 +189,7 @@ def test_omitted_changes_are_noted(make: Make, base: Path, way: Way) -> None:
 
 
 def test_an_unchanged_large_file_in_a_new_folder(make: Make, base: Path, way: Way) -> None:
-    """It is larger than a change may be, but equal to the base's."""
+    """A file larger than a change may be is no change if it equals that of the base."""
     (base / "data").mkdir()
     (base / "data" / "blob").write_bytes(b"\0" * 2_000_000)
     layer = make(base)
@@ -219,7 +219,7 @@ def test_a_very_deep_tree_is_noted(layer: OverlayWorkspace, way: Way) -> None:
 
 
 def test_limits_of_patches(layer: OverlayWorkspace) -> None:
-    """They apply to changed files only, not to the base."""
+    """The limits apply to changed files only, not to the base."""
     by_kernel(layer, "for n in 1 2 3 4 5 6; do echo $n > f$n; done")
     assert len(layer.diff(PatchLimits(seen_files=9)).files) == 6
     assert layer.diff(PatchLimits(files=5)).files == {}
@@ -231,7 +231,7 @@ def test_limits_of_patches(layer: OverlayWorkspace) -> None:
 
 
 def test_initial_files_replace_those_of_the_base(make: Make, base: Path) -> None:
-    """Also in place of a folder or below a file; folders keep their mode."""
+    """Files replace a folder or a file above them, too; folders keep their mode."""
     (base / "docs").chmod(0o750)
     files = {"docs/one.md": "mine\n", "a.py/x": "below a file\n", "pkg": "over a folder\n"}
     layer = make(base, files)
@@ -252,7 +252,7 @@ def test_initial_files_keep_the_executable_bit(make: Make, base: Path, way: Way)
 
 
 def test_changes_that_keep_size_and_time_are_found(layer: OverlayWorkspace) -> None:
-    """In a copy the time of the last status change shows them."""
+    """The time of the last status change shows such changes in a copy."""
     by_copy(
         layer,
         "touch -r a.py t; printf 'x = 2\\n' > a.py; touch -r t a.py; chmod 755 run.sh\n"
@@ -287,7 +287,7 @@ def test_patches_apply_in_order(make: Make, tmp_path: Path) -> None:
 
 
 def test_mounts_of_killed_processes_are_removed(layer: OverlayWorkspace, tmp_path: Path) -> None:
-    """Also while a program has its working folder there; the second call finds none."""
+    """A program's working folder there is no obstacle; the second call finds none."""
     by_kernel(layer, "true")
     program = subprocess.Popen(["sleep", "60"], cwd=layer.work)
     try:

@@ -19,8 +19,9 @@ import pytest
 
 from chaos.fleet import until as wait_until
 from support.certificates import make_certificate
-from support.gateway import until
-from support.sandbox import open_files, page, serve
+from support.polling import until
+from support.sandbox import open_files, page
+from support.sockets import serve
 from tugline.errors import ConfigError, SandboxNetworkError
 from tugline.sandbox import network
 from tugline.sandbox.network import (
@@ -253,7 +254,7 @@ async def test_plain_http_through_the_proxy() -> None:
 
 
 async def test_tls_through_the_proxy(namespace: int, tmp_path: Path) -> None:
-    """With CONNECT the program sees the certificate of the host."""
+    """A program that sends CONNECT sees the certificate of the host."""
     certificate, key = await asyncio.to_thread(make_certificate, tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
@@ -313,7 +314,7 @@ async def ask_proxy(requests: Sequence[bytes], *allow: str) -> list[str]:
 async def test_addresses_that_are_not_allowed_are_refused(
     allow: str, url: str, message: str
 ) -> None:
-    """By name, by port and by the resolved address in any notation."""
+    """Name, port and resolved address are checked, in any notation."""
     tunnel = url.removeprefix("http://").strip("/").partition("/")[0]
     requests = (f"GET {url} HTTP/1.1\r\n\r\n", f"CONNECT {tunnel}:443 HTTP/1.1\r\n\r\n")
     plain, connect = await ask_proxy([request.encode() for request in requests], allow)
@@ -323,7 +324,7 @@ async def test_addresses_that_are_not_allowed_are_refused(
 
 
 async def test_invalid_proxy_requests() -> None:
-    """They are answered with 400 or reset; the next client is served."""
+    """An invalid request gets 400 or a reset, and the next client is served."""
     garbage = (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01 \xff\r\n\r\n", b"CONNECT x\r\n\r\n")
     allowed = b"GET http://example.org HTTP/1.1\r\n\r\n"
     *answers, endless, last = await ask_proxy([*garbage, b"x" * 99_999, allowed], "example.com:443")
@@ -334,7 +335,7 @@ async def test_invalid_proxy_requests() -> None:
 
 @pytest.mark.parametrize("allow", [(), ("example.com:443",)])
 async def test_proxy_variables(namespace: int, allow: tuple[str, ...]) -> None:
-    """They are set with an allow-list, as soon as the sandbox has an exposed URL."""
+    """The variables are set with an allow-list, as soon as the sandbox has an exposed URL."""
     variables = {"HTTPS_PROXY": f"http://127.0.0.1:{PROXY_PORT}", "NO_PROXY": "127.0.0.1,localhost"}
     async with serve(page) as port, open_forwards(*allow) as forwards:
         assert forwards.env == {}

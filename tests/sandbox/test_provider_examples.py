@@ -96,7 +96,7 @@ async def test_a_session_runs(provider: Provider, tmp_path: Path) -> None:
 
 @BOTH
 async def test_a_patch_is_applied_to_a_new_sandbox(provider: Provider, tmp_path: Path) -> None:
-    """With modes, links, removals, and files in place of folders."""
+    """Modes, links, removals, and files in place of folders are applied."""
     spec = provider.spec(files={"a": "1", "b": "2", "c/d": "3"})
     async with provider.make().open(tmp_path / "sandbox", spec) as sandbox:
         patch = {
@@ -120,7 +120,7 @@ async def test_a_patch_is_applied_to_a_new_sandbox(provider: Provider, tmp_path:
 
 @BOTH
 async def test_timeouts_end_remote_programs(provider: Provider, tmp_path: Path) -> None:
-    """As does cancelling; their children end, too, with Harbor also those of new sessions."""
+    """A time-out or cancellation ends their children, too, with Harbor also in new sessions."""
     sleep = unique_sleep()
     script = f"{'setsid ' if provider.name == 'harbor' else ''}{sleep} & {sleep}"
     async with provider.make().open(tmp_path / "sandbox", provider.spec()) as sandbox:
@@ -139,7 +139,7 @@ async def test_timeouts_end_remote_programs(provider: Provider, tmp_path: Path) 
 
 @REMOTE
 async def test_files_of_a_killed_node_are_removed(provider: Provider, tmp_path: Path) -> None:
-    """They are found by their record, once."""
+    """Files are found by their record, once."""
     sleep, runtime = unique_sleep(), provider.make()
     node = ("remote_runtime:Remote", {"folder": runtime.folder}, tmp_path / "sandbox")
     await kill_node(*node, SandboxSpec(), sleep.split(), partial(running, sleep))
@@ -150,7 +150,7 @@ async def test_files_of_a_killed_node_are_removed(provider: Provider, tmp_path: 
 
 @HARBOR
 async def test_environments_of_killed_nodes_are_stopped(provider: Provider, tmp_path: Path) -> None:
-    """They are found by their record, once."""
+    """Environments are found by their record, once."""
     async with provider.make().open(tmp_path / "sandbox", provider.spec()):
         record = (tmp_path / "sandbox" / "harbor.json").read_bytes()
     (tmp_path / "sandbox" / "harbor.json").write_bytes(record)
@@ -206,7 +206,7 @@ async def test_a_failing_remote_command_is_an_error(provider: Provider, tmp_path
 
 @HARBOR
 async def test_mounted_folders_are_copied(provider: Provider, tmp_path: Path) -> None:
-    """With their links; optional mounts are not copied over existing paths."""
+    """Links are copied; optional mounts are not copied over existing paths."""
     tools, own = tmp_path / "tools", tmp_path / "own"
     tools.mkdir()
     (tools / "one").write_text("1")

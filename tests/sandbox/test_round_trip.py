@@ -70,7 +70,7 @@ def carry(patch: Patch, folder: Path) -> None:
 @pytest.mark.parametrize("mounts", [True, False], ids=["overlay", "copy"])
 @given(before=trees, after=trees)
 def test_a_patch_makes_the_same_tree(mounts: bool, before: Tree, after: Tree) -> None:  # noqa: FBT001
-    """Of files and folders before and after, under any name that UTF-8 can hold."""
+    """A patch turns the tree before into that after, for any names that UTF-8 can hold."""
     with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as patched:
         if not mounts:
             patched.setattr(overlay, "mount_overlay", lambda *_: "refused")

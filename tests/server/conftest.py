@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from support.control_plane import Clock, Earlier, Open
-from support.server import Served, make_control, serve
+from support.server import RunningServer, make_control, serve
 from tugline.server.control import ControlPlane
 from tugline.server.store import base, postgres, sqlite
 from tugline.server.store.base import STEPS
@@ -122,14 +122,14 @@ async def control(open_control: Open) -> AsyncIterator[ControlPlane]:
 
 # --------------------------------------------------------------------------- over HTTP
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Served]:
+async def server(tmp_path: Path) -> AsyncIterator[RunningServer]:
     """An empty server on SQLite."""
     async with serve(f"sqlite:{tmp_path / 'tugline.db'}", tmp_path) as served:
         yield served
 
 
 @pytest.fixture
-async def server_of_each(store_url: str, tmp_path: Path) -> AsyncIterator[Served]:
+async def server_of_each(store_url: str, tmp_path: Path) -> AsyncIterator[RunningServer]:
     """An empty server on SQLite and on PostgreSQL."""
     async with serve(store_url, tmp_path) as served:
         yield served

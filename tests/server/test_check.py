@@ -10,7 +10,7 @@ from typing import Any
 
 from recording.verify.recorded import work
 from support.commands import run_command
-from support.server import Served, damage_results, flip_bit, serve
+from support.server import RunningServer, damage_results, flip_bit, serve
 
 
 async def check(folder: Path, *options: object) -> tuple[int, Any]:
@@ -20,13 +20,13 @@ async def check(folder: Path, *options: object) -> tuple[int, Any]:
     return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr
 
 
-def serve_in(folder: Path) -> AbstractAsyncContextManager[Served]:
+def serve_in(folder: Path) -> AbstractAsyncContextManager[RunningServer]:
     """A server with the store that `tugline server` uses by default in its folder."""
     return serve(f"sqlite:{folder / 'server.db'}", folder)
 
 
 async def test_damaged_and_lost_results_are_named(store_url: str, tmp_path: Path) -> None:
-    """On both stores, while the server runs and after it was stopped."""
+    """Both stores are checked while the server runs and after it was stopped."""
     store = ("--store", store_url)
     async with serve(store_url, tmp_path) as server:
         await server.finish(samples=4)
@@ -49,7 +49,7 @@ async def test_damaged_and_lost_results_are_named(store_url: str, tmp_path: Path
 
 
 def test_a_missing_database_is_an_error(tmp_path: Path) -> None:
-    """It is not created."""
+    """A missing database is not created."""
     code, output = asyncio.run(check(tmp_path))
     assert (code, "unable to open" in output, list(tmp_path.iterdir())) == (1, True, [])
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from support.control_plane import Idler, Open, a_task, read_pages, result
+from support.control_plane import IdleNode, Open, make_result, read_pages
+from support.tasks import make_task
 from tugline.errors import Invalid, UsageError
 from tugline.protocol import CommitOutcome, NodeRegistration, TaskQuery, TaskState
 from tugline.server.control import ControlPlane
@@ -18,7 +19,7 @@ async def test_lists_are_read_in_pages(control: ControlPlane) -> None:
     names = [f"t{n}" for n in range(25)]
     even: dict[str, Any] = {"tags": {"kind": "A"}, "tenant": "x"}
     odd = {"tags": {"kind": 'a"b', "odd": "yes"}}
-    await control.submit([a_task(name, **(even, odd)[n % 2]) for n, name in enumerate(names)])
+    await control.submit([make_task(name, **(even, odd)[n % 2]) for n, name in enumerate(names)])
     await control.database.write(results.cancel_task, "t3", by="me")
 
     async def read(**chosen: Any) -> list[str]:
@@ -42,17 +43,17 @@ async def test_lists_are_read_in_pages(control: ControlPlane) -> None:
         (b"", "not a trajectory"),
         (b"nonsense", "not a trajectory"),
         (b"\x28\xb5\x2f\xfd garbage", "not a trajectory"),
-        (result(Session(id="other-0", task="t", sample=0)), "the result is of other-0"),
+        (make_result(Session(id="other-0", task="t", sample=0)), "the result is of other-0"),
         (
-            result(Session(id="t-0", task="t", sample=0), status=Status.RUN),
+            make_result(Session(id="t-0", task="t", sample=0), status=Status.RUN),
             "must be of t-0 and final",
         ),
-        (result(Session(id="t-0", task="t", sample=0), status=Status.FAILED), "must have one"),
+        (make_result(Session(id="t-0", task="t", sample=0), status=Status.FAILED), "must have one"),
     ],
 )
 async def test_invalid_results_are_refused(control: ControlPlane, data: bytes, match: str) -> None:
     """The session keeps running and can commit a valid result."""
-    node = await Idler.at_work(control, a_task("t"))
+    node = await IdleNode.at_work(control, make_task("t"))
     with pytest.raises(Invalid, match=match):
         await control.dispatcher.commit("t-0", node.held["t-0"].epoch, data)
     assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
@@ -62,15 +63,15 @@ async def test_a_large_store_opens_quickly(open_control: Open) -> None:
     """A server with ten thousand sessions leases work within seconds."""
     async with open_control() as control:
         for n in range(5):
-            await control.submit([a_task(f"t{n}-{k}", 2) for k in range(1000)])
+            await control.submit([make_task(f"t{n}-{k}", 2) for k in range(1000)])
     async with asyncio.timeout(20), open_control() as control:
         assert (await control.database.read(stats.counts)).sessions == {"queued": 10_000}
-        node = await Idler.join(control, room=16)
+        node = await IdleNode.join(control, room=16)
         assert len((await node.ask()).work) == 16
 
 
 async def test_a_task_that_fails_the_check_is_refused_with_its_index(open_control: Open) -> None:
-    """Also where the check names no field; the bounds of the types are always checked."""
+    """The index is there even if the check names no field; bounds of types are always checked."""
 
     def check(task: Task) -> None:
         if task.id == "odd":
@@ -79,10 +80,10 @@ async def test_a_task_that_fails_the_check_is_refused_with_its_index(open_contro
 
     async with open_control(check=check) as control:
         with pytest.raises(Invalid, match="no harness of that name") as caught:
-            await control.submit([a_task("t"), a_task("odd")])
+            await control.submit([make_task("t"), make_task("odd")])
         assert caught.value.field == "1"
         with pytest.raises(Invalid, match="samples is 0") as caught:
-            await control.submit([a_task("t", 0)])
+            await control.submit([make_task("t", 0)])
         assert caught.value.field == "0.samples"
 
 
@@ -95,7 +96,7 @@ async def test_a_local_node_registration_is_validated(control: ControlPlane) -> 
 
 async def test_reading_a_log_makes_its_node_send_it(control: ControlPlane) -> None:
     """The waiting lease request is answered at once, and so is the reader."""
-    node = await Idler.at_work(control, a_task("t"))
+    node = await IdleNode.at_work(control, make_task("t"))
     asking = await node.start_asking()
     reading = asyncio.ensure_future(control.read_log("t-0", wait_s=10))
     assert (await asyncio.wait_for(asking, 20)).follow == ("t-0",)

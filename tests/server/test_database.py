@@ -126,7 +126,7 @@ async def test_notifications_follow_the_commit(database: Database, store_url: st
 
 
 async def test_a_closed_store_refuses_operations(store_url: str) -> None:
-    """They fail at once instead of waiting for ever."""
+    """Operations fail at once instead of waiting for ever."""
     async with open_database(store_url) as database:
         pass
     for ask in (database.read, database.write):
@@ -307,7 +307,7 @@ async def test_a_full_disk_fails_writes_until_there_is_room(tmp_path: Path) -> N
 
 
 def test_a_full_disk_error_has_advice(tmp_path: Path) -> None:
-    """Also for an error of the operating system."""
+    """An error of a full disk, here the operating system's, says to free some space."""
     database = open_database(f"sqlite:{tmp_path / 'a.db'}")
     error = OSError(errno.ENOSPC, "No space left on device")
     assert "free some space" in str(database._driver.explain(error))

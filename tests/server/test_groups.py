@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from support.control_plane import Idler, Open, a_task, names
+from support.control_plane import IdleNode, Open, session_ids
+from support.tasks import make_task
 from tugline.errors import Missing
 from tugline.protocol import Cancelled, ResultQuery, StopKind, TaskState
 from tugline.server.control import ControlPlane
@@ -14,7 +15,7 @@ from tugline.types import Boundary, Group, Status
 
 async def test_a_task_is_released_with_its_last_session(control: ControlPlane) -> None:
     """`missing` lists samples without a usable result; groups are ordered by release."""
-    node = await Idler.at_work(control, a_task("t", 3), a_task("u"))
+    node = await IdleNode.at_work(control, make_task("t", 3), make_task("u"))
     await node.commit("t-1")
     await node.commit("t-0", failure=Boundary.AGENT)
     view = await control.database.read(tasks.view, "t")
@@ -32,7 +33,7 @@ async def test_a_task_is_released_with_its_last_session(control: ControlPlane) -
 
 async def test_enough_usable_samples_end_a_group(control: ControlPlane) -> None:
     """Queued samples are cancelled, running ones are stopped, finished ones are kept."""
-    node = await Idler.at_work(control, a_task("t", 5, group=Group(min_usable=1)), room=3)
+    node = await IdleNode.at_work(control, make_task("t", 5, group=Group(min_usable=1)), room=3)
     await node.commit("t-0", failure=Boundary.AGENT)
     assert (await control.database.read(tasks.view, "t")).reason == ""
     await node.commit("t-1")
@@ -49,7 +50,7 @@ async def test_enough_usable_samples_end_a_group(control: ControlPlane) -> None:
 async def test_a_deadline_releases_a_group(open_control: Open) -> None:
     """Within a second; samples of a lost node do not delay it."""
     async with open_control(lease_s=0.5) as control:
-        await Idler.at_work(control, a_task("t", 3, group=Group(deadline_s=0.4)), room=1)
+        await IdleNode.at_work(control, make_task("t", 3, group=Group(deadline_s=0.4)), room=1)
         page = await asyncio.wait_for(control.results(ResultQuery(groups=True, wait_s=20)), 20)
         [view] = page.groups
         assert (view.reason, view.usable, view.missing) == ("deadline", 0, (0, 1, 2))
@@ -58,7 +59,7 @@ async def test_a_deadline_releases_a_group(open_control: Open) -> None:
 
 async def test_cancelling_a_task(control: ControlPlane) -> None:
     """The response counts ended, stopping and final sessions; a repetition is harmless."""
-    node = await Idler.at_work(control, a_task("t", 4), room=2)
+    node = await IdleNode.at_work(control, make_task("t", 4), room=2)
     await node.commit("t-0")
     expected = Cancelled(ended=("t-2", "t-3"), stopping=("t-1",), final=1)
     assert await control.database.write(results.cancel_task, "t", by="me") == expected
@@ -76,14 +77,14 @@ async def test_cancelling_a_task(control: ControlPlane) -> None:
 
 async def test_cancelling_a_session(control: ControlPlane) -> None:
     """Other sessions are not affected; a final session stays as it is."""
-    node = await Idler.at_work(control, a_task("t", 3), room=1)
+    node = await IdleNode.at_work(control, make_task("t", 3), room=1)
     write, cancel = control.database.write, results.cancel_session
     assert (await write(cancel, "t-2", by="me")).ended == ("t-2",)
     assert (await write(cancel, "t-0", by="me")).stopping == ("t-0",)
     assert (await write(cancel, "t-2", by="me")).final == 1
     assert (await control.database.read(results.get, "t-2")).status is Status.CANCELLED
     await node.commit("t-0", status=Status.CANCELLED, reward=None)
-    assert names((await node.ask()).work) == ["t-1"]
+    assert session_ids((await node.ask()).work) == ["t-1"]
     await node.commit("t-1")
     assert (await write(results.cancel_task, "t", by="me")).final == 3
     assert (await control.database.read(tasks.view, "t")).reason == "", "nothing ended it early"

@@ -7,15 +7,15 @@ from collections.abc import Callable
 import pytest
 
 from support.control_plane import (
-    Idler,
+    IdleNode,
     Open,
-    a_task,
-    names,
+    make_result,
     on_postgres,
     pass_time,
-    result,
-    statements,
+    record_statements,
+    session_ids,
 )
+from support.tasks import make_task
 from tugline.errors import Conflict, FencedError
 from tugline.protocol import (
     CommitOutcome,
@@ -36,21 +36,21 @@ from tugline.types import Boundary, Cause, Failure, Group, Stale, Status
 
 async def test_samples_of_a_task_stay_together(control: ControlPlane) -> None:
     """Nodes that wait at the same time get whole tasks, as far as their capacity allows."""
-    a, b = await Idler.join(control, "a", room=4), await Idler.join(control, "b", room=4)
+    a, b = await IdleNode.join(control, "a", room=4), await IdleNode.join(control, "b", room=4)
     asking = [await a.start_asking(), await b.start_asking()]
-    await control.submit([a_task("s", 4), a_task("t", 4)])
+    await control.submit([make_task("s", 4), make_task("t", 4)])
     answers = await asyncio.wait_for(asyncio.gather(*asking), 20)
-    got = [sorted(names(orders.work)) for orders in answers]
+    got = [sorted(session_ids(orders.work)) for orders in answers]
     assert sorted(got) == [["s-0", "s-1", "s-2", "s-3"], ["t-0", "t-1", "t-2", "t-3"]]
 
 
 async def test_a_cancelled_lease_request_loses_no_work(control: ControlPlane) -> None:
     """Work granted to a client that hung up is in its next response."""
-    node = await Idler.join(control)
+    node = await IdleNode.join(control)
     for n in range(10):
         asking = asyncio.ensure_future(node.ask(wait_s=20))
         await asyncio.sleep(0.02)
-        await control.submit([a_task(f"t{n}")])
+        await control.submit([make_task(f"t{n}")])
         asking.cancel()
         await asyncio.wait([asking])
     async with asyncio.timeout(20):
@@ -60,9 +60,9 @@ async def test_a_cancelled_lease_request_loses_no_work(control: ControlPlane) ->
 
 
 async def test_a_lost_nodes_sessions_go_to_others(control: ControlPlane) -> None:
-    """As soon as its lease has expired; its later messages are refused."""
-    dead = await Idler.at_work(control, a_task("t"), name="dead")
-    alive = await Idler.join(control, "alive")
+    """Another node gets them once the lease has expired; the node's later messages are refused."""
+    dead = await IdleNode.at_work(control, make_task("t"), name="dead")
+    alive = await IdleNode.join(control, "alive")
     await pass_time(control, 20.0)
     asking = await alive.start_asking()
     await pass_time(control, 20.0)
@@ -84,14 +84,14 @@ async def test_a_wiped_store_refuses_leases_from_before(
 ) -> None:
     """A task with the same id has a new epoch: late results, logs and releases are fenced."""
     async with open_control() as control:
-        old = (await Idler.at_work(control, a_task("t"))).held["t-0"]
+        old = (await IdleNode.at_work(control, make_task("t"))).held["t-0"]
     wipe_store()
     async with open_control(ahead_s=1.0) as control:
-        node = await Idler.at_work(control, a_task("t"), name="another")
+        node = await IdleNode.at_work(control, make_task("t"), name="another")
         again, epoch = control.dispatcher, old.epoch
         assert node.held["t-0"].epoch > epoch
         for late in (
-            again.commit("t-0", epoch, result(old, reward=0.0)),
+            again.commit("t-0", epoch, make_result(old, reward=0.0)),
             again.release("t-0", Release(epoch=epoch, reason="late")),
             again.log("t-0", epoch, 0, b"late"),
         ):
@@ -105,20 +105,20 @@ async def test_a_wiped_store_refuses_leases_from_before(
 
 async def test_a_second_node_of_the_same_name_is_refused(control: ControlPlane) -> None:
     """A restart takes over at once, another instance only after the lease has expired."""
-    first = await Idler.join(control, "a", instance="one")
+    first = await IdleNode.join(control, "a", instance="one")
     with pytest.raises(Conflict, match=r"'a' is already active; .* ends in 30 s"):
-        await Idler.join(control, "a", instance="two")
-    again = await Idler.join(control, "a", instance="one")
+        await IdleNode.join(control, "a", instance="two")
+    again = await IdleNode.join(control, "a", instance="one")
     with pytest.raises(FencedError):
         await first.renew()
     await again.renew()
     await pass_time(control, 31.0)
-    await Idler.join(control, "a", instance="two")
+    await IdleNode.join(control, "a", instance="two")
 
 
 async def test_orders_answer_a_waiting_lease_request_once(control: ControlPlane) -> None:
     """A stop answers the waiting request; later requests wait, renewals repeat it."""
-    node = await Idler.at_work(control, a_task("t"))
+    node = await IdleNode.at_work(control, make_task("t"))
     asking = await node.start_asking()
     await control.database.write(results.cancel_session, "t-0", by="me")
     [stop] = (await asyncio.wait_for(asking, 20)).stop
@@ -130,15 +130,15 @@ async def test_orders_answer_a_waiting_lease_request_once(control: ControlPlane)
 
 
 async def test_a_draining_node_gets_no_work(control: ControlPlane) -> None:
-    """It learns at once, and sessions that it releases keep their attempts."""
-    node = await Idler.at_work(control, a_task("t"), name="a")
+    """The node learns of it at once, and sessions that it releases keep their attempts."""
+    node = await IdleNode.at_work(control, make_task("t"), name="a")
     asking = await node.start_asking()
     await control.dispatcher.drain(node.node)
     assert (await asyncio.wait_for(asking, 20)).draining
-    await control.submit([a_task("u")])
+    await control.submit([make_task("u")])
     assert (await node.ask(wait_s=0.2)).work == ()
     await node.release("t-0")
-    other = await Idler.join(control, "b")
+    other = await IdleNode.join(control, "b")
     await other.ask()
     assert other.held["t-0"].attempt == 0
     assert other.held["t-0"].epoch > node.held["t-0"].epoch
@@ -153,8 +153,8 @@ async def test_the_failed_boundary_decides_about_retries(
     control: ControlPlane, boundary: Boundary, tries: int
 ) -> None:
     """A harness is tried twice; failures of policy, engine and evaluator are final."""
-    node = await Idler.join(control)
-    await control.submit([a_task("t", group=Group(attempts=3))])
+    node = await IdleNode.join(control)
+    await control.submit([make_task("t", group=Group(attempts=3))])
     for attempt in range(tries):
         [work] = (await node.ask()).work
         assert work.session.attempt == attempt
@@ -169,8 +169,8 @@ async def test_the_failed_boundary_decides_about_retries(
 
 async def test_infrastructure_failures_cost_no_attempt(control: ControlPlane) -> None:
     """Retried at once, then with growing pauses, until `retry_s` is over."""
-    node = await Idler.join(control)
-    await control.submit([a_task("t", group=Group(attempts=2, retry_s=100.0))])
+    node = await IdleNode.join(control)
+    await control.submit([make_task("t", group=Group(attempts=2, retry_s=100.0))])
     for pause_s in (0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0):
         if pause_s:
             assert (await node.ask(wait_s=0.05)).work == ()
@@ -187,13 +187,13 @@ async def test_infrastructure_failures_cost_no_attempt(control: ControlPlane) ->
 
 
 async def test_a_node_that_reports_a_problem_is_quarantined(control: ControlPlane) -> None:
-    """It gets no session, then one after a pause that doubles, and all once it has no problem.
+    """The node gets one session after pauses that double, and all once it has no problem.
 
     Other nodes do all of the work meanwhile, and no task loses an attempt.
     """
-    broken, sound = await Idler.join(control, "broken"), await Idler.join(control, "sound")
-    await control.submit([a_task(f"t{n}") for n in range(12)])
-    for session in names((await broken.ask()).work):
+    broken, sound = await IdleNode.join(control, "broken"), await IdleNode.join(control, "sound")
+    await control.submit([make_task(f"t{n}") for n in range(12)])
+    for session in session_ids((await broken.ask()).work):
         await broken.commit(session, failure=Cause.SANDBOX)
     broken.problem = "sandbox: it broke"
     assert (await broken.ask(wait_s=0.05)).work == ()
@@ -206,13 +206,13 @@ async def test_a_node_that_reports_a_problem_is_quarantined(control: ControlPlan
         broken.problem = "sandbox: it broke" if pause_s else ""
         await asyncio.gather(broken.renew(), sound.renew())
         name = f"after{pause_s:g}"
-        await control.submit([a_task(f"{name}.{n}") for n in range(3)])
+        await control.submit([make_task(f"{name}.{n}") for n in range(3)])
         view, _ = await control.database.read(nodes.list_views)
         assert view.fault == broken.problem
         for _ in range(2):
             await pass_time(control, pause_s / 2)
             await asyncio.gather(broken.renew(), sound.renew())
-        trial = names((await broken.ask()).work)
+        trial = session_ids((await broken.ask()).work)
         assert len(trial) == (1 if pause_s else 3)
         for session in trial:
             await broken.commit(session, failure=Cause.SANDBOX if pause_s else None)
@@ -227,22 +227,22 @@ async def test_a_node_that_reports_a_problem_is_quarantined(control: ControlPlan
 async def test_no_failures_of_sessions_quarantine_a_node(
     control: ControlPlane, cause: Cause
 ) -> None:
-    """However many tasks fail, with whatever cause: a tenant could let its tasks fail like that."""
-    node = await Idler.join(control)
+    """A tenant could let its tasks fail on purpose, so neither number nor cause matters."""
+    node = await IdleNode.join(control)
     for number in range(6):
-        await control.submit([a_task(f"bad{number}", group=Group(attempts=1, retry_s=0.0))])
+        await control.submit([make_task(f"bad{number}", group=Group(attempts=1, retry_s=0.0))])
         for work in (await node.ask()).work:
             await node.commit(work.session.id, failure=cause)
-    await control.submit([a_task("good")])
-    assert "good-0" in names((await node.ask()).work)
+    await control.submit([make_task("good")])
+    assert "good-0" in session_ids((await node.ask()).work)
     [view] = await control.database.read(nodes.list_views)
     assert view.fault == ""
 
 
 async def test_a_failed_session_moves_to_another_node(control: ControlPlane) -> None:
-    """If another has room; a node that is alone gets it again."""
-    a = await Idler.at_work(control, a_task("t"), name="a")
-    b = await Idler.join(control, "b", room=1)
+    """The session moves if another node has room; a node that is alone gets it again."""
+    a = await IdleNode.at_work(control, make_task("t"), name="a")
+    b = await IdleNode.join(control, "b", room=1)
     waiting = await a.start_asking(room=7)
     asking = await b.start_asking()
     await a.commit("t-0", failure=Boundary.RUNTIME)
@@ -250,13 +250,13 @@ async def test_a_failed_session_moves_to_another_node(control: ControlPlane) -> 
     waiting.cancel()
     assert set(b.held) == {"t-0"}
     await b.commit("t-0", failure=Boundary.RUNTIME)
-    assert names((await b.ask()).work) == ["t-0"]
+    assert session_ids((await b.ask()).work) == ["t-0"]
 
 
 async def test_a_crash_is_retried_on_the_same_node(control: ControlPlane) -> None:
     """Only causes that the table retries elsewhere move a session."""
-    a = await Idler.at_work(control, a_task("t", 2), name="a", room=2)
-    b = await Idler.join(control, "b", room=1)
+    a = await IdleNode.at_work(control, make_task("t", 2), name="a", room=2)
+    b = await IdleNode.join(control, "b", room=1)
     await a.commit("t-0", failure=Cause.CRASH)
     await asyncio.gather(a.ask(wait_s=0.5), b.ask(wait_s=0.5))
     assert (set(a.held), set(b.held)) == ({"t-0", "t-1"}, set())
@@ -264,10 +264,10 @@ async def test_a_crash_is_retried_on_the_same_node(control: ControlPlane) -> Non
 
 async def test_the_last_attempt_of_a_lost_node_fails_the_session(control: ControlPlane) -> None:
     """A task that kills its nodes ends with a failure."""
-    task = a_task("t", group=Group(attempts=2, retry_s=0.0))
-    lost = [await Idler.at_work(control, task, name="a") for _ in range(2)]
+    task = make_task("t", group=Group(attempts=2, retry_s=0.0))
+    lost = [await IdleNode.at_work(control, task, name="a") for _ in range(2)]
     assert lost[1].held["t-0"].epoch > lost[0].held["t-0"].epoch, "its successor gets it at once"
-    await Idler.join(control, "a")
+    await IdleNode.join(control, "a")
     view = await control.database.read(results.get, "t-0")
     assert view.failure is not None
     assert view.failure.boundary is Boundary.INFRASTRUCTURE
@@ -277,9 +277,9 @@ async def test_the_last_attempt_of_a_lost_node_fails_the_session(control: Contro
 
 async def test_stale_sessions_are_restarted(control: ControlPlane) -> None:
     """Those that are too many versions behind, if their task asks for it."""
-    node = await Idler.join(control)
+    node = await IdleNode.join(control)
     strict = Group(max_staleness=1, on_stale=Stale.ABORT)
-    await control.submit([a_task("strict", group=strict), a_task("marked", group=Group())])
+    await control.submit([make_task("strict", group=strict), make_task("marked", group=Group())])
     await node.ask()
     node.applied = 2
     asking = await node.start_asking()
@@ -298,7 +298,7 @@ async def test_stale_sessions_are_restarted(control: ControlPlane) -> None:
 
 async def test_a_session_that_ignores_its_stop_is_fenced(control: ControlPlane) -> None:
     """A node that renews but does not stop it loses the session after one lease time."""
-    node = await Idler.at_work(control, a_task("t"))
+    node = await IdleNode.at_work(control, make_task("t"))
     await control.database.write(results.cancel_task, "t", by="me")
     for _ in range(2):
         await pass_time(control, 20.0)
@@ -310,8 +310,8 @@ async def test_a_session_that_ignores_its_stop_is_fenced(control: ControlPlane) 
 
 
 async def test_a_pause_waits_for_every_node(control: ControlPlane) -> None:
-    """It returns when all nodes have applied it; waiting lease requests carry it."""
-    node, late = await Idler.join(control, "a"), await Idler.join(control, "b")
+    """The pause returns when all nodes have applied it; waiting lease requests carry it."""
+    node, late = await IdleNode.join(control, "a"), await IdleNode.join(control, "b")
     asking = await node.start_asking()
     pausing = asyncio.ensure_future(control.pause(within_s=10))
     orders = await asyncio.wait_for(asking, 20)
@@ -325,8 +325,8 @@ async def test_a_pause_waits_for_every_node(control: ControlPlane) -> None:
 
 
 async def test_a_pause_names_missing_nodes(control: ControlPlane) -> None:
-    """It ends at its timeout; repeating the same pause makes no new generation."""
-    await Idler.join(control, "slow")
+    """The pause ends at its timeout; repeating the same pause makes no new generation."""
+    await IdleNode.join(control, "slow")
     barrier = await control.pause(within_s=0.2)
     assert (barrier.missing, barrier.generation) == (("slow",), 1)
     assert (await control.pause(within_s=0.05)).generation == 1
@@ -339,7 +339,7 @@ async def test_a_lost_node_expires_although_the_clock_is_set_back(
 ) -> None:
     """Leases are counted by a monotonic clock."""
     async with open_control(lease_s=0.3, ahead_s=None) as control:
-        await Idler.join(control)
+        await IdleNode.join(control)
         real = time.time
         monkeypatch.setattr(time, "time", lambda: real() - 3600.0)
         await control.database.write(lambda tx: tx.notify("timers"))
@@ -351,8 +351,8 @@ async def test_a_lost_node_expires_although_the_clock_is_set_back(
 async def test_a_clock_set_back_during_a_restart_delays_nothing(open_control: Open) -> None:
     """Leases, pauses and quarantines are at most as long as one that begins at the start."""
     async with open_control() as control:
-        node = await Idler.join(control)
-        await control.submit([a_task(f"t{n}") for n in range(4)])
+        node = await IdleNode.join(control)
+        await control.submit([make_task(f"t{n}") for n in range(4)])
         for work in (await node.ask()).work[:-1]:
             await node.commit(work.session.id, failure=Cause.SANDBOX)
         node.problem = "it broke"
@@ -363,15 +363,15 @@ async def test_a_clock_set_back_during_a_restart_delays_nothing(open_control: Op
         await pass_time(control, 31.0)
         assert [view.state for view in await control.database.read(nodes.list_views)] == ["gone"]
         await pass_time(control, nodes.MAX_BLOCK_S)
-        other = await Idler.join(control, "other")
+        other = await IdleNode.join(control, "other")
         assert len((await other.ask()).work) == 4
 
 
 async def test_repeated_restarts_do_not_keep_a_lost_node(open_control: Open) -> None:
     """All restarts give it at most two leases, and a live node a whole lease each."""
     async with open_control() as control:
-        await Idler.join(control, "dead")
-        alive = await Idler.join(control, "alive")
+        await IdleNode.join(control, "dead")
+        alive = await IdleNode.join(control, "alive")
     for start in range(1, 8):
         async with open_control(ahead_s=29.0 * start) as control:
             alive.control = control
@@ -390,7 +390,7 @@ async def test_repeated_restarts_do_not_keep_a_lost_node(open_control: Open) -> 
 async def test_a_second_server_does_not_extend_leases(open_control: Open) -> None:
     """Leases that have time left stay as they are."""
     async with open_control() as one:
-        await Idler.join(one)
+        await IdleNode.join(one)
         [before] = await one.database.read(nodes.list_views)
         async with open_control() as other:
             [after] = await other.database.read(nodes.list_views)
@@ -398,14 +398,14 @@ async def test_a_second_server_does_not_extend_leases(open_control: Open) -> Non
 
 
 async def test_a_node_without_sandboxes_joins_in_quarantine(control: ControlPlane) -> None:
-    """It gets one session on trial; once it works, the node ends the quarantine."""
-    node = await Idler.join(control, problem="bwrap is not on the PATH")
-    await control.submit([a_task(f"t{n}") for n in range(3)])
+    """The node gets one session on trial; once that works, the node ends the quarantine."""
+    node = await IdleNode.join(control, problem="bwrap is not on the PATH")
+    await control.submit([make_task(f"t{n}") for n in range(3)])
     assert (await node.ask(wait_s=0.05)).work == ()
     [view] = await control.database.read(nodes.list_views)
     assert view.fault == "bwrap is not on the PATH"
     await pass_time(control, nodes.BLOCK_S)
-    [trial] = names((await node.ask()).work)
+    [trial] = session_ids((await node.ask()).work)
     await node.commit(trial)
     node.problem = ""
     assert len((await node.ask()).work) == 2
@@ -413,14 +413,14 @@ async def test_a_node_without_sandboxes_joins_in_quarantine(control: ControlPlan
 
 # --------------------------------------------------------------------------- many at once
 async def test_expiring_a_node_takes_a_constant_number_of_statements(control: ControlPlane) -> None:
-    """Its sessions are returned to the queue together, not one by one."""
+    """All sessions are returned to the queue together, not one by one."""
     counts = []
     for name, samples in (("small", 2), ("large", 64)):
-        node = await Idler.at_work(control, a_task(name, samples), name=name, room=samples)
+        node = await IdleNode.at_work(control, make_task(name, samples), name=name, room=samples)
         assert len(node.held) == samples
 
         def expire_and_count(tx: Tx, node: str = node.node) -> int:
-            with statements(tx) as seen:
+            with record_statements(tx) as seen:
                 leases.expire_node(tx, node, "gone")
             return len(seen)
 
@@ -432,7 +432,7 @@ async def test_expiring_a_node_takes_a_constant_number_of_statements(control: Co
 async def test_lost_nodes_expire_a_few_at_a_time(control: ControlPlane) -> None:
     """Others can renew in between; in the end all are gone and all work is queued again."""
     for n in range(45):
-        await Idler.at_work(control, a_task(f"t{n}"), name=f"n{n}", room=1)
+        await IdleNode.at_work(control, make_task(f"t{n}"), name=f"n{n}", room=1)
     control.database.clock.ahead_s += 100
     steps = []
     while due := await control.database.read(nodes.list_expired):
@@ -448,12 +448,12 @@ async def test_work_beyond_one_grant_is_granted_next(
 ) -> None:
     """The bound on a transaction leaves no node waiting beside a queue."""
     monkeypatch.setattr(leases, "_GRANT_BATCH", 3)
-    waiting = [await Idler.join(control, name, room=3) for name in "abc"]
+    waiting = [await IdleNode.join(control, name, room=3) for name in "abc"]
     asking = [await node.start_asking() for node in waiting]
-    await control.submit([a_task(f"t{n}") for n in range(9)])
+    await control.submit([make_task(f"t{n}") for n in range(9)])
     answers = await asyncio.wait_for(asyncio.gather(*asking), 20)
-    given = [name for answer in answers for name in names(answer.work)]
+    given = [name for answer in answers for name in session_ids(answer.work)]
     while len(given) < 9:
         for node in waiting:
-            given += names((await node.ask(wait_s=0.5)).work)
+            given += session_ids((await node.ask(wait_s=0.5)).work)
     assert sorted(given) == [f"t{n}-0" for n in range(9)]

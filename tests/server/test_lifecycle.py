@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import pytest
 
-from support.control_plane import a_task
+from support.tasks import make_task
 from tugline.errors import FencedError
 from tugline.protocol import (
     CommitOutcome,
@@ -89,7 +89,7 @@ class Lifecycle:
     def _submit(self) -> None:
         """A client submits a task."""
         draw = self.random.choice
-        task = a_task(
+        task = make_task(
             f"t{next(self.numbers)}",
             draw([1, 2, 4, 6]),
             tenant=draw(["a", "b"]),

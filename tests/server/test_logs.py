@@ -71,7 +71,7 @@ async def test_reading_from_the_end(tmp_path: Path) -> None:
 
 
 async def test_old_logs_are_deleted(tmp_path: Path) -> None:
-    """By age, and the oldest first while all together are too large."""
+    """Logs are deleted by age, and the oldest first while all together are too large."""
     logs = Logs(tmp_path, keep_s=1000, total=250)
     for n in range(5):
         await logs.append(f"t-{n}", 1, 0, b"x" * 100)

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import asyncio
 
-from support.control_plane import Idler, Open, a_task
-from support.deployment import read
+from support.control_plane import IdleNode, Open
+from support.deployment import read_samples
+from support.tasks import make_task
 from tugline.protocol import EventQuery
 from tugline.server.control import ControlPlane
 from tugline.server.metrics import ServerMetrics
@@ -15,11 +16,11 @@ async def test_gauges_show_the_current_state(control: ControlPlane) -> None:
     """Queue by tenant, sessions by status, nodes, unread results, callbacks, weights."""
     metrics = ServerMetrics(control.database)
     await control.announce(4)
-    notified = a_task("a", 3, callback=Callback("http://127.0.0.1:9/"))
-    node = await Idler.at_work(control, notified, a_task("b", 2, tenant="other"), room=2)
+    notified = make_task("a", 3, callback=Callback("http://127.0.0.1:9/"))
+    node = await IdleNode.at_work(control, notified, make_task("b", 2, tenant="other"), room=2)
     await node.commit("a-0")
     await control.database.write(results.ack, "trainer", 0)
-    samples = read(await metrics.page())
+    samples = read_samples(await metrics.page())
     assert samples["tugline_queue"] == {("default",): 2, ("other",): 1}
     assert samples["tugline_sessions"]["queued",] == 3
     assert samples["tugline_sessions"]["completed",] == 1
@@ -37,12 +38,12 @@ async def test_gauges_show_the_current_state(control: ControlPlane) -> None:
 async def test_counters_count_committed_events(control: ControlPlane) -> None:
     """Leases, requeues by reason, results, failures and tokens."""
     metrics = ServerMetrics(control.database)
-    node = await Idler.at_work(control, a_task("a", 4))
+    node = await IdleNode.at_work(control, make_task("a", 4))
     await node.release("a-0")
     await node.release("a-1", "no disk", Boundary.INFRASTRUCTURE)
     await node.commit("a-2", ledger=Ledger(sampled=10, trained=7))
     await node.commit("a-3", failure=Boundary.ENGINE, ledger=Ledger(sampled=10))
-    samples = read(await metrics.page())
+    samples = read_samples(await metrics.page())
     kinds = samples["tugline_events_total"]
     assert kinds["session.leased",] == 4
     assert kinds["node.joined",] == 1
@@ -56,23 +57,23 @@ async def test_counters_count_committed_events(control: ControlPlane) -> None:
 
 
 async def test_each_event_is_counted_once(control: ControlPlane) -> None:
-    """With consecutive and concurrent pages, and more events than are read at once."""
+    """Consecutive and concurrent pages count each event once, also beyond one batch."""
     metrics = ServerMetrics(control.database)
     for first in range(0, 3000, 1000):
-        await control.submit([a_task(f"t{n}") for n in range(first, first + 1000)])
+        await control.submit([make_task(f"t{n}") for n in range(first, first + 1000)])
         await asyncio.gather(metrics.page(), metrics.page())
-    samples = read(await metrics.page())
+    samples = read_samples(await metrics.page())
     assert samples["tugline_events_total"]["task.accepted",] == 3000
 
 
 async def test_counters_begin_at_the_start_of_the_server(open_control: Open) -> None:
     """Events of an earlier process are not counted again."""
     async with open_control() as control:
-        await control.submit([a_task("a")])
+        await control.submit([make_task("a")])
     await asyncio.sleep(0.01)
     async with open_control() as control:
         metrics = ServerMetrics(control.database, await control.database.read(events.latest))
         assert len(await control.events(EventQuery(after=0))) == 1
-        await control.submit([a_task("b")])
-        samples = read(await metrics.page())
+        await control.submit([make_task("b")])
+        samples = read_samples(await metrics.page())
     assert samples["tugline_events_total"]["task.accepted",] == 1

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from support.control_plane import Open, a_task, finish, statements, submit
+from support.control_plane import Open, finish, record_statements, submit
+from support.tasks import make_task
 from tugline.errors import Invalid
 from tugline.protocol import Event, EventKind, EventQuery, ResultQuery, Results
 from tugline.server.blobs import LocalBlobs
@@ -21,7 +22,7 @@ from tugline.server.store.database import Database, open_database
 
 async def _finish_tasks(database: Database, **samples: int) -> None:
     """Submit tasks of these names and finish all their samples, the last ones first."""
-    await database.write(submit, *(a_task(name, count) for name, count in samples.items()))
+    await database.write(submit, *(make_task(name, count) for name, count in samples.items()))
     for name, count in samples.items():
         for n in reversed(range(count)):
             await database.write(finish, f"{name}-{n}", n / 4)
@@ -42,7 +43,7 @@ def _ids(page: Results) -> list[str]:
 async def test_results_are_read_in_pages(
     database: Database, op: Callable[..., Results], limit: int, expected: list[str]
 ) -> None:
-    """In the order of their commits, or as whole groups: as many as fit, and at least one."""
+    """Pages follow the order of commits, or hold as many whole groups as fit, at least one."""
     await _finish_tasks(database, a=4, b=2, c=1)
     pages, cursor = [], 0
     while (page := await database.read(op, cursor, limit)).items:
@@ -83,8 +84,8 @@ async def test_trimming_events_keeps_results(database: Database) -> None:
 
 
 async def test_blobs_without_a_result_are_swept(database: Database, tmp_path: Path) -> None:
-    """Also those that an expired lease had stored for the same session."""
-    await database.write(submit, a_task("a.b", 2))
+    """A blob that an expired lease had stored for the same session is deleted, too."""
+    await database.write(submit, make_task("a.b", 2))
     await database.write(finish, "a.b-0", 1.0, blob="a.b-0.2.new")
     blobs = LocalBlobs(tmp_path / "blobs")
     for name in ("a.b-0.2.new", "a.b-0.1.old", "a.b-1.1.never", "gone-0.1.x"):
@@ -96,7 +97,7 @@ async def test_blobs_without_a_result_are_swept(database: Database, tmp_path: Pa
 
 
 def _explain(tx: Tx, op: Callable[[Tx], object]) -> str:
-    with statements(tx) as seen:
+    with record_statements(tx) as seen:
         op(tx)
     plans = [tx.execute(f"EXPLAIN QUERY PLAN {sql}", defaultdict(int)) for sql in [*seen]]
     return "; ".join(row[-1] for plan in plans for row in plan)
@@ -124,14 +125,14 @@ async def test_pages_use_an_index(tmp_path: Path) -> None:
 async def test_a_position_of_a_wiped_store_is_before_all_new_results(
     open_control: Open, wipe_store: Callable[[], None]
 ) -> None:
-    """Whatever number of results the old and the new store have."""
+    """A reader gets all new results, however many the old and the new store have."""
     async with open_control() as control:
-        await control.submit([a_task("t", 2)])
+        await control.submit([make_task("t", 2)])
         await control.database.write(results.cancel_task, "t", by="me")
         position = (await control.results(ResultQuery())).cursor
     wipe_store()
     async with open_control(ahead_s=1.0) as control:
-        await control.submit([a_task("t", 9)])
+        await control.submit([make_task("t", 9)])
         await control.database.write(results.cancel_task, "t", by="me")
         again = await control.results(ResultQuery(after=position))
     assert len(again.items) == 9
@@ -148,7 +149,7 @@ async def test_a_position_beyond_the_latest_is_refused(control: ControlPlane) ->
 
 async def test_readers_wait_for_single_tasks(control: ControlPlane) -> None:
     """Results, groups and events of a task wake its readers; those of another do not."""
-    await control.submit([a_task("a"), a_task("b")])
+    await control.submit([make_task("a"), make_task("b")])
     after = (await control.database.read(stats.counts)).position
     waits = (
         control.results(ResultQuery(task=("a",), wait_s=9.0)),

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from support.control_plane import Idler, Open, a_task
+from support.control_plane import IdleNode, Open
+from support.tasks import make_task
 from tugline.errors import Missing
 from tugline.protocol import ResultQuery
 from tugline.server.control import ControlPlane
@@ -15,7 +16,7 @@ from tugline.server.store.events import latest
 
 async def finish_tasks(control: ControlPlane, *names: str) -> int:
     """Run tasks to their end; the position of the last release."""
-    node = await Idler.at_work(control, *(a_task(name, 2) for name in names), room=100)
+    node = await IdleNode.at_work(control, *(make_task(name, 2) for name in names), room=100)
     for session in list(node.held):
         await node.commit(session)
     return max([(await control.database.read(tasks.view, name)).released or 0 for name in names])
@@ -25,7 +26,7 @@ async def test_acknowledged_tasks_are_deleted(control: ControlPlane) -> None:
     """Old, released and acknowledged by all: tasks, sessions and results go; the counts stay."""
     read, write = control.database.read, control.database.write
     position = await finish_tasks(control, "a", "b")
-    await control.submit([a_task("open")])
+    await control.submit([make_task("open")])
     delete, later = tasks.delete_finished, time.time() + 60
     await write(results.ack, "trainer", position - 1)
     await write(results.ack, "archive", position)
@@ -44,12 +45,12 @@ async def test_acknowledged_tasks_are_deleted(control: ControlPlane) -> None:
 
 
 async def test_the_id_of_a_deleted_task_can_be_reused(control: ControlPlane) -> None:
-    """Also for a task with another body."""
+    """A task with another body may have the id of a deleted one."""
     position = await finish_tasks(control, "a")
     assert await control.database.write(tasks.delete_finished, time.time() + 60) == 1
-    changed = a_task("a", tags={"other": "body"})
+    changed = make_task("a", tags={"other": "body"})
     await control.submit([changed])
-    node = await Idler.join(control, "last")
+    node = await IdleNode.join(control, "last")
     assert [work.task for work in (await node.ask()).work] == [changed]
     assert await control.database.read(latest) > position
 
@@ -68,7 +69,7 @@ async def test_tasks_with_undelivered_callbacks_are_kept(control: ControlPlane) 
 
 
 async def test_a_deleted_consumer_does_not_delay_deletion(control: ControlPlane) -> None:
-    """Its acknowledgements no longer count."""
+    """Acknowledgements of a deleted consumer no longer count."""
     await finish_tasks(control, "a")
     await control.database.write(results.ack, "dead", 0)
     await control.database.write(results.delete_consumer, "dead")
@@ -78,7 +79,7 @@ async def test_a_deleted_consumer_does_not_delay_deletion(control: ControlPlane)
 
 
 async def test_a_silent_consumer_does_not_delay_deletion_for_ever(open_control: Open) -> None:
-    """It no longer counts after `keep_consumers_days`; its position stays."""
+    """The consumer no longer counts after `keep_consumers_days`, but its position stays."""
     minute = 1 / 1440
     async with open_control(keep_tasks_days=minute, keep_consumers_days=10 * minute) as control:
         await finish_tasks(control, "a")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from support.control_plane import Idler, a_task, names
+from support.control_plane import IdleNode, session_ids
+from support.tasks import make_task
 from tugline.errors import Missing
 from tugline.protocol import TaskState
 from tugline.server.control import ControlPlane
@@ -13,9 +14,9 @@ from tugline.types import Boundary, Status
 
 
 async def test_failed_sessions_run_again(control: ControlPlane) -> None:
-    """Only those without a reward whose failure is not the agent's; the task is released again."""
+    """Only sessions without a reward whose failure is not the agent's run again."""
     write, read = control.database.write, control.database.read
-    node = await Idler.at_work(control, a_task("t", 3), room=3)
+    node = await IdleNode.at_work(control, make_task("t", 3), room=3)
     await node.commit("t-0")
     await node.commit("t-1", status=Status.FAILED, reward=None, failure=Boundary.EVALUATOR)
     await node.commit("t-2", status=Status.FAILED, reward=None, failure=Boundary.AGENT)
@@ -25,7 +26,7 @@ async def test_failed_sessions_run_again(control: ControlPlane) -> None:
     assert (await read(tasks.view, "t")).state is TaskState.OPEN
     with pytest.raises(Missing):
         await read(results.get, "t-1")
-    assert names((await node.ask()).work) == ["t-1"]
+    assert session_ids((await node.ask()).work) == ["t-1"]
     await node.commit("t-1")
     assert (await read(tasks.view, "t")).counts == {"completed": 2, "failed": 1}
     assert (await read(tasks.view, "t")).state is TaskState.RELEASED
@@ -36,7 +37,7 @@ async def test_failed_sessions_run_again(control: ControlPlane) -> None:
 
 async def test_a_task_that_was_ended_early_stays_ended(control: ControlPlane) -> None:
     """A cancellation is an order."""
-    node = await Idler.at_work(control, a_task("t", 2), room=1)
+    node = await IdleNode.at_work(control, make_task("t", 2), room=1)
     await node.commit("t-0", status=Status.FAILED, reward=None, failure=Boundary.EVALUATOR)
     await control.database.write(results.cancel_task, "t", by="me")
     assert await control.database.write(results.run_again, "t", by="me") == ()

@@ -45,7 +45,7 @@ async def test_a_rewound_run_drops_later_steps(control: ControlPlane) -> None:
 
 
 async def test_old_runs_are_deleted(control: ControlPlane) -> None:
-    """As a whole: a run that still reports keeps its first steps."""
+    """Runs are deleted as a whole: one that still reports keeps its first steps."""
     await control.database.write(stats.report_step, "old", RunStep(step=1))
     between = time.time()
     await control.database.write(stats.report_step, "new", RunStep(step=1))

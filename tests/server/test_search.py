@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from support.control_plane import Earlier, Open, a_task, finish, read_pages, submit
+from support.control_plane import Earlier, Open, finish, read_pages, submit
+from support.tasks import make_task
 from tugline.errors import Missing
 from tugline.protocol import EventKind, EventQuery, SessionQuery
 from tugline.server.control import ControlPlane
@@ -18,7 +19,7 @@ from tugline.types import Status, Task
 
 def task(name: str, instruction: str, samples: int = 2, **tags: str) -> Task:
     """A task that no node runs."""
-    return a_task(name, samples, instruction=instruction, tags=tags)
+    return make_task(name, samples, instruction=instruction, tags=tags)
 
 
 def fill(tx: Tx) -> None:
@@ -69,7 +70,7 @@ async def test_search_pages_are_complete(control: ControlPlane, newest: bool) ->
 
 @pytest.mark.parametrize("newest", [False, True])
 async def test_search_is_combined_with_filters(control: ControlPlane, newest: bool) -> None:  # noqa: FBT001
-    """By status, task and node, wherever the matches are among many sessions."""
+    """Status, task and node filter the matches, wherever those are among many sessions."""
     tagged = [task(f"t{n:02}", "common", 2) for n in range(20)]
     await control.database.write(submit, *tagged, task("other", "different"))
     for session in ("t00-1", "t07-0", "t19-1", "other-1"):
@@ -88,7 +89,7 @@ async def test_search_is_combined_with_filters(control: ControlPlane, newest: bo
 async def test_search_by_parts_of_ids(
     control: ControlPlane, monkeypatch: pytest.MonkeyPatch, few_tasks: int
 ) -> None:
-    """In the order of submission, whether tasks or sessions are scanned.
+    """Matches are in the order of submission, whether tasks or sessions are scanned.
 
     A number matches task ids and samples, however many tasks have no such sample.
     """
@@ -181,7 +182,7 @@ async def test_a_migrated_store_is_searchable_from_then_on(
 async def test_a_store_of_layout_5_keeps_its_texts(
     open_earlier: Earlier, open_control: Open
 ) -> None:
-    """Its texts are in the new indexes."""
+    """The texts of the old layout are in the new indexes."""
     async with open_earlier(5) as database:
         await database.write(submit, task("early", "Fix calc.py"))
         await database.write(finish, "early-1", failure="gone wrong")

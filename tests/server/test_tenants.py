@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from support.control_plane import Idler, Open, a_task, finish, on_postgres, statements, submit
+from support.control_plane import IdleNode, Open, finish, on_postgres, record_statements, submit
+from support.tasks import make_task
 from tugline.config import from_mapping
 from tugline.errors import ConfigError, QuotaExceeded
 from tugline.protocol import NodeRegistration
@@ -56,7 +57,7 @@ async def _count(database: Database, n: int, settings: ServerSettings = DEFAULTS
 async def test_tenants_share_by_their_weights(database: Database, at_once: int) -> None:
     """3 to 1 at every moment, within one session, however many are leased at a time."""
     settings = _settings(big=3.0, idle=100.0)
-    await _submit(database, a_task("b", 60, tenant="big"), a_task("s", 60, tenant="small"))
+    await _submit(database, make_task("b", 60, tenant="big"), make_task("s", 60, tenant="small"))
     got = Counter[str]()
     while sum(got.values()) + at_once <= 60:
         leased = await _lease(database, at_once, settings)
@@ -66,29 +67,29 @@ async def test_tenants_share_by_their_weights(database: Database, at_once: int) 
 
 
 async def test_idle_tenants_earn_no_credit(database: Database) -> None:
-    """Neither before their first task nor during a pause."""
-    await _submit(database, a_task("a", 50, tenant="a"))
+    """A tenant earns no credit before its first task, nor during a pause."""
+    await _submit(database, make_task("a", 50, tenant="a"))
     assert await _count(database, 40) == {"a": 40}
-    await _submit(database, a_task("b", 50, tenant="b"))
+    await _submit(database, make_task("b", 50, tenant="b"))
     assert await _count(database, 10) == {"a": 5, "b": 5}
     assert await _count(database, 60) == {"a": 5, "b": 45}, "both have what there is"
-    await _submit(database, a_task("c", 50, tenant="c"))
-    await _submit(database, a_task("d", 50, tenant="a"))
+    await _submit(database, make_task("c", 50, tenant="c"))
+    await _submit(database, make_task("d", 50, tenant="a"))
     assert await _count(database, 20) == {"c": 10, "d": 10}
 
 
 async def test_higher_priority_goes_first(database: Database) -> None:
     """Among tasks of about the same age; then the older one."""
-    await _submit(database, a_task("low", 2, priority=-1), a_task("normal", 2))
-    await _submit(database, a_task("high", 2, priority=1), at=NOW + 30)
+    await _submit(database, make_task("low", 2, priority=-1), make_task("normal", 2))
+    await _submit(database, make_task("high", 2, priority=1), at=NOW + 30)
     assert await _lease(database, 6) == ["high"] * 2 + ["normal"] * 2 + ["low"] * 2
 
 
 async def test_low_priority_is_not_starved(database: Database) -> None:
     """Under an endless stream of the highest priority the lowest waits 20 minutes."""
-    await _submit(database, a_task("low", 1, priority=-10))
+    await _submit(database, make_task("low", 1, priority=-10))
     for minute in itertools.count():
-        await _submit(database, a_task(f"high{minute}", 3, priority=10), at=NOW + 60 * minute)
+        await _submit(database, make_task(f"high{minute}", 3, priority=10), at=NOW + 60 * minute)
         if "low" in await _lease(database, 3):
             break
         assert minute < 25
@@ -97,14 +98,14 @@ async def test_low_priority_is_not_starved(database: Database) -> None:
 
 async def test_a_huge_task_does_not_block_its_tenant(database: Database) -> None:
     """A small task that comes a little later is served in between."""
-    await _submit(database, a_task("huge", 1000))
-    await _submit(database, a_task("small", 4), at=NOW + 90)
+    await _submit(database, make_task("huge", 1000))
+    await _submit(database, make_task("small", 4), at=NOW + 90)
     assert (await _count(database, 200))["small"] == 4
 
 
 async def test_requeued_sessions_keep_their_place(database: Database) -> None:
     """An infrastructure failure does not move a session to the end of the queue."""
-    await _submit(database, a_task("first"), a_task("second", 3))
+    await _submit(database, make_task("first"), make_task("second", 3))
     assert await _lease(database, 1) == ["first"]
     await database.write(leases.expire_node, "n", "gone")
     await database.write(lambda tx: tx.run("DELETE FROM nodes"))
@@ -113,8 +114,8 @@ async def test_requeued_sessions_keep_their_place(database: Database) -> None:
 
 # --------------------------------------------------------------------------- limits of sessions
 async def test_a_tenant_at_its_limit_leaves_slots_to_others(database: Database) -> None:
-    """Also after its limit was lowered; each ended session makes room for another."""
-    await _submit(database, a_task("a", 9, tenant="a"), a_task("b", 20, tenant="b"))
+    """A lowered limit holds, too, and each ended session makes room for another."""
+    await _submit(database, make_task("a", 9, tenant="a"), make_task("b", 20, tenant="b"))
     three = _settings(a={"sessions": 3})
     assert await _count(database, 2, three) == {"a": 1, "b": 1}
     assert await _count(database, 8, three) == {"a": 2, "b": 6}
@@ -125,8 +126,8 @@ async def test_a_tenant_at_its_limit_leaves_slots_to_others(database: Database) 
 
 
 async def test_waiting_at_a_limit_earns_no_credit(database: Database) -> None:
-    """Without the limit, both tenants have equal shares again."""
-    await _submit(database, a_task("a", 90, tenant="a"), a_task("b", 90, tenant="b"))
+    """Once the limit is gone, both tenants have equal shares again."""
+    await _submit(database, make_task("a", 90, tenant="a"), make_task("b", 90, tenant="b"))
     for _ in range(20):
         await _lease(database, 2, _settings(a={"sessions": 2}))
     got = await _count(database, 20)
@@ -136,7 +137,7 @@ async def test_waiting_at_a_limit_earns_no_credit(database: Database) -> None:
 async def test_default_applies_to_each_tenant_without_an_entry(database: Database) -> None:
     """Limits and weight, to each tenant separately; an entry is not merged with it."""
     names = ("a", "b", "default", "own")
-    await _submit(database, *(a_task(name, 40, tenant=name) for name in names))
+    await _submit(database, *(make_task(name, 40, tenant=name) for name in names))
     limited = _settings(default={"sessions": 2}, own={"weight": 2.0})
     assert await _count(database, 20, limited) == {"a": 2, "b": 2, "default": 2, "own": 14}
     shared = await _count(database, 24, _settings(default=2.0, own=6.0))
@@ -147,8 +148,8 @@ async def test_counting_needs_limits(database: Database) -> None:
     """Leases and submissions run no COUNT query without limits, and few with them."""
 
     def op(tx: Tx, settings: ServerSettings, name: str) -> int:
-        with statements(tx) as seen:
-            tasks.submit(tx, [tasks.pack(a_task(name, 3))], settings)
+        with record_statements(tx) as seen:
+            tasks.submit(tx, [tasks.pack(make_task(name, 3))], settings)
             leases.grant(tx, {"n": 1}, settings)
         return sum("COUNT" in sql for sql in seen)
 
@@ -162,9 +163,9 @@ async def test_counting_needs_limits(database: Database) -> None:
 async def test_an_ended_session_makes_room_on_another_node(open_control: Open) -> None:
     """A waiting node with free slots gets the next session at once."""
     async with open_control(tenants={"default": TenantSettings(sessions=1)}) as control:
-        one = await Idler.at_work(control, a_task("t", 2), name="one")
+        one = await IdleNode.at_work(control, make_task("t", 2), name="one")
         assert list(one.held) == ["t-0"]
-        two = await Idler.join(control, "two")
+        two = await IdleNode.join(control, "two")
         waiting = await two.start_asking()
         await one.commit("t-0")
         assert [work.session.id for work in (await waiting).work] == ["t-1"]
@@ -177,8 +178,10 @@ async def test_servers_of_one_store_share_a_limit(open_control: Open) -> None:
     async with AsyncExitStack() as stack:
         made = [open_control(tenants=limits) for _ in range(2)]
         servers = [await stack.enter_async_context(server) for server in made]
-        idlers = [await Idler.join(server, f"{n}", room=2) for n, server in enumerate(servers * 3)]
-        await servers[0].submit([a_task("t", 30, tenant="t")])
+        idlers = [
+            await IdleNode.join(server, f"{n}", room=2) for n, server in enumerate(servers * 3)
+        ]
+        await servers[0].submit([make_task("t", 30, tenant="t")])
         ended = 0
         while ended < 30:
             await asyncio.gather(*(each.ask(wait_s=0.05) for each in idlers))
@@ -194,9 +197,9 @@ async def test_servers_of_one_store_share_a_limit(open_control: Open) -> None:
 async def test_unfinished_sessions_of_a_tenant_are_bounded(open_control: Open) -> None:
     """Beyond the limit the whole request is refused; known tasks may be sent again."""
     async with open_control(tenants={"lab": TenantSettings(queued=5)}) as control:
-        first, other = a_task("a", 4, tenant="lab"), a_task("other", 9)
+        first, other = make_task("a", 4, tenant="lab"), make_task("other", 9)
         await control.submit([first])
-        batch = [first, other, a_task("b", 1, tenant="lab"), a_task("c", tenant="lab")]
+        batch = [first, other, make_task("b", 1, tenant="lab"), make_task("c", tenant="lab")]
         with pytest.raises(QuotaExceeded) as caught:
             await control.submit(batch)
         assert (caught.value.field, caught.value.status, caught.value.retry_s) == ("tenant", 429, 0)
@@ -205,7 +208,7 @@ async def test_unfinished_sessions_of_a_tenant_are_bounded(open_control: Open) -
             " 2 more exceed it: submit 1 now, and the others as sessions end"
         )
         assert [one.new for one in await control.submit([first, other])] == [False, True]
-        node = await Idler.join(control)
+        node = await IdleNode.join(control)
         await node.ask()
         with pytest.raises(QuotaExceeded):  # one that runs is not final
             await control.submit(batch)

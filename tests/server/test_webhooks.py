@@ -16,7 +16,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from support.control_plane import a_task, finish, submit
+from support.control_plane import finish, submit
+from support.tasks import make_task
 from tugline.aio import run_beside
 from tugline.errors import Invalid
 from tugline.protocol import Delivery, DeliveryQuery, DeliveryState, EventKind, WebhookBody
@@ -73,7 +74,7 @@ async def receiver() -> AsyncIterator[Receiver]:
 
 
 def _task(name: str, url: str, samples: int = 1) -> Task:
-    return a_task(name, samples, callback=Callback(url))
+    return make_task(name, samples, callback=Callback(url))
 
 
 async def _run_task(database: Database, name: str, url: str, samples: int = 1) -> None:
@@ -132,7 +133,7 @@ async def test_results_and_releases_are_sent(database: Database, receiver: Recei
 
 
 async def test_the_outbox_is_sent_at_start(database: Database, receiver: Receiver) -> None:
-    """After a kill, also callbacks that were claimed but not yet delivered."""
+    """Callbacks that were claimed but not delivered before a kill are sent, too."""
     await _run_task(database, "t", receiver.url)
     host = events.host_of(receiver.url)
     assert len(await database.write(events.claim_deliveries, host, for_s=1.0, limit=9)) == 2
@@ -236,7 +237,7 @@ async def test_requests_to_a_failing_host_are_limited(
 
 
 async def test_an_endless_response_body_is_not_read(database: Database, receiver: Receiver) -> None:
-    """The status decides."""
+    """The status alone decides."""
 
     async def endless() -> AsyncIterator[bytes]:
         while True:
@@ -315,7 +316,7 @@ async def test_delivered_callbacks_are_trimmed_with_their_events(
 
 # --------------------------------------------------------------------------- the example
 async def test_the_example_receiver_verifies_callbacks(database: Database, tmp_path: Path) -> None:
-    """It prints each genuine callback once, without any library."""
+    """The receiver prints each genuine callback once, without any library."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-u", str(EXAMPLE), "0"),
         stdout=subprocess.PIPE,

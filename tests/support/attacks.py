@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from support.containers import DEBIAN
-from support.sandbox import Driver, running
+from support.sandbox import Driver
 from tugline.sandbox.base import Exit, Sandbox, SandboxSpec
-
-__all__ = ["running"]
 
 WITHIN = 20.0
 IMAGE = DEBIAN

@@ -38,12 +38,12 @@ def podman() -> Iterator[str]:
         may_install = os.geteuid() == 0 and shutil.which("apt-get") is not None
         (pytest.fail if may_install else pytest.skip)(missing)
     temporary = tempfile.TemporaryDirectory(prefix="tugline-podman-")
-    with temporary as folder, serving(Path(folder)) as url:
+    with temporary as folder, run_podman(Path(folder)) as url:
         yield url
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *before: str) -> Iterator[str]:
+def run_podman(folder: Path, *before: str) -> Iterator[str]:
     """A Podman service in a folder, and its URL; `before` is put before its command line."""
     path = folder / "podman.sock"
     path.unlink(missing_ok=True)
@@ -75,7 +75,7 @@ def host_programs() -> tuple[Mount, ...]:
     return tuple(Mount(path, path) for path in ("/usr", "/etc/alternatives"))
 
 
-def left(engine: str, directory: Path) -> list[str]:
+def list_leftovers(engine: str, directory: Path) -> list[str]:
     """Containers of sandboxes below `directory`, and mounts there."""
     # Podman answers 500 while another process removes one.
     listed = ContainerEngine(engine).run_blocking(
@@ -86,14 +86,14 @@ def left(engine: str, directory: Path) -> list[str]:
     return [one for one in places + mounts if str(directory) in one]
 
 
-def exists(engine: str, image: str) -> bool:
+def has_image(engine: str, image: str) -> bool:
     """Whether the engine has an image."""
     return (
         ContainerEngine(engine).run_blocking(lambda docker: find_image(docker, image)) is not None
     )
 
 
-def unbuilt(engine: str, *images: str) -> None:
+def remove_images(engine: str, *images: str) -> None:
     """Remove images that a test has built."""
 
     async def remove(docker: Docker) -> None:

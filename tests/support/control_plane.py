@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from support import server
 from support.polling import until
+from support.server import encode_result
 from tugline.protocol import (
     Commit,
     HeldSession,
@@ -31,7 +31,7 @@ from tugline.server.store import results, sessions, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database
 from tugline.server.store.results import End
-from tugline.types import HANDLING, Boundary, Cause, Failure, PluginSpec, Session, Status, Task
+from tugline.types import HANDLING, Boundary, Cause, Failure, Session, Status, Task
 
 Open = Callable[..., ControlPlane]
 """Makes a control plane on the same store, as often as it is called."""
@@ -41,13 +41,7 @@ Earlier = Callable[[int], AbstractAsyncContextManager[Database]]
 """Opens the store of a test with an earlier layout, of so many steps."""
 
 
-def a_task(name: str, samples: int = 1, **fields: Any) -> Task:
-    """A task; one that is never run, unless `fields` say how."""
-    parts = {"harness": PluginSpec("shell"), "evaluator": PluginSpec("tests")}
-    return Task(**{"id": name, "instruction": "Mend it", "samples": samples, **parts, **fields})
-
-
-def result(
+def make_result(
     of: Session,
     failure: Boundary | Cause | None = None,
     *,
@@ -60,7 +54,7 @@ def result(
         boundary = HANDLING[cause].boundary if cause else Boundary(failure)
         fields |= {"status": Status.FAILED, "failure": Failure(boundary, "it broke", cause)}
         reward = None
-    return server.result(of.id, of.task, of.sample, reward, **fields)
+    return encode_result(of.id, of.task, of.sample, reward, **fields)
 
 
 def submit(tx: Tx, *batch: Task) -> None:
@@ -78,7 +72,7 @@ def finish(
 
 
 @contextlib.contextmanager
-def statements(tx: Tx) -> Iterator[list[str]]:
+def record_statements(tx: Tx) -> Iterator[list[str]]:
     """SQL statements that run inside the block."""
     seen: list[str] = []
 
@@ -130,7 +124,7 @@ async def pass_time(control: ControlPlane, seconds: float, *, lease_s: float = 3
     await control.database.write(expire, lease_s=lease_s)
 
 
-class Idler:
+class IdleNode:
     """A node that holds its leases until a test commits or releases them."""
 
     def __init__(self, control: ControlPlane, node: str, room: int) -> None:
@@ -143,7 +137,7 @@ class Idler:
     @classmethod
     async def join(
         cls, control: ControlPlane, name: str = "node", *, room: int = 8, **fields: str
-    ) -> Idler:
+    ) -> IdleNode:
         """Register a node."""
         hello = NodeRegistration(name=name, slots=room, capacity=room, **fields)
         welcome = await control.dispatcher.register(hello)
@@ -154,7 +148,7 @@ class Idler:
     @classmethod
     async def at_work(
         cls, control: ControlPlane, *tasks: Task, name: str = "node", room: int = 8
-    ) -> Idler:
+    ) -> IdleNode:
         """Register a node, submit tasks and lease as many of their sessions as it has room for."""
         node = await cls.join(control, name, room=room)
         await control.submit(tasks)
@@ -193,7 +187,7 @@ class Idler:
         """Commit a result of a held session."""
         leased = self.held.pop(session)
         return await self.control.dispatcher.commit(
-            session, leased.epoch, result(leased, **outcome)
+            session, leased.epoch, make_result(leased, **outcome)
         )
 
     async def release(
@@ -207,6 +201,6 @@ class Idler:
         return tuple(HeldSession(one.id, one.epoch, Status.RUN) for one in self.held.values())
 
 
-def names(work: tuple[Work, ...]) -> list[str]:
+def session_ids(work: tuple[Work, ...]) -> list[str]:
     """Ids of the sessions."""
     return [one.session.id for one in work]

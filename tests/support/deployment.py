@@ -11,9 +11,10 @@ from pathlib import Path
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.control_plane import a_task
-from support.gateway import RENDERING, Play, says, until
+from support.engine import RENDERING, Play, reply_with
+from support.polling import until
 from support.server import make_control
+from support.tasks import make_task
 from tugline.chat.engines.generate import Embedded
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
@@ -41,20 +42,22 @@ CALL = (
 """An agent that calls the model once."""
 
 
-def task(name: str, script: str = CALL, *, samples: int = 1, tenant: str = "default") -> Task:
+def script_task(
+    name: str, script: str = CALL, *, samples: int = 1, tenant: str = "default"
+) -> Task:
     """A task whose agent runs `script`; its files pass their test."""
     parts = {
         "harness": PluginSpec("shell", {"command": ["python3", "-I", "-c", script]}),
         "runtime": PluginSpec("local"),  # a script may look at the folder that it is in
         "files": {"test_it.py": "def test_it():\n    pass\n"},
     }
-    return a_task(name, samples, tenant=tenant, **parts)
+    return make_task(name, samples, tenant=tenant, **parts)
 
 
 Values = dict[tuple[str, ...], float]
 
 
-def read(page: bytes) -> dict[str, Values]:
+def read_samples(page: bytes) -> dict[str, Values]:
     """Samples by name and by the values of their labels, which are in order of their names."""
     samples: dict[str, Values] = {}
     for family in text_string_to_metric_families(page.decode()):
@@ -66,7 +69,7 @@ def read(page: bytes) -> dict[str, Values]:
 
 
 @dataclass
-class Observed:
+class Deployment:
     """Parts of the running process."""
 
     control: ControlPlane
@@ -88,11 +91,11 @@ class Observed:
 
 
 @contextlib.asynccontextmanager
-async def observed(
+async def deploy(
     folder: Path, play: Play | None = None, tracer: Tracer | None = None
-) -> AsyncIterator[Observed]:
+) -> AsyncIterator[Deployment]:
     """A server and a node that run while the block lasts."""
-    engine = ScriptedEngine(play or says("Hello."), vocab_size=RENDERING.tokenizer.size)
+    engine = ScriptedEngine(play or reply_with("Hello."), vocab_size=RENDERING.tokenizer.size)
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         url = await enter(serve(create_app(engine, model_name="scripted")))
@@ -110,7 +113,7 @@ async def observed(
         working = asyncio.create_task(node.run())
         try:
             await until(lambda: node.id, 20)
-            yield Observed(control, node, gateway, metrics, engines, pages)
+            yield Deployment(control, node, gateway, metrics, engines, pages)
         finally:
             node.drain()
             await asyncio.wait_for(working, 20)

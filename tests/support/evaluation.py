@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
-from support.control_plane import a_task
+from support.tasks import make_task
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.sandbox.base import Content, Exit, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
@@ -16,22 +16,24 @@ from tugline.types import Task, Workspace
 DONE = Exit(0, timed_out=False, seconds=1.0)
 
 
-def task(files: Mapping[str, str] | None = None, workspace: Workspace | None = None) -> Task:
+def make_task_with_files(
+    files: Mapping[str, str] | None = None, workspace: Workspace | None = None
+) -> Task:
     """A task with these files."""
     given = {"files": dict(files or {}), "workspace": workspace or Workspace()}
-    return a_task("t", instruction="Mend the bill.", **given)
+    return make_task("t", instruction="Mend the bill.", **given)
 
 
-def change(content: str | bytes | FileChange | None) -> FileChange | None:
+def make_change(content: str | bytes | FileChange | None) -> FileChange | None:
     """The content of a file in a patch."""
     if content is None or isinstance(content, FileChange):
         return content
     return FileChange(content.encode() if isinstance(content, str) else content)
 
 
-def patch(files: Mapping[str, str | FileChange | None]) -> Patch:
+def make_patch(files: Mapping[str, str | FileChange | None]) -> Patch:
     """A patch of files."""
-    return Patch({path: change(content) for path, content in files.items()})
+    return Patch({path: make_change(content) for path, content in files.items()})
 
 
 class Judge:
@@ -66,7 +68,7 @@ class Judge:
     def outcome(self, files: Mapping[str, str | FileChange | None] | None = None) -> SessionOutcome:
         """The outcome of a session with this patch."""
         return SessionOutcome(
-            self.task, patch(files or {}), self.open_sandbox, self.timeout_s, exit=DONE
+            self.task, make_patch(files or {}), self.open_sandbox, self.timeout_s, exit=DONE
         )
 
     async def __call__(

@@ -17,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from support.gateway import Rig, ids, rig
+from support.engine import ids
+from support.gateway import OpenSession, open_session
 from tugline.gateway.policy import CallSettings
 from tugline.types import Limits
 from tugline.web.serve import serve
@@ -44,14 +45,16 @@ class Dialect:
         return json.dumps(self.body(text)).encode()
 
 
-def say(text: str) -> dict[str, Any]:
+def ask_messages(text: str) -> dict[str, Any]:
     """A request body of Anthropic and Chat."""
     return {"model": "m", "max_tokens": 500, "messages": [{"role": "user", "content": text}]}
 
 
 DIALECTS = [
-    Dialect("anthropic", "/v1/messages", "x-api-key", say, '"stop_reason":"max_tokens"'),
-    Dialect("chat", "/v1/chat/completions", "authorization", say, '"finish_reason":"length"'),
+    Dialect("anthropic", "/v1/messages", "x-api-key", ask_messages, '"stop_reason":"max_tokens"'),
+    Dialect(
+        "chat", "/v1/chat/completions", "authorization", ask_messages, '"finish_reason":"length"'
+    ),
     Dialect(
         "responses",
         "/v1/responses",
@@ -75,7 +78,7 @@ each_dialect = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: 
 
 # --------------------------------------------------------------------------- an engine that fails
 @dataclass
-class Faulty:
+class FailingEngine:
     """An engine that responds with `answer`, and counts requests."""
 
     answer: Callable[[Request], Any]
@@ -154,12 +157,12 @@ async def cut(request: Request) -> Response:
     return StreamingResponse(body(), media_type="text/event-stream")
 
 
-# --------------------------------------------------------------------------- the rig
+# --------------------------------------------------------------------------- the client
 @dataclass
-class Client(Rig):
+class DialectClient(OpenSession):
     """An open session with requests in every dialect."""
 
-    engine: Faulty
+    engine: FailingEngine
 
     def headers(self, dialect: Dialect, key: str | None = None) -> dict[str, str]:
         """Headers with the key as this dialect's clients send it."""
@@ -205,23 +208,25 @@ class Client(Rig):
 
 
 @contextlib.asynccontextmanager
-async def client(
+async def open_client(
     folder: Path,
     answer: Callable[[Request], Any] = whole,
     *,
     limits: Limits | None = None,
     idle_s: float = 300.0,
     **tuning: Any,
-) -> AsyncIterator[Client]:
+) -> AsyncIterator[DialectClient]:
     """A session in front of a failing engine."""
-    engine = Faulty(answer)
+    engine = FailingEngine(answer)
     settings = CallSettings(backoff_s=0.001, grace_s=0.01, **tuning)
     async with (
         serve(engine.app) as url,
-        rig(folder, url, tuning=settings, limits=limits, idle_s=idle_s) as it,
+        open_session(folder, url, tuning=settings, limits=limits, idle_s=idle_s) as session,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
     ):
-        yield Client([], it.upstream, it.gateway, it.url, it.key, http, engine)
+        yield DialectClient(
+            [], session.upstream, session.gateway, session.url, session.key, http, engine
+        )
 
 
 KINDS = {

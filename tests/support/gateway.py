@@ -10,16 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from msgspec.structs import replace
 
-from support.chat_engine import create_chat_app
-from support.control_plane import a_task
-from support.polling import until
-from support.tokenizer import rendering as make_rendering
-from tugline.chat.engines.base import EngineFormat, EngineRequest, Feature, Post
+from support.engine import RENDERING, Play, create_chat_app
+from support.tasks import make_task
+from tugline.chat.engines.base import EngineFormat
 from tugline.chat.engines.chat import TextChat, VllmChat
 from tugline.chat.engines.generate import Embedded
-from tugline.chat.model_call import Constraint
 from tugline.chat.templates.rendering import Rendering
 from tugline.gateway.app import Gateway
 from tugline.gateway.policy import DEFAULTS, CallSettings
@@ -29,73 +25,17 @@ from tugline.gateway.terms import SessionTerms
 from tugline.harnesses.base import COMPACTION_PHRASES, SIDE_PHRASES
 from tugline.inference.server import create_app
 from tugline.recording.file import Recording, read
-from tugline.testing import Reply, ScriptedEngine
-from tugline.types import Call, Ids, Limits, MalformedCalls, Mode, Policy, Sampling, Session
+from tugline.testing import ScriptedEngine
+from tugline.types import Call, Limits, MalformedCalls, Mode, Policy, Sampling, Session
 from tugline.web.engine_http import ModelCard
 from tugline.web.serve import serve
 
-__all__ = ["until"]
-RENDERING = make_rendering()
 TOOLS = [{"name": "read", "description": "Read", "input_schema": {"type": "object"}}]
 ASK = [{"role": "user", "content": "Mend it."}]
-Play = Callable[[Ids, str], Reply]
-
-
-def ids(text: str, *, end: bool = True) -> list[int]:
-    """An answer's ids; with its end-of-turn id unless it is to be cut for length."""
-    return RENDERING.tokenizer.encode(f"{text}<|im_end|>" if end else text)
-
-
-def says(text: str, **how: Any) -> Play:
-    """An engine that always gives this answer, less what the prompt already has of it."""
-
-    def reply(prompt: Ids, _request: str) -> Reply:
-        whole = ids(text)
-        held = prompt.tolist()
-        start = next(n for n in range(len(whole), -1, -1) if held[len(held) - n :] == whole[:n])
-        return Reply(whole[start:], **how)
-
-    return reply
-
-
-def in_turn(*texts: str, **how: Any) -> Play:
-    """An engine that gives these answers one after the other, then always the last one."""
-    rest = list(texts)
-
-    def reply(prompt: Ids, request: str) -> Reply:
-        return says(rest.pop(0) if len(rest) > 1 else rest[0], **how)(prompt, request)
-
-    return reply
-
-
-def cut_once(text: str, after: int) -> Play:
-    """An engine that drops its first connection after this many tokens."""
-    times = iter((True,))
-
-    def reply(prompt: Ids, request: str) -> Reply:
-        cut = after if next(times, False) else None
-        return says(text, cut_after=cut)(prompt, request)
-
-    return reply
-
-
-class Constrained(Embedded):
-    """An engine format with constrained decoding, which keeps the constraints."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = frozenset({Feature.STRUCTURED})
-        self.asked: list[Constraint | None] = []
-
-    def build_request(self, request: EngineRequest) -> Post:
-        """The request without its constraint, which the scripted engine would refuse."""
-        self.asked.append(request.request.constraint)
-        free = replace(request.request, constraint=None)
-        return super().build_request(replace(request, request=free))
 
 
 @dataclass
-class Rig:
+class OpenSession:
     """One open session on a gateway, and the engines behind it."""
 
     engines: list[ScriptedEngine]
@@ -156,8 +96,8 @@ class Rig:
         return read(self.gateway.recording_path(Session(id="s1", task="t", sample=0)))
 
     @property
-    def session(self) -> LiveSession:
-        """The open session."""
+    def live(self) -> LiveSession:
+        """The gateway's own state of the session."""
         return self.gateway._sessions.find(self.key, None)
 
     @property
@@ -172,7 +112,7 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def rig(
+async def open_session(
     folder: Path,
     *plays: Play | str,
     window: int = 20_000,
@@ -188,7 +128,7 @@ async def rig(
     rendering: Rendering | None = RENDERING,
     on_hang: Callable[[float], None] = lambda _seconds: None,
     **options: Any,
-) -> AsyncIterator[Rig]:
+) -> AsyncIterator[OpenSession]:
     """One engine replica per play, a gateway and one session, up while the block lasts.
 
     Text is the address of an engine that is not made here; with a `card` none is asked for one.
@@ -200,7 +140,7 @@ async def rig(
         if not isinstance(play, str)
     ]
     given = {"limits": limits or Limits(), "sampling": sampling or Sampling()}
-    task = a_task("t", instruction="", sampling_policy=policy, malformed=malformed, **given)
+    task = make_task("t", instruction="", sampling_policy=policy, malformed=malformed, **given)
     async with contextlib.AsyncExitStack() as stack:
         urls = [play for play in plays if isinstance(play, str)]
         for engine in engines:
@@ -233,24 +173,26 @@ async def rig(
                 connector=aiohttp.TCPConnector(limit=0),
             )
         )
-        yield Rig(engines, upstream, gateway, opened.base_url, opened.key, http)
+        yield OpenSession(engines, upstream, gateway, opened.base_url, opened.key, http)
 
 
 @contextlib.asynccontextmanager
-async def rig_of(folder: Path, play: Play, mode: Mode, **options: Any) -> AsyncIterator[Rig]:
+async def open_session_in_mode(
+    folder: Path, play: Play, mode: Mode, **options: Any
+) -> AsyncIterator[OpenSession]:
     """One engine in a mode: in those other than exact it renders the prompts itself."""
     if mode is Mode.EXACT:
-        async with rig(folder, play, **options) as it:
-            yield it
+        async with open_session(folder, play, **options) as session:
+            yield session
         return
     tokenizer = RENDERING.tokenizer
     engine = ScriptedEngine(play, vocab_size=tokenizer.size, max_model_len=20_000)
     wire = VllmChat() if mode is Mode.OBSERVED else TextChat()
     async with (
         serve(create_chat_app(engine, tokenizer)) as url,
-        rig(folder, url, wire=wire, rendering=None, **options) as it,
+        open_session(folder, url, wire=wire, rendering=None, **options) as session,
     ):
-        yield it
+        yield session
 
 
 def text_of(stream: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import zstandard
 
-from support.restartable_server import LiveServer, leased, task
+from support.server import RestartableServer, lease_sessions
+from support.tasks import make_task
 from tugline.types import (
     Boundary,
     Distribution,
@@ -50,12 +51,12 @@ ONCE = Group(attempts=1, retry_s=0)
 """Nothing is tried again."""
 
 
-async def finish(live: LiveServer, traces: int = 1, **tasks: list[float | None]) -> None:
+async def finish(live: RestartableServer, traces: int = 1, **tasks: list[float | None]) -> None:
     """Submit tasks, and commit sessions with these rewards, task by task."""
     async with live.client() as client:
         for name, rewards in tasks.items():
-            await client.submit(task(name, samples=len(rewards), group=ONCE))
-            async with leased(live.url, 99) as (node, _, *work):
+            await client.submit(make_task(name, samples=len(rewards), group=ONCE))
+            async with lease_sessions(live.url, 99) as (node, _, *work):
                 for of in (each.session for each in work):
                     done = trajectory(of.id, name, of.sample, rewards[of.sample], traces)
                     await node.commit(of.id, of.epoch, zstandard.compress(encode(done)))

@@ -25,13 +25,13 @@ SMALL: dict[str, Any] = {
 }
 
 
-def qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
+def make_qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     """Full attention in every layer."""
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(Qwen3Config(**SMALL | changes))
 
 
-def mistral() -> MistralForCausalLM:
+def make_mistral() -> MistralForCausalLM:
     """Every layer sees 64 tokens back."""
     return MistralForCausalLM(MistralConfig(**SMALL, sliding_window=64))
 

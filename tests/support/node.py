@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from support.calls import make_call
-from support.control_plane import a_task, until
+from support.polling import until
 from support.server import make_control
+from support.tasks import make_task
 from tugline.aio import PausableTimeout, enforce_timeout
 from tugline.errors import ServerError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
@@ -235,13 +236,13 @@ class SimulatedParts(Parts):
         return SimulatedEvaluator(self.script) if kind == "evaluator" else self.script
 
 
-def make_task(
+def make_simulated_task(
     name: str = "t", samples: int = 1, *, what: str = "work", group: Group = GROUP, **limits: float
 ) -> Task:
     """A task for the simulation."""
     parts = dict.fromkeys(("harness", "evaluator"), PluginSpec("simulated"))
     limited = Limits(**limits)
-    return a_task(name, samples, instruction=what, group=group, limits=limited, **parts)
+    return make_task(name, samples, instruction=what, group=group, limits=limited, **parts)
 
 
 class Bench:

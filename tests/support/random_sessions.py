@@ -30,7 +30,7 @@ from tugline.types import (
 )
 
 
-def showing(*urls: str) -> tuple[Message, ...]:
+def show_images(*urls: str) -> tuple[Message, ...]:
     """Messages with these pictures."""
     return tuple(Message(Role.USER, images=(Image(url),)) for url in urls)
 
@@ -40,7 +40,7 @@ def whole(call: Call) -> list[int]:
     return [*call.prompt_ids.tolist(), *call.sampled_ids.tolist()]
 
 
-class Drawn(NamedTuple):
+class RandomSession(NamedTuple):
     """A session's calls in order of arrival, and the pictures in each call's prompt."""
 
     calls: list[Call]
@@ -70,7 +70,7 @@ _OUTCOME = (
 )
 
 
-def session(data: bytes, name: str = "s") -> Drawn:
+def session(data: bytes, name: str = "s") -> RandomSession:
     """Decode a session from bytes."""
     draw = _Bytes(data)
     grown: list[Call] = []
@@ -80,7 +80,7 @@ def session(data: bytes, name: str = "s") -> Drawn:
         grown.append(_with_answer(draw, one, name))
         seen[number] = pictures
     random.Random(draw.below(256)).shuffle(grown)
-    return Drawn(grown, seen)
+    return RandomSession(grown, seen)
 
 
 def _next(
@@ -92,7 +92,7 @@ def _next(
     way = _WAYS[draw.below(len(_WAYS))]
     fresh = [draw.below(3), *draw.ids()]
     new = ("", "data:a", "data:b")[draw.below(3)] if draw.below(4) == 3 else ""
-    added = showing(new) if new else ()
+    added = show_images(new) if new else ()
     if base is None or way == "fresh":
         return make_call(number, fresh, [], messages=added), _digests(added)
     links: dict[str, Any] = {"parent": base.number, "thread": base.thread}
@@ -107,13 +107,13 @@ def _next(
             links["parent"] = None if links["parent"] == number else links["parent"]
             everything = tuple(_URL[one] for one in known)
             branch = None if links["parent"] is None else Branch.HISTORY_EDITED
-            links |= {"branch": branch, "messages": showing(*everything) + added}
+            links |= {"branch": branch, "messages": show_images(*everything) + added}
         made = make_call(number, prompt, [], **({"messages": added} | links))
         return made, known + _digests(added)
     prompt = base.prompt_ids.tolist() or fresh
     if way == "again":
         known = seen[base.number]
-        messages = showing(*(_URL[one] for one in known))
+        messages = show_images(*(_URL[one] for one in known))
         links |= {"parent": None, "messages": messages}
         return make_call(number, prompt, [], **links), known
     if way == "edit":

@@ -22,16 +22,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from support.containers import DEBIAN, host_programs, left
+from support.containers import DEBIAN, host_programs, list_leftovers
 from support.polling import until
-from support.sockets import serve
 from tugline.plugins import find
 from tugline.sandbox.base import Exit, Mount, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.limits import RECORD
 from tugline.sandbox.patch import FileChange, Patch
 from tugline.types import Workspace
 
-__all__ = ["serve"]
 DRIVERS = [
     "local",
     "bubblewrap",
@@ -150,10 +148,12 @@ class Driver:
         code = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=5).read())"
         return ("python3", "-c", code, url)
 
-    def left(self, folder: Path) -> list[str]:
+    def list_leftovers(self, folder: Path) -> list[str]:
         """Processes, mounts, containers and records of sandboxes below `folder`."""
         leftovers = [f"process {pid}" for pid in users(folder)]
-        leftovers += left(self.options["engine"], folder) if self.name == "container" else []
+        leftovers += (
+            list_leftovers(self.options["engine"], folder) if self.name == "container" else []
+        )
         records = {RECORD, ".started", "container.json"}
         files = [path for path in folder.rglob("*") if path.name.endswith(tuple(records))]
         return leftovers + [str(path) for path in files]

@@ -1,9 +1,9 @@
-"""A real control plane on SQLite behind a real socket, and requests to it."""
+"""A real control plane on SQLite behind a real socket, requests to it, and nodes at work on it."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,18 @@ import aiohttp
 import msgspec
 import zstandard
 
-from tugline.protocol import PROBLEM, LeaseResponse, NodeRegistered, NodeRegistration, Problem
+from tugline.client.api import Client
+from tugline.client.nodes import NodeClient
+from tugline.protocol import (
+    PROBLEM,
+    HeldSession,
+    LeaseRequest,
+    LeaseResponse,
+    NodeRegistered,
+    NodeRegistration,
+    Problem,
+    Work,
+)
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
 from tugline.server.http.app import Api, serve_api
@@ -57,7 +68,7 @@ class Answer(NamedTuple):
 
 
 @dataclass
-class Served:
+class RunningServer:
     """A server and a client of it."""
 
     url: str
@@ -127,13 +138,13 @@ class Served:
         node = await self.join()
         work = (await self.lease(node, len(accepted["sessions"]))).work
         for one in work:
-            data = result(one.session.id, one.task.id, one.session.sample)
+            data = encode_result(one.session.id, one.task.id, one.session.sample)
             response = await self.commit(node, one.session.id, one.session.epoch, data)
             assert response.json == {"outcome": "committed"}, response
         return [one.session.id for one in work]
 
 
-def result(
+def encode_result(
     session: str, task: str, sample: int = 0, reward: float | None = 1.0, **fields: Any
 ) -> bytes:
     """An encoded trajectory, as its node sends it."""
@@ -171,10 +182,10 @@ def make_control(
     return ControlPlane(*parts, folder=folder, check=check, settings=ServerSettings(**settings))
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def serve(
     store: str, folder: Path, *, port: int = 0, **settings: Any
-) -> AsyncIterator[Served]:
+) -> AsyncIterator[RunningServer]:
     """A server with metrics, and a client of it."""
     connector = aiohttp.TCPConnector(limit=0)
     async with (
@@ -183,4 +194,60 @@ async def serve(
     ):
         app = Api(control, TOKENS, ServerMetrics(control.database))
         async with serve_api(app, port=port) as url:
-            yield Served(url, app, control, http)
+            yield RunningServer(url, app, control, http)
+
+
+class RestartableServer:
+    """A server that can be stopped and started again on the same port."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.url, self.port = folder, "", 0
+        self.control: ControlPlane
+        self.app: Api
+        self._stack = contextlib.AsyncExitStack()
+
+    async def start(self) -> None:
+        """Start it with what is in the folder."""
+        store = f"sqlite:{self.folder / 'server.db'}"
+        served = await self._stack.enter_async_context(
+            serve(store, self.folder, port=self.port, lease_s=10.0)
+        )
+        self.url, self.app, self.control = served.url, served.app, served.control
+        self.port = int(self.url.rpartition(":")[2])
+
+    async def stop(self) -> None:
+        """Stop it and close all connections."""
+        await self._stack.aclose()
+
+    def client(self, **how: float) -> Client:
+        """A client that may submit."""
+        return Client(self.url, TOKENS.client, **how)
+
+    async def finish(self, *, limit: int = 100, wait_s: float = 5.0, **rewards: float) -> list[str]:
+        """Finish queued sessions as a node; `rewards` by session, with ``_`` for ``-``."""
+        async with lease_sessions(self.url, limit, wait_s) as (node, _, *work):
+            for one in work:
+                await commit(node, one, rewards.get(one.session.id.replace("-", "_"), 1.0))
+            return [one.session.id for one in work]
+
+
+@contextlib.asynccontextmanager
+async def lease_sessions(
+    url: str, room: int = 1, wait_s: float = 5.0
+) -> AsyncIterator[tuple[NodeClient, str, *tuple[Work, ...]]]:
+    """Lease queued sessions as a node; its connection, its id, and the sessions."""
+    async with NodeClient(url, TOKENS.join) as node:
+        welcome = await node.register(NodeRegistration(name="n", slots=room, capacity=room))
+        ask = LeaseRequest(capacity=room, applied=welcome.control.generation, wait_s=wait_s)
+        yield node, welcome.node, *(await node.lease(welcome.node, ask)).work
+
+
+async def commit(node: NodeClient, work: Work, reward: float = 1.0) -> None:
+    """Commit a result of this session."""
+    of = work.session
+    await node.commit(of.id, of.epoch, encode_result(of.id, of.task, of.sample, reward))
+
+
+def list_held(*work: Work) -> tuple[HeldSession, ...]:
+    """Sessions as a node reports them."""
+    return tuple(HeldSession(one.session.id, one.session.epoch, Status.RUN) for one in work)

@@ -15,7 +15,7 @@ from tugline.types import Task
 EXAMPLE = Path(__file__).parents[2] / "examples" / "swe_gym"
 
 
-def make(folder: Path) -> list[dict[str, Any]]:
+def make_repository(folder: Path) -> list[dict[str, Any]]:
     """The repository `larder` and `rows.jsonl` in `folder`; returns the rows."""
     spec = importlib.util.spec_from_file_location("make_toy", EXAMPLE / "make_toy.py")
     if spec is None or spec.loader is None:
@@ -28,7 +28,7 @@ def make(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def template(**values: Any) -> TaskTemplate:
+def make_template(**values: Any) -> TaskTemplate:
     """Common fields of the tasks; the agent does nothing."""
     shell = {"name": "shell", "options": {"command": "true"}}
     return TaskTemplate.read({"harness": shell, **values}, "test", Path())
@@ -36,10 +36,10 @@ def template(**values: Any) -> TaskTemplate:
 
 def tasks(taskset: SweTaskSet, **values: Any) -> list[Task]:
     """Its tasks."""
-    return list(taskset.tasks(template(**values)))
+    return list(taskset.tasks(make_template(**values)))
 
 
-def written(path: Path, *rows: object) -> str:
+def write_rows(path: Path, *rows: object) -> str:
     """Write rows as JSON lines."""
     path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     return str(path)

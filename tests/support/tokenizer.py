@@ -27,7 +27,7 @@ GPT_OSS = os.environ.get("TUGLINE_GPT_OSS", "")
 """Folder of the vocabulary that ``tools/gpt_oss_vocabulary.py`` makes; empty if there is none."""
 
 
-def tokenizer(specials: Sequence[str] = tuple(SPECIALS["qwen3"].split())) -> Tokenizer:
+def make_tokenizer(specials: Sequence[str] = tuple(SPECIALS["qwen3"].split())) -> Tokenizer:
     """Byte-level, without merges: every byte is an id, so any text round-trips."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
@@ -37,7 +37,7 @@ def tokenizer(specials: Sequence[str] = tuple(SPECIALS["qwen3"].split())) -> Tok
     return Tokenizer(backend, "byte-level")
 
 
-def merging_tokenizer(specials: Sequence[str], *, across_words: bool = False) -> Tokenizer:
+def make_merging_tokenizer(specials: Sequence[str], *, across_words: bool = False) -> Tokenizer:
     """Byte-level with merges; `across_words`, also of line breaks with their neighbours."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(
@@ -55,9 +55,11 @@ def merging_tokenizer(specials: Sequence[str], *, across_words: bool = False) ->
 
 
 @functools.cache
-def rendering(name: str = "qwen3", thinking_retention: str = "all") -> Rendering:
+def make_rendering(name: str = "qwen3", thinking_retention: str = "all") -> Rendering:
     """A template over the byte-level tokenizer with the special tokens it needs."""
     if name == "gpt-oss":
         os.environ["TIKTOKEN_ENCODINGS_BASE"] = GPT_OSS
         return Rendering(Tokenizer.load(Path(GPT_OSS)), name)
-    return Rendering(tokenizer(SPECIALS[name].split()), name, thinking_retention=thinking_retention)
+    return Rendering(
+        make_tokenizer(SPECIALS[name].split()), name, thinking_retention=thinking_retention
+    )

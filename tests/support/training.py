@@ -11,7 +11,7 @@ import msgspec
 import yaml
 from transformers import PreTrainedTokenizerFast
 
-from support.models import qwen3
+from support.models import make_qwen3
 from tugline.demo.run import WARM_START
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import SessionOutcome
@@ -71,7 +71,7 @@ def load_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(folder: Path) -> Path:
     """Write a random model with the demo's vocabulary, and its tokenizer."""
-    model = qwen3(vocab_size=1400, max_position_embeddings=512, eos_token_id=2)
+    model = make_qwen3(vocab_size=1400, max_position_embeddings=512, eos_token_id=2)
     model.save_pretrained(folder)
     shutil.copy(WARM_START / "tokenizer.json", folder)
     return folder

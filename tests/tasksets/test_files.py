@@ -66,7 +66,7 @@ def test_rows_may_come_from_any_kind_of_file(tmp_path: Path) -> None:
 
 
 def test_text_of_rows_is_unchanged(tmp_path: Path) -> None:
-    """With Unicode separators, line breaks in a field, long fields and a byte order mark."""
+    """Unicode separators, line breaks, long fields and a byte order mark change no text."""
     odd = "one\u2028two\x85three"
     row = json.dumps({"id": "1", "instruction": odd}, ensure_ascii=False)
     assert read_rows(tmp_path / "r.jsonl", f"\ufeff{row}\r\n") == [("1", odd)]

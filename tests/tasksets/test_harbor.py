@@ -54,7 +54,7 @@ def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
 
 
 def test_the_template_overrides_the_folder(tmp_path: Path) -> None:
-    """Its runtime, limits and evaluator win; the folder's tests go to its nested evaluator."""
+    """The template's runtime, limits and evaluator win; the tests go to its nested evaluator."""
     folder = write_task(tmp_path / "one")
     weighted = {"name": "weighted", "options": {"parts": {"a": {"evaluator": {"name": "harbor"}}}}}
     values = {"limits": {"agent_s": 5}, "runtime": {"name": "local"}, "evaluator": weighted}
@@ -66,7 +66,7 @@ def test_the_template_overrides_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_published_image_is_preferred_to_a_dockerfile(tmp_path: Path) -> None:
-    """Unless the option `build` is set."""
+    """Only the option `build` makes the Dockerfile be built."""
     folder = write_task(tmp_path / "one", TOML + 'docker_image = "org/one:2"\n')
     assert read(folder).workspace == Workspace(image="org/one:2", path="/srv")
     assert read(folder, build=True).workspace.build == str(folder / "environment")
@@ -116,7 +116,7 @@ def test_unsupported_settings_are_errors(tmp_path: Path, toml: str, message: str
     ],
 )
 def test_missing_files_and_services_are_errors(tmp_path: Path, name: str, message: str) -> None:
-    """Each required file, and a compose file, since there is only one sandbox."""
+    """Required files must be there, and a compose file is refused: there is only one sandbox."""
     path = write_task(tmp_path / "one") / name
     if path.exists():
         path.unlink()
@@ -130,7 +130,7 @@ def test_missing_files_and_services_are_errors(tmp_path: Path, name: str, messag
 def test_compose_files_that_harbor_does_not_read_belong_to_the_task(
     tmp_path: Path, name: str
 ) -> None:
-    """Such as of a task to write one, anywhere in its folder."""
+    """A task to write a compose file may have one anywhere in its folder."""
     folder = write_task(tmp_path / "one")
     for inner in ("environment", "environment/app", "solution", "tests", "."):
         (folder / inner).mkdir(exist_ok=True)

@@ -125,6 +125,6 @@ def test_difficulty_is_the_mean_reward_of_earlier_runs(tmp_path: Path) -> None:
     ids=["shares", "split", "difficulty"],
 )
 def test_contradictory_settings_are_reported(selection: TaskSelection, message: str) -> None:
-    """With field and value."""
+    """The error has field and value."""
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         selection.check("set.yaml")

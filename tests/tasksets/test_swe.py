@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.swe_repository import make, tasks, written
+from support.swe_repository import make_repository, tasks, write_rows
 from tugline import plugins
 from tugline.datasets.base import TaskSet
 from tugline.datasets.swe import END, START, SweTaskSet, list_files
@@ -25,12 +25,12 @@ NO_COMMAND = {"test_command": "make test", "log_parser": "parse_log_pytest"}
 
 def read_task(path: Path, row: object, **options: Any) -> Any:
     """The task of a row."""
-    (task,) = tasks(SweTaskSet(path=written(path / "rows.jsonl", row), **options))
+    (task,) = tasks(SweTaskSet(path=write_rows(path / "rows.jsonl", row), **options))
     return task
 
 
 def test_a_row_of_swe_gym(tmp_path: Path) -> None:
-    """It has the row's image and commit, and a valid script that restores the test files."""
+    """The task has the row's image and commit, and a script that restores the test files."""
     task = read_task(tmp_path, GYM)
     assert task.id == task.tags["instance"] == "getmoto__moto-5752"
     assert task.tags["repo"] == "getmoto/moto"
@@ -61,7 +61,7 @@ def test_a_row_of_swe_gym(tmp_path: Path) -> None:
 def test_test_commands(
     tmp_path: Path, row: dict[str, Any], options: dict[str, str], command: str
 ) -> None:
-    """From the row, its repository or the option, with the row's test files or cases."""
+    """The command is that of the row, its repository or the option, with the row's tests."""
     script = read_task(tmp_path, row, **options).evaluator.options["eval_script"]
     assert script.split(f": '{START}'\n")[1].split(f": '{END}'\n")[0] == f"{command}\n"
 
@@ -126,7 +126,7 @@ def test_a_row_of_swe_bench_brings_its_script(tmp_path: Path) -> None:
 
 
 def test_a_row_of_r2e(tmp_path: Path) -> None:
-    """Its tests are in the image, where they are hidden from the agent."""
+    """The tests of the image are hidden from the agent."""
     task = read_task(tmp_path, R2E)
     options = task.evaluator.options
     assert task.id == "orange3__0123456789ab"
@@ -155,13 +155,13 @@ def test_test_names_of_r2e(tmp_path: Path) -> None:
 
 def test_the_reference_solution(tmp_path: Path) -> None:
     """The row's reference patch, applied by git; none if the row has none."""
-    rows = make(tmp_path)
+    rows = make_repository(tmp_path)
     taskset = SweTaskSet(path=str(tmp_path / "rows.jsonl"), repos="{repo}")
     solution = taskset.solution(tasks(taskset)[1])
     assert solution is not None
     assert solution.home == {"solution.patch": rows[1]["patch"]}
     assert solution.argv[-1].endswith('apply -v "$HOME/solution.patch"')
-    r2e = SweTaskSet(path=written(tmp_path / "r2e.jsonl", R2E))
+    r2e = SweTaskSet(path=write_rows(tmp_path / "r2e.jsonl", R2E))
     assert r2e.solution(tasks(r2e)[0]) is None
 
 
@@ -207,7 +207,7 @@ def test_bad_rows_are_reported(wrong: dict[str, Any], message: str, tmp_path: Pa
     ],
 )
 def test_bad_options_are_reported(options: dict[str, Any], message: str) -> None:
-    """Before rows are read."""
+    """Options are checked before rows are read."""
     with pytest.raises(ConfigError, match=message):
         plugins.make("taskset", PluginSpec("swe", {"path": "rows.jsonl", **options}), TaskSet)
 
@@ -219,7 +219,7 @@ def test_setup_commands(tmp_path: Path) -> None:
 
 
 def test_patches_with_quoted_names() -> None:
-    """Also with lines of content that look like headers."""
+    """Lines of content that look like headers are content."""
     diff = (
         'diff --git "a/t \\303\\244.py" "b/t \\303\\244.py"\nnew file mode 100644\n--- /dev/null\n'
         '+++ "b/t.py"\n@@ -0,0 +1,2 @@\n+x\n+deleted file mode\n'
@@ -230,6 +230,6 @@ def test_patches_with_quoted_names() -> None:
 
 
 def test_commits_of_the_toy_are_reproducible(tmp_path: Path) -> None:
-    """They do not depend on the machine."""
-    rows = make(tmp_path)
+    """Hashes of the commits do not depend on the machine."""
+    rows = make_repository(tmp_path)
     assert [row["base_commit"][:7] for row in rows] == ["d91a131", "c6019f3", "871deca"]

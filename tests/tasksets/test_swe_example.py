@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from launch.processes import World
-from support.swe_repository import EXAMPLE, make, written
-from support.tokenizer import tokenizer
+from support.swe_repository import EXAMPLE, make_repository, write_rows
+from support.tokenizer import make_tokenizer
 from tasksets.test_swe import GYM
 from tugline.config import load
 from tugline.datasets.base import TaskTemplate
@@ -40,7 +40,7 @@ def test_task_sets_are_valid(size: str, tmp_path: Path) -> None:
     file = EXAMPLE / f"{size}.yaml"
     assert read_set(file) is not None
     template = TaskTemplate.read(read_values(file)["template"], size, EXAMPLE)
-    (task,) = SweTaskSet(path=written(tmp_path / "rows.jsonl", GYM)).tasks(template)
+    (task,) = SweTaskSet(path=write_rows(tmp_path / "rows.jsonl", GYM)).tasks(template)
     Parts().check(task)
 
 
@@ -74,7 +74,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 @contextlib.asynccontextmanager
 async def serve_engine(rows: Sequence[dict[str, str]]) -> AsyncIterator[str]:
     """Serve an engine that solves an issue in every other session; its URL."""
-    tokens = tokenizer()
+    tokens = make_tokenizer()
     end = tokens.encode("<|im_end|>")
     turns = {row["instance_id"]: itertools.cycle((True, False)) for row in rows}
 
@@ -95,10 +95,10 @@ async def serve_engine(rows: Sequence[dict[str, str]]) -> AsyncIterator[str]:
 
 @pytest.mark.slow
 async def test_the_toy_runs_to_its_end(world: World) -> None:
-    """With sandbox, agent, model and SWE-bench's grading half of the sessions earn 1."""
+    """Half of the sessions earn 1 from SWE-bench's grading, with sandbox, agent and model."""
     if reason := Bubblewrap().check_available():
         pytest.skip(reason)
-    async with serve_engine(make(world.folder / "toy")) as url:
+    async with serve_engine(make_repository(world.folder / "toy")) as url:
         options = ("--engine", url, "--tokenizer", "tokenizer.json", "--renderer", "qwen3")
         process = world.tugline(
             "run", "run", "toy.yaml", "--config", "toy.cluster.yaml", "--out", "runs", *options

@@ -61,7 +61,7 @@ async def test_a_script_gets_the_request_and_makes_the_reply() -> None:
 
 
 async def test_replies_are_cut_at_the_limit() -> None:
-    """At `max_tokens` and at the end of the context window."""
+    """A reply ends at `max_tokens` and at the end of the context window."""
     async with served(lambda *_: Reply([5] * 50)) as (_, http):
         whole, cut = await ask(http), await ask(http, sampling_params={"max_tokens": 4})
     assert (len(whole["token_ids"]), whole["finish_reason"]) == (29, "length")
@@ -79,7 +79,7 @@ async def test_streams_have_chunks_of_the_given_size() -> None:
 
 
 async def test_a_scripted_status_is_an_error() -> None:
-    """With its `retry-after`, streamed or not."""
+    """The error has its `retry-after`, streamed or not."""
     async with served(lambda *_: Reply([], status=503, retry_after_s=2)) as (_, http):
         for stream in (False, True):
             async with http.post(GENERATE, json=BODY | {"stream": stream}) as response:

@@ -135,7 +135,7 @@ def test_a_shallow_clone_needs_everything(clone: Path, commit: Commit, tmp_path:
 
 
 def test_outside_of_a_repository_everything_is_needed(tmp_path: Path) -> None:
-    """As in an archive of the sources."""
+    """An archive of the sources has no history, so that every suite runs."""
     assert chosen(tmp_path) == ["red", "green", "blue"]
 
 
@@ -248,7 +248,7 @@ def test_what_did_not_run_is_printed(checkout: Path) -> None:
 
 
 def test_a_test_that_passes_at_the_second_time_is_flaky(checkout: Path) -> None:
-    """It alone runs again, and does not fail the run."""
+    """Only the failed test runs again, and it does not fail the run."""
     (checkout / "test-red.py").write_text(PASSES + ONCE)
     passed, lines = run(checkout, RED, GREEN, BLUE)
     assert (passed, without_times(lines)) == (
@@ -308,7 +308,7 @@ def test_a_failure_besides_the_tests_counts(
 
 
 def test_a_run_without_any_closing_line_has_its_own(checkout: Path) -> None:
-    """As pytest would print it."""
+    """The line is the one that pytest would print."""
     for target in ("test", "test-browser"):
         (checkout / f"{target}.sh").write_text("exit 1")
     passed, lines = run(checkout)
@@ -333,7 +333,7 @@ def test_a_suite_begins_only_if_it_will_end_in_time(
 
 
 def test_a_suite_that_hangs_is_stopped(checkout: Path) -> None:
-    """It has failed; pytest still says what it was at, and nothing is left."""
+    """The suite has failed; pytest still says what it was at, and nothing is left."""
     (checkout / "test-red.py").write_text(PASSES + HANGS)
     until = time.monotonic() + 3.0
     result = run_suites.run_suite(checkout, until, "test-red")

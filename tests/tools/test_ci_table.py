@@ -29,7 +29,7 @@ def test_every_suite_has_a_target_and_runs_at_night() -> None:
 
 
 def test_every_package_belongs_to_a_suite() -> None:
-    """Or it is known that `make test` has all of its tests; each entry exists."""
+    """A package is in a suite or `make test` has all of its tests; each entry exists."""
     folders = [folder for suite in REAL.suites for folder in suite.folders]
     named = [*REAL.every, *REAL.fast, *folders]
     assert [name for name in named if not (ROOT / name).exists()] == []

@@ -122,7 +122,7 @@ def test_relocating_a_session_changes_its_paths_only(rendering: Rendering) -> No
 
 
 def test_decoding_and_encoding_changes_no_id(rendering: Rendering) -> None:
-    """Otherwise relocating a session would change more than its paths."""
+    """A relocated session differs from the first only in its paths."""
     ids = solved(rendering, next(generate("train", 2))).ids
     assert rendering.tokenizer.encode(rendering.tokenizer.decode(ids.tolist())) == ids.tolist()
 
@@ -177,7 +177,7 @@ def test_a_right_script_reads_edits_and_stops() -> None:
 
 
 def test_a_wrong_script_never_solves_the_problem() -> None:
-    """With `p_right` 0 no edit of a script is the solution."""
+    """If `p_right` is 0, no edit of a script is the solution."""
     rng = random.Random(0)
     for problem in islice(generate("train", 3), 300):
         for turn in write_script(problem, PI, rng, p_right=0.0):

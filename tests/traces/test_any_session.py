@@ -10,7 +10,7 @@ from canonical import Canonical
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.random_sessions import SESSIONS, Drawn, whole
+from support.random_sessions import SESSIONS, RandomSession, whole
 from tugline.traces.base import (
     Builder,
     PerRequest,
@@ -37,7 +37,7 @@ LIMITS = st.none() | st.integers(1, 14)
 Pairs = Counter[tuple[object, ...]]
 
 
-def trained_pairs(traces: Iterable[Trace], drawn: Drawn) -> Pairs:
+def trained_pairs(traces: Iterable[Trace], drawn: RandomSession) -> Pairs:
     """Every trained token as (call, offset, token, logprob); checks its context on the way."""
     by_number = {call.number: call for call in drawn.calls}
     pairs: Pairs = Counter()
@@ -105,7 +105,7 @@ def check_ledgers(calls: Sequence[Call], traces: Sequence[Trace], builder: Build
 @MANY
 @given(SESSIONS, LIMITS, st.booleans())
 def test_builders_train_the_same_tokens_in_their_exact_contexts(
-    drawn: Drawn,
+    drawn: RandomSession,
     limit: int | None,
     side: bool,  # noqa: FBT001 - drawn, not passed
 ) -> None:
@@ -131,10 +131,11 @@ def test_builders_train_the_same_tokens_in_their_exact_contexts(
 
 @MANY
 @given(SESSIONS)
-def test_only_untrained_tokens_have_a_reason(drawn: Drawn) -> None:
-    """Without a limit a token is trained unless its call is a side call, aborted or unread.
+def test_only_untrained_tokens_have_a_reason(drawn: RandomSession) -> None:
+    """A token is trained unless its call is a side call, aborted or unread.
 
-    Or after an image; with `train_images` it is trained like any other.
+    Tokens after an image are untrained, too, unless `train_images` is set. A limit is not part of
+    this test.
     """
     ledgers = count_calls(drawn.calls, PrefixMerging().build(drawn.calls).traces)
     every = count_calls(drawn.calls, PrefixMerging(train_images=True).build(drawn.calls).traces)
@@ -168,7 +169,7 @@ def test_only_untrained_tokens_have_a_reason(drawn: Drawn) -> None:
 
 @MANY
 @given(SESSIONS, st.randoms(use_true_random=False))
-def test_order_of_arrival_does_not_matter(drawn: Drawn, random: object) -> None:
+def test_order_of_arrival_does_not_matter(drawn: RandomSession, random: object) -> None:
     """Calls are numbered, so a shuffled recording gives the same traces and ledger."""
     shuffled = list(drawn.calls)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
@@ -180,7 +181,7 @@ def test_order_of_arrival_does_not_matter(drawn: Drawn, random: object) -> None:
 
 @MANY
 @given(SESSIONS)
-def test_exact_continuations_never_start_a_new_trace(drawn: Drawn) -> None:
+def test_exact_continuations_never_start_a_new_trace(drawn: RandomSession) -> None:
     """A new trace starts only if no trace so far is a prefix of the call's prompt."""
     traces = PrefixMerging(train_side=True).build(drawn.calls).traces
     home = {span.call: i for i, trace in enumerate(traces) for span in trace.spans}

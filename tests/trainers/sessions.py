@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3ForCausalLM
 
-from support.models import log_probabilities, qwen3
+from support.models import log_probabilities, make_qwen3
 from tugline.trainers.grpo.batch import Row, pack, plain_sample
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.forward import PolicyModel
@@ -24,7 +24,7 @@ PROMPT = np.random.default_rng(7).integers(0, 48, 40).astype(np.int32)
 
 def tiny(seed: int = 0) -> Qwen3ForCausalLM:
     """A random model with a vocabulary of 48."""
-    return qwen3(seed, max_position_embeddings=256)
+    return make_qwen3(seed, max_position_embeddings=256)
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:

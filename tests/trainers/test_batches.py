@@ -81,7 +81,7 @@ def test_batches_are_deterministic(folder: Path) -> None:
 
 
 def test_tasks_with_mixed_results_are_drawn_more_often(folder: Path) -> None:
-    """In proportion to their weights, 0.25 and 0.05."""
+    """Tasks are drawn in proportion to their weights, 0.25 and 0.05."""
     batches = make(folder, tasks_per_step=1)
     rates = dict.fromkeys(HARD, 0.0) | dict.fromkeys(MIXED, 0.5) | dict.fromkeys(EASY, 1.0)
     steps = range(COUNT + 1, COUNT + 1401)
@@ -100,7 +100,7 @@ def test_tasks_with_mixed_results_are_drawn_more_often(folder: Path) -> None:
 def test_draws_depend_on_results_and_step(
     folder: Path, rates: dict[int, float], step: int, seed: int
 ) -> None:
-    """Also after a checkpoint; no task is drawn twice, and tags are balanced."""
+    """A restored sampler draws the same tasks; none is drawn twice, and tags are balanced."""
     batches = make(folder, seed=seed, balance="kind")
     chosen = batches.choose(step, rates)
     extra = msgspec.json.encode(msgspec.to_builtins(TrainState(pass_rates=rates), str_keys=True))
@@ -132,7 +132,7 @@ def test_a_small_set_is_repeated_within_a_step(folder: Path) -> None:
 def test_pass_rates_are_means_of_rewards(
     folder: Path, rewards: Sequence[float | None], expected: float | None
 ) -> None:
-    """Of the first group; each later group has a weight of 1/2."""
+    """A pass rate begins as the first group's mean; each later group has a weight of 1/2."""
     batches = make(folder)
     known = batches.update_rates({}, {"g": 3}, make_group("g", *rewards))
     assert known == ({} if expected is None else {3: expected})

@@ -27,21 +27,21 @@ from tugline.types import Boundary, Cause, Failure
 @pytest.mark.parametrize("passed", range(7))
 @pytest.mark.parametrize("k", range(1, 7))
 def test_pass_at_k_is_the_mean_over_all_subsets(passed: int, k: int) -> None:
-    """Of all subsets of six attempts."""
+    """The estimate of pass@k equals the mean over all subsets of six attempts."""
     attempts = [True] * passed + [False] * (6 - passed)
     draws = [any(draw) for draw in itertools.combinations(attempts, k)]
     assert pass_at_k(6, passed, k) == pytest.approx(sum(draws) / len(draws))
 
 
 def test_pass_at_k_needs_k_attempts() -> None:
-    """Fewer are an error."""
+    """Fewer than k attempts are an error."""
     assert pass_at_k(200, 1, 100) == pytest.approx(1 / 2, abs=1e-12)
     with pytest.raises(UsageError, match="pass@3 of 1 in 2"):
         pass_at_k(2, 1, 3)
 
 
 def test_an_evaluation_averages_over_tasks() -> None:
-    """With equal weights; attempts without a reward are counted by cause, and in no rate."""
+    """Tasks have equal weights; attempts without a reward are counted by cause, and in no rate."""
     lost = Failure(Boundary.RUNTIME, "gone", Cause.SANDBOX)
     slow = Failure(Boundary.AGENT, "slow", Cause.AGENT_TIMEOUT)
     attempts = [
@@ -74,7 +74,7 @@ def test_an_evaluation_averages_over_tasks() -> None:
     ],
 )
 def test_wilson_gives_the_published_intervals(passed: int, n: int, low: float, high: float) -> None:
-    """Without continuity correction, to four digits."""
+    """The intervals without continuity correction agree to four digits."""
     assert wilson(passed, n) == pytest.approx((low, high), abs=5e-5)
 
 
@@ -111,7 +111,7 @@ def test_intervals_cover_the_true_rate() -> None:
 
 
 def test_a_comparison_is_paired() -> None:
-    """By hand: 3 of 5 tasks better and none worse, and the interval of Bonett and Price."""
+    """With 3 of 5 tasks better and none worse, the interval is that of Bonett and Price."""
     before = [Attempt(name, 0.0) for name in "abcde"]
     now = [Attempt(name, float(name in "abc")) for name in "abcdef"]
     comparison = compare(now, before)
@@ -147,6 +147,6 @@ def test_comparisons_cover_the_true_difference(tasks: int, k: int) -> None:
 
 
 def test_a_run_without_results_is_an_error(tmp_path: Path) -> None:
-    """It has the name of the file."""
+    """The error names the file that has no results."""
     with pytest.raises(UsageError, match=r"results\.jsonl is not a file of results"):
         read_results(tmp_path)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3ForCausalLM
 
-from support.models import qwen3
+from support.models import make_qwen3
 from trainers import ranks
 from trainers.sessions import run_policy, sample, tiny, weights
 from tugline.inference.base import GenerateRequest, join
@@ -30,7 +30,7 @@ BFLOAT16_LOGPROB = 0.1
 
 def small() -> Qwen3ForCausalLM:
     """Random weights with grouped heads, on the GPU in float32."""
-    model = qwen3(
+    model = make_qwen3(
         vocab_size=VOCABULARY,
         hidden_size=256,
         intermediate_size=512,
@@ -90,7 +90,7 @@ def test_trees_give_the_results_of_separate_rows(
 
 
 async def test_engine_and_trainer_have_the_same_log_probabilities() -> None:
-    """In float32, for a batch of prompts with a common prefix."""
+    """Engine and trainer agree in float32 on a batch of prompts with a common prefix."""
     model = small()
     rng = np.random.default_rng(1)
     shared = rng.integers(3, VOCABULARY, 300).astype(np.int32)
@@ -116,7 +116,7 @@ async def test_engine_and_trainer_have_the_same_log_probabilities() -> None:
 
 
 def test_a_model_sharded_over_nccl_has_the_same_weights(tmp_path: Path) -> None:
-    """After five steps in a group of one process, one with a session that is not finite."""
+    """Five steps in a group of one process, one step not finite, give the unsharded weights."""
     plain = tiny().cuda()
     reports = ranks.train(plain, ranks.CONFIG, slice(None))
     dist.init_process_group(

@@ -52,7 +52,7 @@ def test_other_tools_can_read_the_model(tmp_path: Path) -> None:
 
 
 def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
-    """The last `keep` stay."""
+    """The last `keep` checkpoints stay."""
     assert checkpoint.latest(tmp_path) is None
     for step in range(4):
         checkpoint.save(tmp_path, trainer(), step=step, version=step, keep=2)
@@ -73,7 +73,7 @@ def test_incomplete_checkpoints_are_ignored(tmp_path: Path) -> None:
 
 
 def test_an_existing_step_is_not_overwritten(tmp_path: Path) -> None:
-    """For example by a second run in the same folder."""
+    """A second run in the same folder cannot replace the checkpoint of a step."""
     checkpoint.save(tmp_path, trainer(), step=1, version=1)
     with pytest.raises(CheckpointError, match=r"step-000001 exists"):
         checkpoint.save(tmp_path, trainer(seed=1), step=1, version=1)
@@ -81,7 +81,7 @@ def test_an_existing_step_is_not_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "config.json"])
 def test_damaged_checkpoints_are_refused(tmp_path: Path, name: str) -> None:
-    """For one flipped bit, or a missing file; nothing is loaded."""
+    """A checkpoint with a flipped bit or a missing file is refused, and nothing is loaded."""
     path = checkpoint.save(tmp_path, trainer(), step=1, version=1)
     file = path / name
     data = bytearray(file.read_bytes())

@@ -51,13 +51,13 @@ def group_advantages(
 def test_advantages_are_those_of_their_papers(
     estimator: Estimator, eps: float, rewards: npt.ArrayLike, expected: Sequence[float]
 ) -> None:
-    """For groups of known mean and deviation."""
+    """Groups of known mean and deviation have the advantages that the papers define."""
     assert group_advantages(rewards, estimator, eps) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("rewards", [REWARDS, [0.0, 2.0], [0.0, 0.25, 1.0, 1.0]])
 def test_the_default_deviation_is_that_of_a_sample(rewards: Sequence[float]) -> None:
-    """As `torch.std`, which TRL and verl use, divides by one less than the number of rewards."""
+    """The deviation divides by one less than the number of rewards, as `torch.std` does."""
     expected = torch.tensor(rewards, dtype=torch.float64)
     expected = (expected - expected.mean()) / (expected.std() + 1e-4)
     config = GrpoConfig()
@@ -106,7 +106,7 @@ def test_a_session_without_trained_tokens_has_its_outcome() -> None:
 
 
 def test_turn_shares_decrease_backwards() -> None:
-    """By the discount per turn; traces with the same call have one turn."""
+    """Each earlier turn is discounted once more; traces with the same call have one turn."""
     assert turn_shares([4, 0, 9, 4], 0.5) == {9: 1.0, 4: 0.5, 0: 0.25}
 
 
@@ -146,7 +146,7 @@ def terms(
 def test_the_corrected_penalty_has_the_gradient_of_the_divergence(
     importance: Literal["truncate"] | None,
 ) -> None:
-    """In expectation over tokens of another policy, also with recomputed old logprobs."""
+    """The expected gradients agree for tokens of another policy, with either old logprobs."""
     generator = torch.Generator().manual_seed(0)
     sampler, old, now, reference = torch.randn(4, 8, generator=generator, dtype=torch.float64)
     if importance is None:
@@ -200,6 +200,6 @@ def test_a_decay_within_the_warm_up_is_refused() -> None:
 
 
 def test_fields_of_the_report_are_documented() -> None:
-    """In docs/training.md."""
+    """Each field of the report is in docs/training.md."""
     guide = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     assert [name for name in StepReport.__struct_fields__ if f"`{name}`" not in guide] == []

@@ -92,7 +92,7 @@ def off(each: Trace) -> np.ndarray:
 
 
 def test_mismatch_is_measured_by_version_engine_and_harness() -> None:
-    """Over all tokens, stale ones included."""
+    """Each group's mismatch is measured over all of its tokens, stale ones included."""
     batch = groups(tiny())
     for i, original in enumerate(batch):
         traces = []

@@ -54,7 +54,7 @@ def test_models_that_change_their_logits_are_refused() -> None:
 
 
 def test_kl_grows_with_the_distance_from_the_reference() -> None:
-    """It is 0 at first."""
+    """The divergence is 0 at first, and larger after the weights have changed."""
     model = tiny()
     trainer = Grpo(model, GrpoConfig(kl=0.1, lr=1e-3), reference=tiny())
     first = trainer.step(groups(model), version=VERSION)
@@ -65,7 +65,7 @@ def test_kl_grows_with_the_distance_from_the_reference() -> None:
 
 
 def test_kl_without_a_reference_is_refused() -> None:
-    """Its error has the option."""
+    """The error names the option."""
     with pytest.raises(ConfigError, match=r"kl is 0\.1"):
         Grpo(tiny(), GrpoConfig(kl=0.1))
 
@@ -82,7 +82,7 @@ def test_kl_without_a_reference_is_refused() -> None:
 def test_learning_rate_follows_its_schedule(
     schedule: dict[str, Any], shares: Sequence[float]
 ) -> None:
-    """It rises linearly, falls to its last share, and stays there."""
+    """The rate rises linearly, falls to its last share, and stays there."""
     model = tiny()
     trainer = Grpo(model, GrpoConfig(lr=1.0e-3, warmup_updates=4, **schedule))
     rates = [trainer.step(groups(model), version=VERSION).learning_rate for _ in shares]
@@ -125,7 +125,7 @@ def two_sessions(model: torch.nn.Module, *per_trace: float) -> list[Trajectory]:
 
 
 def test_traces_may_have_their_own_rewards() -> None:
-    """Their advantage is the reward less the mean of the sessions' means."""
+    """A trace's advantage is its reward less the mean of the sessions' means."""
     batch = two_sessions(tiny(), 3.0, math.nan)
     samples, _ = prepare(batch, GrpoConfig(reward="per_trace", advantage="dr_grpo"), version=5)
     many, few = (int(each.mask.sum()) for each in batch[0].traces)
@@ -139,7 +139,7 @@ def test_traces_may_have_their_own_rewards() -> None:
 
 
 def test_a_wrong_number_of_rewards_is_refused() -> None:
-    """As those of another builder's traces; the error names the session."""
+    """Rewards made for another builder's traces are an error that names the session."""
     batch = two_sessions(tiny(), 1.0, 0.0, 0.5)
     with pytest.raises(CaptureError, match=r"session t/0: reward\.per_trace has 3 numbers for 2"):
         prepare(batch, GrpoConfig(reward="per_trace"), version=5)
@@ -159,7 +159,7 @@ def test_earlier_turns_are_discounted() -> None:
 
 
 def test_masked_answers_are_no_turns() -> None:
-    """If the second answer is masked, the first is the last turn."""
+    """If the second answer is masked, the first counts as the last turn."""
     batch = two_sessions(tiny())
     (whole,) = batch[1].traces
     first, last = whole.spans

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from support.models import SMALL, mistral
+from support.models import SMALL, make_mistral
 from trainers.sessions import VERSION, captured, groups, run_policy, sample, session, tiny
 from tugline.errors import CaptureError, ConfigError
 from tugline.trainers.grpo.batch import Row, pack
@@ -61,7 +61,7 @@ def make_samples(draw: st.DrawFn) -> list[Sample]:
 @settings(max_examples=40, deadline=None)
 @given(make_samples(), st.sampled_from([1, 20, 10_000]))
 def test_trees_give_the_results_of_separate_rows(samples: list[Sample], micro_tokens: int) -> None:
-    """Log probabilities and gradient.
+    """A tree has the log probabilities and gradient of its rows.
 
     A single pass computes as many tokens as there are different prefixes.
     """
@@ -96,7 +96,7 @@ def test_micro_tokens_bounds_the_tokens_of_a_tree() -> None:
 
 
 def test_a_step_with_trees_computes_fewer_tokens() -> None:
-    """It computes the common prompt once, and no padding."""
+    """A step computes the common prompt once, and no padding."""
     plain, tree = (
         Grpo(tiny(), config).step(groups(tiny()), version=VERSION) for config in (PLAIN, TREE)
     )
@@ -117,7 +117,7 @@ def linear() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"), [(mistral, "sliding_attention"), (linear, "linear_attention")]
+    ("make", "message"), [(make_mistral, "sliding_attention"), (linear, "linear_attention")]
 )
 def test_models_without_full_attention_need_no_trees(make: Any, message: str) -> None:
     """Sliding windows and recurrent states are refused, and trained without trees."""
@@ -154,7 +154,7 @@ def test_a_trained_token_needs_a_context(config: GrpoConfig) -> None:
 
 @pytest.mark.parametrize(("chunk", "rows"), [(1000, [78]), (12, [12] * 6 + [6])])
 def test_logits_are_computed_in_chunks(chunk: int, rows: list[int]) -> None:
-    """With the same results; the backward pass computes them again."""
+    """Chunks give the same results; the backward pass computes the logits again."""
     samples = [make_sample(list(range(1, 41)), [False] + [True] * 39) for _ in range(2)]
     whole, model, seen = run_policy(tiny(), samples, TREE), tiny(), list[int]()
 
@@ -173,7 +173,7 @@ def test_logits_are_computed_in_chunks(chunk: int, rows: list[int]) -> None:
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_checkpointed_layers_are_computed_twice(tree: bool, checkpointing: bool) -> None:  # noqa: FBT001
-    """Once in the backward pass, with the same results."""
+    """The backward pass computes each layer again, with the same results."""
     config = replace(TREE if tree else PLAIN, gradient_checkpointing=checkpointing)
     model, computed = tiny(), list[bool]()
     layer = model.model.layers[0].mlp

@@ -33,7 +33,7 @@ def flat_group(task: str) -> list[Trajectory]:
 # --------------------------------------------------------------------------- even updates
 @given(sessions=st.integers(1, 40), most=st.integers(1, 10), seed=st.integers(0, 3))
 def test_updates_are_of_even_size(sessions: int, most: int, seed: int) -> None:
-    """As few as possible, with sizes that differ by at most 1; the order depends on the seed."""
+    """There are as few updates as possible, of sizes that differ by at most 1."""
     sample = prepare(groups(MODEL), GrpoConfig(), version=VERSION)[0][0]
     rows = [Row(replace(sample, session=str(i))) for i in range(sessions)]
     config = GrpoConfig(sessions_per_update=most, seed=seed)
@@ -81,7 +81,7 @@ def test_a_step_without_signal_changes_no_weight(eager: dict[str, float]) -> Non
 
 
 def test_an_update_without_gradient_is_left_out() -> None:
-    """As that of a session with advantage 0, the middle one of three rewards."""
+    """The session with the middle one of three rewards has advantage 0 and makes no update."""
     config = GrpoConfig(advantage="dr_grpo", sessions_per_update=1, lr=1e-2)
     rng = np.random.default_rng(3)
     batch = [session([trace(MODEL, rng)], task="t", sample=i, reward=i / 2) for i in range(3)]
@@ -111,7 +111,7 @@ def test_an_update_that_is_not_finite_is_skipped() -> None:
 
 
 def test_an_update_whose_gradient_is_not_finite_is_skipped() -> None:
-    """Also with a finite loss; the report names the session, and training continues."""
+    """The report names the session, also if its loss is finite, and training continues."""
     model = tiny()
     batch = groups(model)
     huge = recaptured(batch[2], lambda each: each.logprobs - 88)
@@ -135,7 +135,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped() -> None:
     ids=["stopped", "spent"],
 )
 def test_sessions_stopped_at_a_limit_can_be_left_out(end: dict[str, Any]) -> None:
-    """Their tokens are dropped; their rewards still count in the baseline."""
+    """Their tokens are dropped, but their rewards still count in the baseline."""
     batch = groups(MODEL)
     stopped = replace(batch[1], **end)
     batch[1] = stopped

@@ -41,7 +41,7 @@ def ranks(home: Path) -> Ranks:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_train_as_one(ranks: Ranks, case: str) -> None:
-    """With the same weights and reports on both ranks, also with uneven or no data."""
+    """Both ranks have the weights and reports of one process, also with uneven or no data."""
     _, _, _, changes = CASES[case]
     alone = lora() if case == "lora" else tiny()
     start = weights(alone).clone()
@@ -67,7 +67,7 @@ def test_two_processes_train_as_one(ranks: Ranks, case: str) -> None:
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_has_the_same_weights(ranks: Ranks, home: Path, name: str) -> None:
-    """As one without interruption, also with another number of processes."""
+    """A resumed run equals an uninterrupted one, also with another number of processes."""
     straight = Grpo(lora() if name == "lora" else tiny(), CONFIG)
     for batch in batches()[:SAVED]:
         straight.step(batch, version=VERSION)
@@ -87,7 +87,7 @@ def test_only_rank_0_holds_gathered_tensors(ranks: Ranks) -> None:
 
 @pytest.mark.usefixtures("ranks")
 def test_peft_reads_a_saved_adapter(home: Path) -> None:
-    """With the same weights; the base model is not in the checkpoint."""
+    """PEFT loads the same weights; the base model is not in the checkpoint."""
     saved = home / "lora" / f"step-{SAVED:06d}"
     theirs = peft.PeftModel.from_pretrained(tiny(), saved, is_trainable=True)
     mine = Grpo(lora(seed=9), CONFIG)

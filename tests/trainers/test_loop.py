@@ -139,7 +139,7 @@ async def test_a_finished_run_continues_with_more_steps(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 async def test_alarms_are_logged_with_the_figures(tmp_path: Path) -> None:
-    """With their cause: here, no session has a reward."""
+    """An alarm is logged with its cause: here, no session has a reward."""
     plan = {"steps": 1, "tasks_per_step": 1, "samples": 2}
     never = {"evaluator": {"name": "function", "options": {"target": "support.training:never"}}}
     await run(write_config(tmp_path, schedule=plan, heldout=None, template=never), tmp_path / "run")
@@ -152,7 +152,7 @@ async def test_alarms_are_logged_with_the_figures(tmp_path: Path) -> None:
 async def test_a_step_whose_sessions_all_failed_runs_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a pause, up to `patience`; the run then ends with the cause, and can be resumed."""
+    """The step runs again after pauses, up to `patience`; the run then ends and can be resumed."""
     plan = {"steps": 1, "tasks_per_step": 1, "samples": 2, "patience": 0}
     judged = {
         "evaluator": {"name": "function", "options": {"target": "support.training:unavailable"}}
@@ -170,7 +170,7 @@ async def test_a_step_whose_sessions_all_failed_runs_again(
 
 @pytest.mark.engine
 async def test_figures_are_logged_in_the_order_of_steps(tmp_path: Path) -> None:
-    """Also those of an evaluation that takes longer than the next step, as wandb needs."""
+    """Figures are in order, as wandb needs, though an evaluation outlasts the next step."""
     plan = {"steps": 2, "tasks_per_step": 1, "samples": 2, "staleness": 1}
     config = write_config(tmp_path, schedule=plan, heldout={"every": 1, "samples": 8})
     await run(config, tmp_path / "run")
@@ -182,7 +182,7 @@ async def test_figures_are_logged_in_the_order_of_steps(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 async def test_a_repeated_step_chooses_the_same_tasks(tmp_path: Path) -> None:
-    """After the loss of its last checkpoints, a run has the same results.
+    """A run that lost its last checkpoints has the same results.
 
     Steps are repeated with the stored sessions. Numbers of versions are not used again.
     """
@@ -207,7 +207,7 @@ async def test_a_repeated_step_chooses_the_same_tasks(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 async def test_a_resumed_run_has_the_tasks_of_its_checkpoint(tmp_path: Path) -> None:
-    """They are not chosen again; here, their order in the checkpoint is reversed."""
+    """The tasks are not chosen again; here, their order in the checkpoint is reversed."""
     plan = {"steps": 1, "tasks_per_step": 2, "samples": 2, "staleness": 1, "choose": "pass_rate"}
     folder = tmp_path / "run"
     await run(write_config(tmp_path, schedule=plan, heldout=None), folder)
@@ -224,7 +224,7 @@ async def test_a_resumed_run_has_the_tasks_of_its_checkpoint(tmp_path: Path) -> 
 
 
 def test_held_out_tasks_have_the_same_seeds_for_every_version(tmp_path: Path) -> None:
-    """Their ids differ; a task that is trained as well is refused."""
+    """Only ids differ between versions; a task that is trained as well is refused."""
     settings = read_config(write_config(tmp_path), MODEL)
     batches = TaskBatches(settings, tmp_path)
     early, late = batches.evaluation(0), batches.evaluation(7)
@@ -237,7 +237,7 @@ def test_held_out_tasks_have_the_same_seeds_for_every_version(tmp_path: Path) ->
 
 
 def test_a_resumed_run_may_have_other_addresses(tmp_path: Path) -> None:
-    """Of server and engines; but they must be given again, as flags."""
+    """Server and engines may have moved, but their addresses must be given again, as flags."""
     config, folder = write_config(tmp_path), tmp_path / "run"
     folder.mkdir()
     first = read_config(config, MODEL, server="http://a:1", engines=["http://b:1"])

@@ -77,7 +77,7 @@ CASES: Mapping[str, Case] = {
 
 @pytest.mark.parametrize("name", CASES)
 async def test_alarms_of_a_step(name: str, tmp_path: Path) -> None:
-    """Each cause has its alarms; a good step has none."""
+    """Each cause raises its alarms, and a good step raises none."""
     case, model = CASES[name], tiny()
     good = groups(model)
     batch = [case.change(each) for each in good]

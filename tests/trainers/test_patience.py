@@ -68,7 +68,7 @@ async def test_a_step_waits_until_its_sessions_have_rewards() -> None:
 
 
 async def test_the_patience_ends_with_the_cause() -> None:
-    """After pauses that add up to it."""
+    """Once the pauses add up to the patience, the error names the cause."""
     with pytest.raises(EngineError, match=r"no session of step 1 has a reward: .*judge is away"):
         await run(Server(*[make(None, AWAY)] * 5), 5.0)
     assert list(back_off(5.0)) == [1.0, 2.0, 2.0]
@@ -77,6 +77,6 @@ async def test_the_patience_ends_with_the_cause() -> None:
 
 
 async def test_failures_of_agents_are_results() -> None:
-    """They are data of the policy (I5), and so is a step with a single reward."""
+    """A step whose agents failed, or with a single reward, is data of the policy (I5)."""
     for results in (make(None, LAZY), [*make(None, AWAY), *make(1.0)]):
         assert await run(Server(results), 60.0) == (results, [], [])

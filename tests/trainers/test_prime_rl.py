@@ -15,8 +15,7 @@ import pytest
 
 from support.commands import run_program
 from support.groups import finish
-from support.restartable_server import LiveServer
-from support.server import TOKENS
+from support.server import TOKENS, RestartableServer
 from trainers.sessions import sample as make_sample
 from tugline.types import Sample
 
@@ -72,7 +71,7 @@ def read(folder: Path, rank: int) -> list[MicroBatch]:
     return batches
 
 
-async def run(live: LiveServer, out: Path, *arguments: str) -> None:
+async def run(live: RestartableServer, out: Path, *arguments: str) -> None:
     """Run the script until the newest group."""
     script = (sys.executable, RECIPE / "tugline_prime_rl.py", out, "--no-follow", *arguments)
     env = os.environ | {"TUGLINE_SERVER": live.url, "TUGLINE_TOKEN": TOKENS.client}
@@ -80,7 +79,7 @@ async def run(live: LiveServer, out: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-async def test_files_of_steps(live: LiveServer, tmp_path: Path) -> None:
+async def test_files_of_steps(live: RestartableServer, tmp_path: Path) -> None:
     """A step has two groups with signal; a single group is not written yet.
 
     The next run continues with the next step. Groups that were written but not acknowledged are
@@ -117,7 +116,7 @@ def test_temperatures_are_those_of_the_next_token(recipe: Any) -> None:
 
 
 def test_ranks_have_equally_many_micro_batches(recipe: Any) -> None:
-    """Each sample is in one, none is too long, and padding ones train nothing."""
+    """Each sample is in one, none is too long, and padding batches train nothing."""
     lengths = [9, 8, 5, 5, 4, 3, 2]
     ranks = recipe.pack([sample(length) for length in lengths], 10, 3)
     assert [len(batches) for batches in ranks] == [2, 2, 2]
@@ -129,7 +128,7 @@ def test_ranks_have_equally_many_micro_batches(recipe: Any) -> None:
 
 
 def test_long_samples_are_left_out(recipe: Any, tmp_path: Path) -> None:
-    """They are counted, not cut; a second writer continues after the step."""
+    """Long samples are counted, not cut; a second writer continues after the step."""
 
     class Group:
         """The fields of a graded group that are written."""

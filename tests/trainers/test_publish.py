@@ -39,7 +39,7 @@ async def engine(*, fails: str = "") -> AsyncIterator[tuple[str, list[list[Any]]
 
 
 async def test_vllm_requests_reset_its_caches() -> None:
-    """In a pause: reload, reset of the prefix cache and running requests, version."""
+    """In a pause vLLM reloads, resets prefix cache and running requests, and sets the version."""
     async with engine() as (url, seen), VllmWeightUpdater(url) as weights:
         await weights.pause()
         await weights.load(FOLDER, 7)
@@ -89,7 +89,7 @@ async def test_failed_requests_are_errors() -> None:
 
 
 async def test_a_failed_update_resumes_the_engine() -> None:
-    """It is an error as well."""
+    """A failed update resumes the engine and raises EngineError."""
     async with engine(fails="/collective_rpc") as (url, seen), VllmWeightUpdater(url) as weights:
         with pytest.raises(EngineError, match="cache is held"):
             await weights.update(FOLDER, 7, "abort")

@@ -111,7 +111,7 @@ class Bench:
 
 
 @contextlib.asynccontextmanager
-async def bench(folder: Path) -> AsyncIterator[Bench]:
+async def open_bench(folder: Path) -> AsyncIterator[Bench]:
     """Two replicas behind a server without nodes."""
     for name in LOGPROBS:
         (folder / name).mkdir()
@@ -143,18 +143,18 @@ async def test_a_failed_publication_restores_the_version_before(
     tmp_path: Path, fault: str, faulty: int
 ) -> None:
     """Every replica has the same weights, whose version is announced, and calls are released."""
-    async with bench(tmp_path) as it:
-        await it.publish("b", 1)
-        getattr(it.replicas[faulty], fault).add("c")
-        with pytest.raises(EngineError, match=list(it.publisher.updaters)[faulty]):
-            await it.publish("c", 2, before="b")
-        assert it.served == {("b", "1")}
-        assert not it.held
-        assert it.weights.state.version == 1
-        getattr(it.replicas[faulty], fault).clear()
-        await it.publish("c", 2, before="b")
-        assert it.served == {("c", "2")}
-        assert not it.held
+    async with open_bench(tmp_path) as bench:
+        await bench.publish("b", 1)
+        getattr(bench.replicas[faulty], fault).add("c")
+        with pytest.raises(EngineError, match=list(bench.publisher.updaters)[faulty]):
+            await bench.publish("c", 2, before="b")
+        assert bench.served == {("b", "1")}
+        assert not bench.held
+        assert bench.weights.state.version == 1
+        getattr(bench.replicas[faulty], fault).clear()
+        await bench.publish("c", 2, before="b")
+        assert bench.served == {("c", "2")}
+        assert not bench.held
 
 
 @FAULTS
@@ -164,37 +164,37 @@ async def test_calls_stay_held_while_weights_differ(
     fault: str,
     first: bool,  # noqa: FBT001
 ) -> None:
-    """Where the version before is not known, or cannot be loaded; until a publication succeeds."""
-    async with bench(tmp_path) as it:
+    """If no earlier version can be restored, calls stay held until a publication succeeds."""
+    async with open_bench(tmp_path) as bench:
         if not first:
-            await it.publish("b", 1)
+            await bench.publish("b", 1)
         before = "a" if first else "b"
-        getattr(it.replicas[1], fault).update("bc")
-        it.replicas[0].refuses.update("b")
+        getattr(bench.replicas[1], fault).update("bc")
+        bench.replicas[0].refuses.update("b")
         with pytest.raises(EngineError, match="model calls stay held"):
-            await it.publish("c", 2, before=before)
-        assert it.held
-        for replica in it.replicas:
+            await bench.publish("c", 2, before=before)
+        assert bench.held
+        for replica in bench.replicas:
             replica.refuses.clear()
             replica.ignores.clear()
-        await it.publish("c", 2, before=before)
-        assert it.served == {("c", "2")}
-        assert not it.held
+        await bench.publish("c", 2, before=before)
+        assert bench.served == {("c", "2")}
+        assert not bench.held
 
 
 async def test_calls_are_released_if_nodes_did_not_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing was loaded, so all replicas have the weights that they had."""
-    async with bench(tmp_path) as it:
-        pause = it.weights.pause
+    async with open_bench(tmp_path) as bench:
+        pause = bench.weights.pause
 
         async def incomplete(mode: PauseMode, *, within_s: float) -> Barrier:
             state = await pause(mode, within_s=within_s)
             return replace(state, missing=("node",))
 
-        monkeypatch.setattr(it.weights, "pause", incomplete)
+        monkeypatch.setattr(bench.weights, "pause", incomplete)
         with pytest.raises(EngineError, match="nodes not paused"):
-            await it.publish("b", 1)
-        assert it.served == {("a", "0")}
-        assert not it.held
+            await bench.publish("b", 1)
+        assert bench.served == {("a", "0")}
+        assert not bench.held

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from exports.made import export, record
 from support.models import log_probabilities
-from support.tokenizer import rendering
+from support.tokenizer import make_rendering
 from support.training import make_model
 from trainers.sessions import tiny
 from tugline.chat.model_call import serialize_message
@@ -85,7 +85,7 @@ def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
 
 def read_one(path: Path, window: int = 999) -> Sample:
     """The only sample of a data set, with the byte-level tokenizer."""
-    (sample,), left_out = read_set([path], rendering().tokenizer, rendering, window)
+    (sample,), left_out = read_set([path], make_rendering().tokenizer, make_rendering, window)
     assert not left_out
     return sample
 
@@ -102,7 +102,7 @@ def test_messages_are_rendered_and_only_answers_are_trained(tmp_path: Path, shap
         row = {"prompt": messages[:2], "completion": messages[2:]}
     names = {"metadata": {"session": "s-0", "task": "s"}}
     sample = read_one(write_rows(tmp_path / "set.jsonl", row | names))
-    made, ids, mask = rendering(), sample.input_ids, sample.loss_mask
+    made, ids, mask = make_rendering(), sample.input_ids, sample.loss_mask
     assert (sample.session, sample.group) == ("s-0", "s")
     runs = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
     output = [made.tokenizer.decode(ids[first:last].tolist()) for first, last in runs]
@@ -115,7 +115,7 @@ def test_messages_are_rendered_and_only_answers_are_trained(tmp_path: Path, shap
 
 
 def test_token_ids_are_read(tmp_path: Path) -> None:
-    """From JSON lines and Parquet; rows that are too long or untrained are counted, not cut."""
+    """JSON lines and Parquet are read; rows that are too long or untrained are counted, not cut."""
     rows = [
         {"ids": [5, 6, 7], "loss_mask": [False, True, True], "session": "a-0", "task": "a"},
         {"input_ids": [1, 2], "completion_mask": [0, 1]},
@@ -126,7 +126,7 @@ def test_token_ids_are_read(tmp_path: Path) -> None:
     exported = tmp_path / "set.parquet"
     record(tmp_path / "recorded", "a")
     export("parquet", tmp_path / "recorded", exported)
-    got, left_out = read_set([lines, exported], rendering().tokenizer, rendering, 8)
+    got, left_out = read_set([lines, exported], make_rendering().tokenizer, make_rendering, 8)
     assert [row.input_ids.tolist() for row in got] == [[5, 6, 7], [1, 2], [10, 11, 12, 13, 14, 15]]
     masks = [[False, True, True], [False, True], [False, False, True, True, False, True]]
     assert [row.loss_mask.tolist() for row in got] == masks
@@ -134,13 +134,13 @@ def test_token_ids_are_read(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_task_are_grouped_by_their_content(tmp_path: Path) -> None:
-    """So that the same rows are held out, wherever the file is and however it is sorted."""
+    """The same rows are held out, wherever the file is and however it is sorted."""
     rows = [{"ids": [5, at], "loss_mask": [False, True]} for at in (6, 7, 6)]
     found = []
     for name, order in (("one", rows), ("two", rows[::-1])):
         (tmp_path / name).mkdir()
         file = write_rows(tmp_path / name / "set.jsonl", *order)
-        samples, _ = read_set([file], rendering().tokenizer, rendering, 8)
+        samples, _ = read_set([file], make_rendering().tokenizer, make_rendering, 8)
         assert len({one.session for one in samples}) == 3
         found.append({int(one.input_ids[1]): one.group for one in samples})
     assert found[0] == found[1]
@@ -158,12 +158,12 @@ def test_rows_without_a_task_are_grouped_by_their_content(tmp_path: Path) -> Non
     ],
 )
 def test_wrong_rows_are_reported(tmp_path: Path, row: dict[str, Any], message: str) -> None:
-    """With the file, the line and what is expected."""
+    """The error has the file, the line and what is expected."""
     path = write_rows(tmp_path / "set.jsonl", row)
     with pytest.raises(UsageError, match=message):
-        read_set([path], rendering().tokenizer, rendering, 99)
+        read_set([path], make_rendering().tokenizer, make_rendering, 99)
     with pytest.raises(UsageError, match="cannot be read as conversations"):
-        read_set([tmp_path / "missing.jsonl"], rendering().tokenizer, rendering, 99)
+        read_set([tmp_path / "missing.jsonl"], make_rendering().tokenizer, make_rendering, 99)
 
 
 # --------------------------------------------------------------------------- a run

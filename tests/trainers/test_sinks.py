@@ -46,7 +46,7 @@ def log_steps(
 
 
 def test_lines_of_lost_steps_are_replaced(tmp_path: Path) -> None:
-    """As of a run that was killed after step 3 and continues after step 2."""
+    """A run that was killed after step 3 and continues after step 2 replaces the line of step 3."""
     log_steps(tmp_path, steps=(1, 2, 3), after=0)
     with (tmp_path / METRICS).open("ab") as file:
         file.write(b'{"step":4,"torn')
@@ -59,7 +59,7 @@ def test_lines_of_lost_steps_are_replaced(tmp_path: Path) -> None:
 
 
 async def test_the_server_has_the_figures_of_the_file(tmp_path: Path) -> None:
-    """Also those that were not sent before a kill; NaN is left out."""
+    """Figures that were not sent before a kill are sent later; NaN is left out."""
     async with serve(f"sqlite:{tmp_path / 'db'}", tmp_path) as served:
 
         def run(steps: tuple[int, ...], after: int) -> list[protocol.RunStep]:
@@ -116,7 +116,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def test_weights_and_biases_offline(tmp_path: Path) -> None:
-    """Without an account or a network; alarms are alerts."""
+    """Figures are logged without an account or a network, and alarms are alerts."""
     options = {"mode": "offline", "project": "tests"}
     log_steps(tmp_path / "run", PluginSpec("wandb", options), steps=(1, 2), after=0)
     (run,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
@@ -152,7 +152,7 @@ def test_plots(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["plots", "tensorboard", "wandb", "trackio"])
 def test_missing_packages_are_reported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the command that installs them."""
+    """The error has the command that installs the package."""
     for module in (name, "torch.utils.tensorboard", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UsageError, match=rf"pip install 'tugline\[{name}\]'"):

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from support.groups import finish
-from support.restartable_server import LiveServer
-from support.server import TOKENS
+from support.server import TOKENS, RestartableServer
 from tugline.errors import UsageError
 
 RECIPE = Path(__file__).parents[2] / "examples" / "slime"
@@ -58,7 +57,7 @@ class RolloutFnTrainOutput:
 
 
 @pytest.fixture
-def recipe(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> Any:
+def recipe(live: RestartableServer, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The recipe's module, with those types and the address of the server."""
     monkeypatch.setenv("TUGLINE_SERVER", live.url)
     monkeypatch.setenv("TUGLINE_TOKEN", TOKENS.client)
@@ -78,7 +77,7 @@ def arguments(groups: int, sessions: int) -> Namespace:
     return Namespace(rollout_batch_size=groups, n_samples_per_prompt=sessions)
 
 
-async def test_a_batch_has_the_fields_of_slime(live: LiveServer, recipe: Any) -> None:
+async def test_a_batch_has_the_fields_of_slime(live: RestartableServer, recipe: Any) -> None:
     """Ids, mask, log probabilities, versions and advantages; traces of a session share an id.
 
     slime needs batches of the same size, so that a session without a reward is in it: it trains
@@ -108,7 +107,9 @@ async def test_a_batch_has_the_fields_of_slime(live: LiveServer, recipe: Any) ->
     assert advantages == pytest.approx([0.7070068, 0.7070068, -0.7070068, -0.7070068, 0.0])
 
 
-async def test_groups_are_read_again_until_slime_has_saved(live: LiveServer, recipe: Any) -> None:
+async def test_groups_are_read_again_until_slime_has_saved(
+    live: RestartableServer, recipe: Any
+) -> None:
     """The next run has those since the last checkpoint, in the same order."""
     await finish(live, a=[1.0, 0.0], b=[None, None], c=[0.0, 1.0], d=[1.0, 1.0])
     args = arguments(1, 2)
@@ -129,7 +130,7 @@ async def test_groups_are_read_again_until_slime_has_saved(live: LiveServer, rec
     assert await asyncio.to_thread(run) == ["a", "c", "c", "d"]
 
 
-async def test_other_batches_are_refused(live: LiveServer, recipe: Any) -> None:
+async def test_other_batches_are_refused(live: RestartableServer, recipe: Any) -> None:
     """Groups of another size, and evaluations."""
     await finish(live, a=[1.0, 0.0])
     args = arguments(1, 8)

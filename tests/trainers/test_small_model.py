@@ -44,7 +44,7 @@ def fetch_model(scratch: Path) -> Path:
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_real_model_is_fine_tuned_and_trained(tmp_path: Path) -> None:
-    """With the files of the example; both runs are shorter."""
+    """Shorter runs with the files of the example fine-tune and train a real model."""
     shutil.copytree(ROOT / EXAMPLE, tmp_path / EXAMPLE)
     (tmp_path / EXAMPLE / "model").symlink_to(fetch_model(tmp_path))
     run(tmp_path, PYTHON, str(EXAMPLE / "make_tasks.py"))

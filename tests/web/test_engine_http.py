@@ -55,7 +55,7 @@ async def test_a_closed_idle_connection_is_replaced(*, early: bool) -> None:
 
 @pytest.mark.parametrize("together", [True, False], ids=["with the reply", "later"])
 async def test_unrequested_data_is_dropped(*, together: bool) -> None:
-    """Its connection is closed, so that the next request gets its own reply."""
+    """The connection is closed, so that the next request gets its own reply."""
     sent = asyncio.Event()
 
     async def handle(peer: Peer) -> None:
@@ -76,7 +76,7 @@ async def test_unrequested_data_is_dropped(*, together: bool) -> None:
 
 
 async def test_an_incomplete_reply_is_not_retried() -> None:
-    """On a reused connection, too: the engine may have sampled already."""
+    """The engine may have sampled already, also on a reused connection."""
 
     async def handle(peer: Peer) -> None:
         await peer.next_request()
@@ -102,7 +102,7 @@ async def test_an_incomplete_reply_is_not_retried() -> None:
     ids=["no length", "100 first", "chunked", "no HTTP"],
 )
 async def test_kinds_of_replies(sent: bytes, expected: str | None) -> None:
-    """As HTTP/1.1 has them, or an error."""
+    """Each kind of reply of HTTP/1.1 is read or is an error."""
 
     async def handle(peer: Peer) -> None:
         await peer.next_request()

@@ -51,7 +51,7 @@ async def talk(url: str, *parts: bytes) -> bytes:
     ids=["whole", "half", "silence", "endless header", "many headers", "upgrade", "garbage"],
 )
 async def test_headers_are_bounded(request_bytes: bytes, reply: bytes) -> None:
-    """In time and size; an upgrade is served as an ordinary request."""
+    """Time and size have limits; an upgrade is served as an ordinary request."""
     async with serve(app, headers_timeout_s=0.3) as url:
         got = await talk(url, request_bytes)
     assert got.startswith(reply)
@@ -74,7 +74,7 @@ BODY = bytes(range(256)) * 800
 
 @pytest.mark.parametrize("size", [1, 7, 4096, len(BODY)])
 async def test_chunked_bodies_are_received_whole(size: int) -> None:
-    """In small parts, in parts beyond the read-ahead, and in one part."""
+    """Small parts, parts beyond the read-ahead, and one part give the same body."""
     parts = [BODY[at : at + size] for at in range(0, len(BODY), size)]
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
     head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.tokenizer import OFFLINE, SPECIALS, rendering, tokenizer
+from support.tokenizer import OFFLINE, SPECIALS, make_rendering, make_tokenizer
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.answers import AnswerSyntax
 from tugline.chat.templates.base import template
@@ -35,21 +35,21 @@ class _GptOss(AnswerSyntax):
     """The answers of gpt-oss, over a small vocabulary, without rendering."""
 
     def __init__(self) -> None:
-        vocabulary = tokenizer(SPECIALS["gpt-oss"].split())
+        vocabulary = make_tokenizer(SPECIALS["gpt-oss"].split())
         stops = [vocabulary.convert_tokens_to_ids(stop) for stop in ("<|return|>", "<|call|>")]
         super().__init__(vocabulary, "gpt-oss", [stop for stop in stops if stop is not None])
 
 
 def find_syntax(name: str) -> AnswerSyntax:
     """The syntax of a template's answers."""
-    return _GptOss() if name == "gpt-oss" else rendering(name)
+    return _GptOss() if name == "gpt-oss" else make_rendering(name)
 
 
 def write(name: str, *calls: tuple[str, dict[str, str]]) -> str:
     """Calls as the template writes them, as text from the mark that opens them."""
     if name == "gpt-oss":
         return "".join(_HARMONY.format(tool, json.dumps(arguments)) for tool, arguments in calls)
-    made = rendering(name)
+    made = make_rendering(name)
     made_calls = tuple(
         ToolCall(f"call_0_{at}", tool, json.dumps(arguments))
         for at, (tool, arguments) in enumerate(calls)
@@ -252,7 +252,7 @@ def test_json_of_llama_is_a_call_only_as_a_whole(sampled: str, *, call: bool) ->
     ],
 )
 def test_calls_of_gpt_oss_need_neither_start_nor_call(sampled: str) -> None:
-    """Without ``<|start|>``, and closed by ``<|end|>``, they are calls."""
+    """Calls without ``<|start|>``, and closed by ``<|end|>``, are calls."""
     [call] = parse("gpt-oss", sampled).tool_calls
     assert (call.name, call.arguments) == ("read", "{}")
 
@@ -284,7 +284,7 @@ def test_a_good_call_after_a_bad_one_is_a_call() -> None:
 @pytest.mark.parametrize("unit", ["<tool_call>", "</tool_call>", "<tool_call></tool_call>x"])
 def test_thousands_of_tags_are_parsed_at_once(unit: str) -> None:
     """An answer of nothing but tags costs no more than its length."""
-    made: Rendering = rendering("qwen3.5")
+    made: Rendering = make_rendering("qwen3.5")
     parameter = "<parameter=path>\n</parameter>\n"
     many = "<tool_call>" * 20_000 + unit + "</tool_call>" * 20_000
     for text in (

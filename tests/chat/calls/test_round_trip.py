@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from chat.calls.calls_drawn import VALUES, Drawn, drawn_tools, make_call
-from support.tokenizer import GPT_OSS, OFFLINE, rendering
+from support.tokenizer import GPT_OSS, OFFLINE, make_rendering
 from tugline.chat.calls.values import strip_space
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import Rendering
@@ -88,7 +88,7 @@ def test_a_call_is_parsed_as_it_was_written(
     name: str, drawn: list[Drawn], cuts: list[int], *, byte_by_byte: bool
 ) -> None:
     """Name, values and types of each call come back, in any chunks, and render to the same ids."""
-    made = rendering(name)
+    made = make_rendering(name)
     drawn = drawn[:1] if name in ("llama-3", "gpt-oss") else drawn
     tools = [tool for tool, _ in drawn]
     end, ids = write(made, [make_call(at, each) for at, each in enumerate(drawn)], tools)

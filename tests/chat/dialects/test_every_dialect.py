@@ -291,7 +291,7 @@ def assert_events(stream: bytes, expected: list[dict[str, Any]]) -> None:
 def test_finish_reasons_are_those_of_the_api(
     finish: Finish, stop: str | None, calls: tuple[ToolCall, ...], reasons: tuple[str, ...]
 ) -> None:
-    """For each finish, stop string and calls; a truncated answer is always marked as such."""
+    """Finish, stop string and calls decide; a truncated answer is always marked as such."""
     message = Message(Role.ASSISTANT, "x", calls)
     for wire, reason in zip(WIRES.values(), reasons, strict=True):
         reply = wire.whole(wire.hello(), message, finish=finish, stop=stop)
@@ -309,7 +309,7 @@ def usage_of(reply: dict[str, Any]) -> Any:
 
 @every_wire
 def test_usage_counts_are_exact(wire: Wire) -> None:
-    """In a whole reply, and at the end of a stream, where OpenAI's APIs only have it on request."""
+    """A whole reply has them; a stream at its end, with OpenAI's APIs only on request."""
     message = Message(Role.ASSISTANT, "x", reasoning="Hm.")
     request = wire.hello(stream_options={"include_usage": True})
     usage = usage_of(wire.whole(request, message))
@@ -329,7 +329,7 @@ def test_a_count_has_the_shape_of_its_api(name: str) -> None:
 
 @every_wire
 def test_the_list_of_models_has_the_window(wire: Wire) -> None:
-    """In the list, and for the model alone."""
+    """The list and the page of the model alone have the window."""
     page = json.loads(wire.dialect.encode_models(["m"], 8192, 17))
     (model,) = page.get("data", page.get("models"))
     assert model == json.loads(wire.dialect.encode_model("m", 8192, 17))
@@ -371,7 +371,7 @@ def test_an_overflow_is_worded_as_clients_expect_it(row: dict[str, Any]) -> None
 
 @every_wire
 def test_a_neutral_field_has_the_name_of_the_dialect(wire: Wire) -> None:
-    """As of ``top_p`` and ``messages``, which errors name."""
+    """Errors name ``top_p`` and ``messages`` as the API does."""
     names = {"google": "contents", "openai_responses": "input", "openai_completions": "prompt"}
     body = wire.dialect.encode_error(ContextOverflow("no", param="messages"))[2].decode()
     assert f'"{names.get(wire.dialect.name, "messages")}"' in body or wire is ANTHROPIC
@@ -381,7 +381,7 @@ def test_a_neutral_field_has_the_name_of_the_dialect(wire: Wire) -> None:
 
 @every_wire
 def test_a_comment_keeps_a_stream_alive(wire: Wire) -> None:
-    """Also before the first event; Gemini CLI accepts none."""
+    """A comment may come before the first event; Gemini CLI accepts none."""
     stream = wire.dialect.stream(wire.hello(), "s1-4", 17)
     assert stream.keep_alive() == (b"" if wire is GOOGLE else b": keep-alive\n\n")
     assert stream.start(Usage(31, 0)) or wire is GOOGLE

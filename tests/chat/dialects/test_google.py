@@ -26,7 +26,7 @@ def test_error_details() -> None:
 
 
 def test_candidates_are_in_order_and_counted_together() -> None:
-    """Each with its index and finish reason."""
+    """Each candidate has its index and finish reason."""
     answers = [
         finished(Message(Role.ASSISTANT, "Look.", reasoning="Hm.")),
         finished(Message(Role.ASSISTANT, "x"), finish=Finish.LENGTH, usage=Usage(31, 4, 20)),
@@ -56,7 +56,7 @@ def test_a_stream_is_bare_data_lines() -> None:
 
 @pytest.mark.parametrize("fault", [True, False])
 def test_without_sse_a_stream_is_one_list(*, fault: bool) -> None:
-    """It is valid JSON however it ends, also without any pieces."""
+    """The list is valid JSON however it ends, also without any pieces."""
     request = WIRE.parse(WIRE.write([Message(Role.USER, "Hi")]), query="")
     for pieces in ([], [TextDelta("x")], [TextDelta("x"), TextDelta("y")]):
         stream = GOOGLE.stream(request, "s1-4", 0)

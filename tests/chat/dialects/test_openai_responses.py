@@ -36,7 +36,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 def test_tools_that_come_as_an_item() -> None:
-    """As Codex sends them for models that it knows; they are added to those of the request."""
+    """Tools of an item, as Codex sends them, are added to those of the request."""
     added = {"type": "additional_tools", "role": "developer", "tools": [AGENTS, PATCH]}
     cache = ParseCache()
     request = parse([added, user("Hi")], tools=[READ], cache=cache)
@@ -88,7 +88,7 @@ def test_text_after_a_call_is_a_message_of_its_own() -> None:
 
 
 def test_a_failing_stream_ends_in_both_ways() -> None:
-    """With an error event and with a failed response."""
+    """A failing stream has an error event and a failed response."""
     stream = RESPONSES.stream(parse(), "s1-4", 17)
     sent = stream.start(Usage(31, 0)) + stream.add(TextDelta("Loo"))
     *_, error, failed = sse(sent + stream.fail(EngineError("gone")))
@@ -121,7 +121,7 @@ def test_compaction_round_trip() -> None:
 
 
 def test_a_text_of_the_client_before_a_response_is_its_own_message() -> None:
-    """Without an id it is no item of the response behind it, or of another text."""
+    """A text without an id is not an item of the response behind it, or of another text."""
     own = {"type": "message", "role": "assistant", "content": "I sum up."}
     response = [
         {

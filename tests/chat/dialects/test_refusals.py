@@ -75,7 +75,7 @@ def test_accepted_sampling_is_readable(wire: Wire, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("wire", ALL_WIRES.values(), ids=ALL_WIRES)
 def test_malformed_bodies_are_400(wire: Wire) -> None:
-    """Whatever the bytes are."""
+    """Any bytes that are not a request get 400."""
     whole = json.dumps({**wire.fields, **FULL[wire.dialect.name]}).encode()
     malformed = [b"", b"{", b"[]", b"5", b"\xff", b"\0\0", b"[" * 90_000, whole[:-1]]
     malformed.append(whole.replace(b'"Hi', b'"\xff'))

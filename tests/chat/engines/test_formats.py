@@ -135,7 +135,7 @@ def test_an_observed_answer_has_its_parts_and_its_prompt(name: str) -> None:
 
 
 def test_versions_are_read_where_the_engine_reports_them() -> None:
-    """By both native routes; vLLM has them at the end of a stream, counted from the first token."""
+    """Both native routes have them; vLLM at the end of a stream, from the first token on."""
     spans = (VersionSpan(0, 0, 8),)
     assert [d.spans for d in streamed("vllm_generate") if d.spans] == [spans]
     assert [d.spans for d in streamed("sglang_generate") if d.spans] == [spans]
@@ -144,7 +144,7 @@ def test_versions_are_read_where_the_engine_reports_them() -> None:
 
 
 def test_weights_that_change_in_the_middle_are_two_spans() -> None:
-    """As SGLang and vLLM report them, for an answer of four tokens."""
+    """SGLang and vLLM report two versions for an answer of four tokens."""
     sglang, vllm = (json.dumps(body).encode() for body in PAYLOADS["weights_changed"].values())
     (delta,) = SglangGenerate().make_reader().read_body(sglang)
     assert delta.spans == (VersionSpan(0, 0, 1), VersionSpan(3, 1, 4))
@@ -154,7 +154,7 @@ def test_weights_that_change_in_the_middle_are_two_spans() -> None:
 
 
 def test_incremental_and_cumulative_streams_are_the_same() -> None:
-    """With and without ``--incremental-streaming-output``."""
+    """The option ``--incremental-streaming-output`` changes nothing."""
     cumulative = [json.loads(payload) for payload in RECORDED["sglang_generate"]["stream"]]
     seen = 0
     incremental = []
@@ -173,7 +173,7 @@ def test_incremental_and_cumulative_streams_are_the_same() -> None:
 
 
 def test_an_aborted_sglang_chat_has_counts_only() -> None:
-    """Without ids nothing can be trained on: the tokens are counted as unreported, not lost."""
+    """Tokens without ids cannot be trained on: they are counted as unreported, not lost."""
     reader = SglangChat().make_reader()
     events = [json.loads(payload) for payload in RECORDED["sglang_chat"]["stream"][:9]]
     end = {"choices": [{"delta": {}, "finish_reason": "abort"}]}
@@ -186,7 +186,7 @@ def test_an_aborted_sglang_chat_has_counts_only() -> None:
 
 @pytest.mark.parametrize("wire", [VllmChat(), ObservedChat(), SglangChat()], ids=lambda w: w.name)
 def test_an_observed_answer_without_ids_is_an_error(wire: EngineFormat) -> None:
-    """It names what to ask the engine for (I2)."""
+    """The error names what to ask the engine for (I2)."""
     reply = {
         "choices": [{"message": {"content": "Hi."}, "finish_reason": "stop"}],
         "usage": {"prompt_tokens": 3, "completion_tokens": 2},
@@ -197,7 +197,7 @@ def test_an_observed_answer_without_ids_is_an_error(wire: EngineFormat) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_unreadable_events_are_an_engine_error(name: str) -> None:
-    """Also an error in the middle of a stream."""
+    """An error in the middle of a stream is one, too."""
     wire = FORMATS[name]
     for payload in (b"<html>", b"\xff\xfe", b'{"choices": 5, "meta_info": 5}'):
         with pytest.raises(EngineError, match="cannot be decoded"):
@@ -209,7 +209,7 @@ def test_unreadable_events_are_an_engine_error(name: str) -> None:
 
 
 def test_tokens_of_text_only_answers_are_counted() -> None:
-    """By the usage that the server reports, else by events; never as 0."""
+    """The server's usage counts, else its events; the count is never 0."""
     with_usage = TextChat().make_reader()
     payloads = [payload.encode() for payload in RECORDED["vllm_chat"]["stream"]]
     deltas = with_usage.read_events(payloads)
@@ -284,6 +284,6 @@ def test_sglang_refuses_what_its_chat_route_would_ignore() -> None:
 
 @pytest.mark.parametrize("name", BY_CLASS)
 def test_an_abort_names_the_request_as_its_route_does(name: str) -> None:
-    """With the prefix that the route puts before its id."""
+    """The abort has the prefix that the route puts before the request's id."""
     post = BY_CLASS[name].build_abort("r-1")
     assert (post and json.loads(b"".join(post.body))) == PAYLOADS["aborts"][name]

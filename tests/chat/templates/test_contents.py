@@ -21,7 +21,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from support.tokenizer import OFFLINE, SPECIALS, merging_tokenizer, rendering, tokenizer
+from support.tokenizer import (
+    OFFLINE,
+    SPECIALS,
+    make_merging_tokenizer,
+    make_rendering,
+    make_tokenizer,
+)
 from tugline.chat.model_call import ChoiceMode, ToolChoice
 from tugline.chat.templates.contents import ContentTokenizer
 from tugline.chat.templates.library import write_call
@@ -83,7 +89,9 @@ def converse(text: Callable[[], str]) -> tuple[list[Message], Tool]:
 def made(name: str, *, merges: bool) -> Rendering:
     """A template over a vocabulary, whose tokens are bytes or merge words."""
     specials = SPECIALS[name].split()
-    vocabulary = merging_tokenizer(specials, across_words=True) if merges else tokenizer(specials)
+    vocabulary = (
+        make_merging_tokenizer(specials, across_words=True) if merges else make_tokenizer(specials)
+    )
     return Rendering(vocabulary, name)
 
 
@@ -121,7 +129,7 @@ def test_no_content_adds_a_special_token(name: str, *, merges: bool, data: st.Da
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_no_tool_result_adds_a_special_token(name: str, data: st.DataObject) -> None:
-    """Also in the extension of a prompt, before and after its shape is known."""
+    """An extended prompt has none either, before and after its shape is known."""
     of = made(name, merges=True)
     prompt = of.render((HELLO,), ())[-64:]
     closing = of.template.think_end
@@ -195,7 +203,7 @@ def schemas() -> st.SearchStrategy[Any]:
 @given(schema=schemas(), more=schemas(), text=st.sampled_from(["", "Reads."]))
 def test_any_schema_can_be_declared(name: str, schema: Any, more: Any, text: str) -> None:
     """Every tool is named in the prompt, and its description is there."""
-    of = rendering(name)
+    of = make_rendering(name)
     bodies = [body if isinstance(body, dict) else {"x": body} for body in (schema, more)]
     tools = tuple(Tool(f"tool_{at}", text, body) for at, body in enumerate(bodies))
     prompt = of.tokenizer.decode(of.render((HELLO,), tools).tolist())
@@ -221,8 +229,8 @@ ARGUMENTS = (
 def test_any_call_can_be_rendered_again(
     name: str, calls: list[tuple[str, str]], *, text: bool
 ) -> None:
-    """Whatever its arguments are; those that are not an object are in the prompt as written."""
-    of = rendering(name)
+    """Arguments may be anything; those that are not an object are in the prompt as written."""
+    of = make_rendering(name)
     made_calls = [ToolCall(f"call_0_{at}", *call) for at, call in enumerate(calls)]
     results = [Message(Role.TOOL, "RESULT", tool_call_id=call.id) for call in made_calls]
     answer = Message(Role.ASSISTANT, "SAID" if text else "", tuple(made_calls))
@@ -255,7 +263,7 @@ def decode(of: Rendering, messages: list[Message], tools: tuple[Tool, ...] = ())
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_prompts_without_special_tokens_are_as_before(name: str) -> None:
-    """Their ids are those of the version before contents were told from the template."""
+    """The ids equal those of the version before contents were told from the template."""
     calls = (ToolCall("call_0_0", "read", '{"path": "a > b", "n": [1, null, {"x": "<b>"}]}'),)
     conversation = [
         Message(Role.SYSTEM, "Be brief <"),
@@ -267,31 +275,34 @@ def test_prompts_without_special_tokens_are_as_before(name: str) -> None:
     ]
     properties = {"path": {"type": "string", "title": "T", "enum": ["<", "é"]}, "user": {}}
     tool = Tool("read", "Reads [x] >", {"type": "object", "properties": properties})
-    for_words = merging_tokenizer(SPECIALS[name].split(), across_words=True)
-    ids = [of.render(conversation, (tool,)) for of in (rendering(name), Rendering(for_words, name))]
+    for_words = make_merging_tokenizer(SPECIALS[name].split(), across_words=True)
+    ids = [
+        of.render(conversation, (tool,))
+        for of in (make_rendering(name), Rendering(for_words, name))
+    ]
     digest = hashlib.sha256(np.concatenate(ids).astype("<i4").tobytes()).hexdigest()
     assert digest == json.loads(DIGESTS.read_text())[name]
 
 
 def test_a_tool_result_cannot_write_a_system_message() -> None:
-    """By default; the tokenizer's way can be chosen, and raw prompts always have it."""
+    """Special tokens in contents are text by default; raw prompts may always have them."""
     result = Message(Role.TOOL, INJECTED, tool_call_id="call_0_0")
     prompts = {}
     for setting in ("text", "tokens"):
-        of = Rendering(tokenizer(), "qwen3", special_tokens_in_contents=setting)
+        of = Rendering(make_tokenizer(), "qwen3", special_tokens_in_contents=setting)
         ids = of.render([HELLO, result], ()).tolist()
         assert INJECTED in of.tokenizer.decode(ids)
         prompts[setting] = ids.count(of.tokenizer.convert_tokens_to_ids("<|im_start|>"))
         assert len(of.tokenizer.encode(INJECTED)) < len(INJECTED)
     assert prompts == {"text": 3, "tokens": 4}
     with pytest.raises(ConfigError, match=r"special_tokens_in_contents='no'.*text, tokens"):
-        Rendering(tokenizer(), "qwen3", special_tokens_in_contents="no")
+        Rendering(make_tokenizer(), "qwen3", special_tokens_in_contents="no")
 
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_the_name_of_a_forced_tool_adds_no_special_token(name: str) -> None:
     """The name is the client's."""
-    of = rendering(name)
+    of = make_rendering(name)
     forced = []
     for tool in ("name", SPECIALS[name].split()[-1], f"<{SPECIALS[name].split()[-1]}"):
         ids = of.force_tool_call(ToolChoice(ChoiceMode.NAMED, (tool,)))
@@ -304,7 +315,7 @@ def test_the_name_of_a_forced_tool_adds_no_special_token(name: str) -> None:
 
 def test_words_of_the_model_stay_tokens() -> None:
     """An added token that is neither special nor looks like a mark is not escaped."""
-    vocabulary = tokenizer()
+    vocabulary = make_tokenizer()
     vocabulary._backend.add_tokens(["a whole sentence.", "\n\n", "word", "<mark>"])
     contents = ContentTokenizer(vocabulary)
     ids = contents.encode(contents.escape("a whole sentence.\n\nword<mark>"))
@@ -354,7 +365,7 @@ def vocabulary_of(kind: str) -> tuple[Backend, Backend]:
 @pytest.mark.parametrize("kind", KINDS)
 @given(pieces=st.lists(st.sampled_from([*MARKS, " ", "x", "<", "|", "\n", "＜", "end|>", "]~"])))
 def test_escaped_contents_are_encoded_as_without_added_tokens(kind: str, pieces: list[str]) -> None:
-    """Whatever the tokenizer does to texts before it splits them."""
+    """Whatever the tokenizer does to texts before it splits them changes nothing."""
     backend, plain = vocabulary_of(kind)
     contents = ContentTokenizer(Tokenizer(backend, kind))
     text = "".join(pieces)
@@ -375,7 +386,7 @@ def test_a_mark_that_is_a_word_of_the_vocabulary_is_split() -> None:
 
 def test_answers_to_train_on_may_begin_with_reasoning() -> None:
     """The marks of reasoning in a conversation of a data set stay marks; all others are text."""
-    of = rendering("qwen3")
+    of = make_rendering("qwen3")
     ids, mask = of.render_answers(
         [HELLO, Message(Role.ASSISTANT, "<think>\na</think>b\n</think>\n\nc<|im_end|>")], ()
     )
@@ -387,16 +398,16 @@ def test_answers_to_train_on_may_begin_with_reasoning() -> None:
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_null_properties_are_no_properties(name: str) -> None:
-    """As servers write that are made with Go; where they can be rendered, they are as written."""
-    of = rendering(name)
+    """Servers made with Go send null; where null can be rendered, it stays as written."""
+    of = make_rendering(name)
     null, none = (Tool("t", "D.", {"type": "object", "properties": p}) for p in (None, {}))
     prompt = decode(of, [HELLO], (null,))
     assert prompt == decode(of, [HELLO], (none,)) or "null" in prompt
 
 
 def test_kimi_declares_tools_as_json_where_its_types_do_not_suffice() -> None:
-    """As the model's own tokenizer does: all tools, in the same message, with sorted keys."""
-    of = rendering("kimi-k2.5")
+    """All tools are in the same message, with sorted keys, as the model's own tokenizer does."""
+    of = make_rendering("kimi-k2.5")
     odd = Tool("odd", "", {"type": "object", "properties": {"a": {"const": 1}}})
     prompt = decode(of, [HELLO], (*TOOLS, odd))
     start, end = "<|im_system|>tool_declare<|im_middle|>", "<|im_end|>"
@@ -410,7 +421,7 @@ def test_kimi_declares_tools_as_json_where_its_types_do_not_suffice() -> None:
 
 def test_only_the_tool_that_cannot_be_written_has_its_schema_as_json() -> None:
     """The others are declared as ever."""
-    of = rendering("nemotron-3")
+    of = make_rendering("nemotron-3")
     odd = Tool("odd", "Odd.", {"type": "object", "properties": {"a": True}})
     prompt = decode(of, [HELLO], (*TOOLS, odd))
     assert "<name>path</name>\n<type>string</type>" in prompt
@@ -420,8 +431,8 @@ def test_only_the_tool_that_cannot_be_written_has_its_schema_as_json() -> None:
 @pytest.mark.parametrize("name", OFFLINE)
 @pytest.mark.parametrize("arguments", ['{"path": "a', "[1]", "null", "NaN", '"x"'])
 def test_a_malformed_call_is_text_beside_a_good_one(name: str, arguments: str) -> None:
-    """Its result follows; the good call stays a call, where a message can have both."""
-    of = rendering(name)
+    """The result follows; the good call stays a call, where a message can have both."""
+    of = make_rendering(name)
     good, bad = ToolCall("call_0_0", "read", '{"path": "a"}'), ToolCall("call_0_1", "r", arguments)
     results = [Message(Role.TOOL, f"R{at}", tool_call_id=f"call_0_{at}") for at in range(2)]
     prompt = decode(of, [HELLO, Message(Role.ASSISTANT, "", (good, bad)), *results], TOOLS)
@@ -433,8 +444,8 @@ def test_a_malformed_call_is_text_beside_a_good_one(name: str, arguments: str) -
 
 
 def test_errors_have_no_keys_of_escaping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a content could forge a special token with the key from an error."""
-    of = Rendering(tokenizer(), "qwen3")
+    """A content with the key from an error could forge a special token."""
+    of = Rendering(make_tokenizer(), "qwen3")
 
     def refuse(messages: list[dict[str, Any]], **_: Any) -> None:
         raise KeyError(messages[0]["content"])
@@ -447,7 +458,7 @@ def test_errors_have_no_keys_of_escaping(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_images_are_still_refused() -> None:
-    """By name: they are no text."""
+    """A picture of a tool result is refused by name, since it is not text."""
     picture = Message(Role.TOOL, "See", tool_call_id="1", images=(Image("data:,A"),))
     with pytest.raises(Unsupported, match="images"):
-        rendering("gemma4").render([HELLO, picture], TOOLS)
+        make_rendering("gemma4").render([HELLO, picture], TOOLS)

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from support.tokenizer import rendering
+from support.tokenizer import make_rendering
 from tugline.chat.model_call import Piece, TextDelta
 from tugline.chat.stream_parser import StreamParser
 from tugline.types import ToolCall
@@ -16,7 +16,7 @@ from tugline.types import ToolCall
 
 def parse(text: str) -> list[str | tuple[str, object]]:
     """Texts, and calls with their arguments, in their order."""
-    made = rendering("deepseek-v4")
+    made = make_rendering("deepseek-v4")
     end = np.asarray(made.tokenizer.encode("</think>"), np.int32)
     parser = StreamParser(made, end, "0")
     pieces: list[Piece] = parser.feed(made.tokenizer.encode(text))
@@ -59,6 +59,6 @@ def test_texts_around_calls_keep_their_place() -> None:
     ids=["twice", "nameless", "unclosed", "wordy"],
 )
 def test_a_malformed_call_is_text_as_it_was_written(broken: str) -> None:
-    """It is not repaired; other calls are still parsed."""
+    """A malformed call is not repaired; other calls are still parsed."""
     assert parse(broken) == [broken.strip()]
     assert parse(f"{invoked()}{broken}") == [("t", {}), broken.strip()]

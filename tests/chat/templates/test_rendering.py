@@ -12,7 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.tokenizer import OFFLINE, SPECIALS, merging_tokenizer, rendering, tokenizer
+from support.tokenizer import (
+    OFFLINE,
+    SPECIALS,
+    make_merging_tokenizer,
+    make_rendering,
+    make_tokenizer,
+)
 from tugline.chat.model_call import ChoiceMode, ToolChoice
 from tugline.chat.templates.base import CONFIGS, template
 from tugline.chat.templates.rendering import Rendering
@@ -42,23 +48,23 @@ def test_every_template_of_the_library_is_known_by_name() -> None:
     """The registry has each typed configuration; the error for an unknown name lists them."""
     assert set(SPECIALS) == set(CONFIGS)
     with pytest.raises(ConfigError, match=r"renderer='qwen2' must be one of .*glm-4\.5.*qwen3\.5"):
-        Rendering(tokenizer(), "qwen2")
+        Rendering(make_tokenizer(), "qwen2")
     with pytest.raises(ConfigError, match=r"thinking_retention='some'.*all, tool_cycle, template"):
-        Rendering(tokenizer(), "qwen3", thinking_retention="some")
+        Rendering(make_tokenizer(), "qwen3", thinking_retention="some")
     with pytest.raises(ConfigError, match="cannot be created for byte-level"):
-        Rendering(tokenizer(("<|im_start|>",)), "qwen3")
+        Rendering(make_tokenizer(("<|im_start|>",)), "qwen3")
 
 
 def test_a_published_model_is_known_by_its_exact_name() -> None:
     """The template of a fine-tuned model is not guessed."""
-    made = Rendering.for_model(tokenizer(), "Qwen/Qwen3-8B")
+    made = Rendering.for_model(make_tokenizer(), "Qwen/Qwen3-8B")
     assert made.name == "qwen3"
-    assert Rendering.for_model(tokenizer(), "me/Qwen3-8B") is None
+    assert Rendering.for_model(make_tokenizer(), "me/Qwen3-8B") is None
 
 
 def test_equal_conversations_render_once() -> None:
     """The samples of a group share their first prompt; the cache is bounded."""
-    made = Rendering(tokenizer(), "qwen3")
+    made = Rendering(make_tokenizer(), "qwen3")
     first = made.render((HELLO,), TOOLS)
     again = made.render((msgspec.structs.replace(HELLO),), (msgspec.structs.replace(READ),))
     assert again is first
@@ -76,8 +82,8 @@ SUMMARY = Message(Role.ASSISTANT, "So far: one file read.")
 @pytest.mark.parametrize("tools", [(), TOOLS], ids=["no tools", "tools"])
 @pytest.mark.parametrize("name", OFFLINE)
 def test_a_last_message_of_the_assistant_is_a_closed_turn(name: str, tools: Any) -> None:
-    """It is written as before another message, and the model's answer is opened behind it."""
-    made, hello = rendering(name), HELLO.content.strip()
+    """The turn is rendered as before another message, and the model's answer opened behind it."""
+    made, hello = make_rendering(name), HELLO.content.strip()
     opening = text_of(made, made.render((SYSTEM, HELLO), tools)).rpartition(hello)[2]
     for history in ([SYSTEM], [SYSTEM, HELLO], [HELLO], [], [SYSTEM, HELLO, SUMMARY, HELLO]):
         whole = text_of(made, made.render((*history, SUMMARY), tools))
@@ -126,7 +132,7 @@ def test_the_end_of_a_prompt_is_enough_to_extend_it(
 @pytest.mark.parametrize("name", OFFLINE)
 def test_an_answer_that_ends_a_prompt_is_followed_by_another(name: str) -> None:
     """The ids of a closed answer stay, and what follows is the template's; else there is none."""
-    made = rendering(name)
+    made = make_rendering(name)
     prompt = made.render((HELLO,), TOOLS)
     whole = made.render((HELLO, SUMMARY), TOOLS)
     answer = made.tokenizer.encode(SUMMARY.content)
@@ -162,14 +168,14 @@ def _extend_by_library(
 @functools.cache
 def _merging(name: str, merges: str) -> Rendering:
     if merges == "none":
-        return rendering(name)
-    made = merging_tokenizer(SPECIALS[name].split(), across_words=merges == "lines")
+        return make_rendering(name)
+    made = make_merging_tokenizer(SPECIALS[name].split(), across_words=merges == "lines")
     return Rendering(made, name)
 
 
 def test_a_known_shape_is_extended_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It renders the first tail of a shape, and not one that differs only in its texts."""
-    made = Rendering(merging_tokenizer(SPECIALS["qwen3"].split()), "qwen3")
+    """The library renders only the first tail of a shape, not others with different texts."""
+    made = Rendering(make_merging_tokenizer(SPECIALS["qwen3"].split()), "qwen3")
     prompt = made.render((HELLO,), TOOLS)
     sampled = np.asarray([*made.tokenizer.encode("</think>Yes."), made.stop_ids[0]], np.int32)
     first = made.render_extension(prompt, sampled, (RESULT,), TOOLS)
@@ -187,7 +193,7 @@ def test_an_extension_equals_a_full_render(name: str, calls: int) -> None:
     """Tool results continue an answer exactly as in a render of the whole conversation."""
     if name == "llama-3" and calls > 1:
         pytest.skip("its template knows single calls only")
-    made = rendering(name)
+    made = make_rendering(name)
     answer = called(calls)
     results = [
         Message(Role.TOOL, f"Result {one.id}: 界", tool_call_id=one.id) for one in answer.tool_calls
@@ -203,8 +209,8 @@ def test_an_extension_equals_a_full_render(name: str, calls: int) -> None:
 
 @pytest.mark.parametrize("retention", ["all", "tool_cycle", "template"])
 def test_reasoning_is_kept_as_long_as_was_chosen(retention: str) -> None:
-    """For ever, or within tool calls as in Qwen3's template: else the prompt is rendered anew."""
-    made = rendering("qwen3", retention)
+    """Reasoning stays for ever, or within tool calls as in Qwen3's template."""
+    made = make_rendering("qwen3", retention)
     prompt = made.render((HELLO,), TOOLS)
     ids = made.tokenizer.encode("<think>a</think>b<|im_end|>")
     sampled = np.asarray(ids, np.int32)
@@ -215,8 +221,8 @@ def test_reasoning_is_kept_as_long_as_was_chosen(retention: str) -> None:
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_late_system_messages_keep_their_place(name: str) -> None:
-    """They are neither left out nor moved, whatever role a template gives them."""
-    made = rendering(name)
+    """Late ones are neither left out nor moved, whatever role a template gives them."""
+    made = make_rendering(name)
     answer = Message(Role.ASSISTANT, "ANSWER")
     messages = [
         Message(Role.SYSTEM, "SYSTEM"),
@@ -238,17 +244,17 @@ def test_late_system_messages_keep_their_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "qwen3-vl"])
 def test_images_are_refused_by_name(name: str) -> None:
-    """They are not dropped silently."""
+    """Images are not dropped silently."""
     picture = Message(Role.USER, "See", images=(Image("data:image/png;base64,AA"),))
     with pytest.raises(Unsupported, match="images") as caught:
-        rendering(name).render((picture,), ())
+        make_rendering(name).render((picture,), ())
     assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize("name", ["kimi-k2", "kimi-k2.5"])
 def test_kimi_numbers_its_calls(name: str) -> None:
     """Call ids of the dialects are replaced by those that the model writes."""
-    made = rendering(name)
+    made = make_rendering(name)
     again = msgspec.structs.replace(RESULT, tool_call_id="call_1_0")
     text = text_of(made, made.render((HELLO, called(), RESULT, called(1, 1), again), ()))
     assert text.count("functions.read:0") == 2
@@ -279,8 +285,8 @@ class _Harmony:
 
 
 def test_results_name_their_tool_where_the_template_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in harmony, whose results are messages of the tool; the names are those of the calls."""
-    vocabulary = tokenizer(SPECIALS["gpt-oss"].split())
+    """In harmony results are messages of the tool, with the names of the calls."""
+    vocabulary = make_tokenizer(SPECIALS["gpt-oss"].split())
     monkeypatch.setattr("renderers.gpt_oss.load_harmony_encoding", lambda _: _Harmony(vocabulary))
     made = Rendering(vocabulary, "gpt-oss")
     end = "<|start|>assistant<|channel|>analysis<|message|>"
@@ -295,11 +301,11 @@ def test_results_name_their_tool_where_the_template_does(monkeypatch: pytest.Mon
 
 def test_a_tool_choice_that_cannot_be_kept_is_not_forced() -> None:
     """A call is forced only where its prefix is certain."""
-    made = rendering("qwen3")
+    made = make_rendering("qwen3")
     assert made.force_tool_call(ToolChoice()) is None
     assert made.force_tool_call(ToolChoice(ChoiceMode.NONE)) is None
     assert made.force_tool_call(ToolChoice(ChoiceMode.REQUIRED, ("a", "b"))) is None
-    assert rendering("inkling").force_tool_call(ToolChoice(ChoiceMode.REQUIRED)) is None
+    assert make_rendering("inkling").force_tool_call(ToolChoice(ChoiceMode.REQUIRED)) is None
     ids = made.force_tool_call(ToolChoice(ChoiceMode.NAMED, ("read",)))
     text = '<think>\n\n</think>\n\n<tool_call>\n{"name": "read", "arguments": '
     assert text_of(made, ids) == text
@@ -315,7 +321,7 @@ def test_the_table_of_templates_in_the_docs_is_correct() -> None:
     }
     assert set(rows) == set(CONFIGS)
     for name, row in rows.items():
-        what, vocabulary = template(name), tokenizer(SPECIALS[name].split())
+        what, vocabulary = template(name), make_tokenizer(SPECIALS[name].split())
         marks = what.markers(vocabulary)
         held = what.guard_mark or ("" if marks.reasons else what.hold_prefix)
         streams = f"yes, but not after `{held}`" if held else "yes"

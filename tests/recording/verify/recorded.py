@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from inference.tiny_model import tiny
 from support.calls import write_calls
-from support.gateway import ASK, RENDERING, Rig, in_turn, rig
+from support.engine import RENDERING, reply_in_turn
+from support.gateway import ASK, OpenSession, open_session
 from tugline.inference.engine import Engine
 from tugline.inference.server import create_app
 from tugline.recording import file as recordings
@@ -42,18 +43,20 @@ def result(name: str, text: str) -> dict[str, Any]:
 
 async def work(folder: Path) -> None:
     """Record four calls: a tool call, its arguments reordered, an answer, an edited history."""
-    async with rig(folder, in_turn(f"Let me look.\n{LOOK}", "It is mended.", "Again.")) as it:
-        reply = await it.ask()
+    async with open_session(
+        folder, reply_in_turn(f"Let me look.\n{LOOK}", "It is mended.", "Again.")
+    ) as session:
+        reply = await session.ask()
         text, use = reply["content"]
         use["input"] = {"n": 1, "path": "a.py"}
         history = [*ASK, {"role": "assistant", "content": [text, use]}, result(use["id"], "def f")]
-        reply = await it.ask(history)
+        reply = await session.ask(history)
         more = [
             {"role": "assistant", "content": reply["content"]},
             {"role": "user", "content": "?"},
         ]
-        await it.ask([*history, *more])
-        await it.ask([{"role": "user", "content": "Mend it, please."}, *history[1:], *more])
+        await session.ask([*history, *more])
+        await session.ask([{"role": "user", "content": "Mend it, please."}, *history[1:], *more])
 
 
 def rewritten(path: Path, recording: Recording, change: Callable[[Call], Call]) -> None:
@@ -87,13 +90,13 @@ class Modelled(NamedTuple):
 
     engine: Engine
     url: str
-    rig: Rig
+    session: OpenSession
 
     async def talk(self, turns: int) -> None:
         """Make calls, each of which extends the one before."""
         messages = list(ASK)
         for number in range(turns):
-            reply = await self.rig.ask(messages, max_tokens=40)
+            reply = await self.session.ask(messages, max_tokens=40)
             messages.append({"role": "assistant", "content": reply["content"] or "-"})
             messages.append({"role": "user", "content": f"And {number}?"})
 
@@ -106,6 +109,6 @@ async def modelled(
     async with (
         Engine(tiny(), eos_ids=RENDERING.stop_ids, max_model_len=window, threads=1) as engine,
         serve(create_app(engine, model_name="m")) as url,
-        rig(folder, url, sampling=sampling) as it,
+        open_session(folder, url, sampling=sampling) as session,
     ):
-        yield Modelled(engine, url, it)
+        yield Modelled(engine, url, session)

@@ -13,7 +13,9 @@ from msgspec.structs import replace
 
 from recording.verify.recorded import LOOK, changed, one_changed, read_in, rewritten, verify, work
 from support.calls import make_call, make_header, write_calls
-from support.gateway import RENDERING, ids, rig, says, until
+from support.engine import RENDERING, ids, reply_with
+from support.gateway import open_session
+from support.polling import until
 from tugline.chat.model_call import Piece, join_pieces
 from tugline.chat.stream_parser import StreamParser
 from tugline.gateway.policy import CallSettings
@@ -141,8 +143,8 @@ async def test_answers_changed_by_the_gateway_pass(
 ) -> None:
     """The ids of stopped, forced and cut answers decode to what the harness received."""
     answer = LOOK if "tool_choice" in fields else LONG
-    async with rig(tmp_path, says(answer)) as it:
-        reply = await it.ask(**fields)
+    async with open_session(tmp_path, reply_with(answer)) as session:
+        reply = await session.ask(**fields)
         assert reply["status"] == 200, reply
     checks = verify(tmp_path).checks
     assert checks["text"].verdict is VerifyVerdict.PASS, checks
@@ -157,13 +159,15 @@ async def test_answers_changed_by_the_gateway_pass(
 async def test_a_resumed_answer_passes(fields: dict[str, object], tmp_path: Path) -> None:
     """Both halves decode to what the harness received; the second extends the first exactly."""
     answer = LOOK.replace("a.py", LONG) if fields else LONG
-    async with rig(tmp_path, says(answer, delay_s=0.004), tuning=CallSettings(grace_s=0.01)) as it:
-        response = await it.post(it.body(stream=True, **fields))
+    async with open_session(
+        tmp_path, reply_with(answer, delay_s=0.004), tuning=CallSettings(grace_s=0.01)
+    ) as session:
+        response = await session.post(session.body(stream=True, **fields))
         await response.content.readany()
-        await until(lambda: it.sampled > 12)
+        await until(lambda: session.sampled > 12)
         response.close()
-        await until(lambda: it.calls)
-        (received,) = (await it.ask(**fields))["content"]
+        await until(lambda: session.calls)
+        (received,) = (await session.ask(**fields))["content"]
     assert received.get("text") == LONG or received["input"] == {"path": LONG, "n": 1}
     report = verify(tmp_path)
     path, recording = read_in(tmp_path)

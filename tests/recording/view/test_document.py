@@ -26,7 +26,7 @@ def allow(content: str) -> str:
 
 
 def test_the_page_is_self_contained(tmp_path: Path) -> None:
-    """It has no address; its policy allows its own script and style, images in it, nothing else."""
+    """The page has no address, and its policy allows only its own script, style and images."""
     text = page(small(tmp_path))
     (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy"\s+content="([^"]*)"', text)
     (script,) = re.findall(r'<script type="module">(.*?)</script>', text, re.DOTALL)
@@ -68,7 +68,7 @@ def test_a_page_is_reproducible(tmp_path: Path) -> None:
 
 
 def test_the_page_has_each_token_once(tmp_path: Path) -> None:
-    """Also with `per_request`, which repeats every turn in every trace."""
+    """The builder `per_request` repeats every turn in every trace, but the page does not."""
     path = long(tmp_path, turns=40, base=2000, length=40)
     assert len(page(path, "per_request")) < 1.2 * len(page(path))
 

@@ -72,7 +72,7 @@ def test_the_ledgers_of_the_turns_add_up(tmp_path: Path, builder: str) -> None:
 
 
 def test_the_json_has_every_field(tmp_path: Path) -> None:
-    """It has the messages of the requested turn only, as they are in the recording."""
+    """The JSON has the messages of the requested turn only, as they are in the recording."""
     session = view(small(tmp_path))
     brief = msgspec.json.decode(encode_json(session, None))
     assert set(brief) == set(session.view.__struct_fields__)
@@ -108,7 +108,7 @@ def test_a_recording_without_its_header_can_be_viewed(tmp_path: Path) -> None:
 
 
 def test_every_field_of_the_json_is_documented() -> None:
-    """In docs/view.md."""
+    """Each field is in docs/view.md."""
     page = (Path(__file__).parents[3] / "docs" / "view.md").read_text(encoding="utf-8")
     shapes = (SessionView, TurnView, TurnDetail, RecordedEvent, TraceView)
     names = [name for shape in shapes for name in shape.__struct_fields__]

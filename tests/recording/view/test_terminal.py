@@ -72,7 +72,7 @@ def test_text_is_escaped_for_the_terminal(session: ViewedSession) -> None:
 
 
 def test_a_turn_has_its_messages_and_answer(session: ViewedSession) -> None:
-    """And its tokens, ledger and events."""
+    """A turn also has its tokens, ledger and events."""
     text = render(session, turn=1)
     assert visible(HOSTILE) in text.split("tool\n")[1]
     assert "assistant (as returned to the harness)" in text
@@ -103,14 +103,14 @@ def test_many_traces_are_abbreviated(tmp_path: Path) -> None:
 
 
 def test_without_a_tokenizer_ids_are_printed(session: ViewedSession) -> None:
-    """One number per token."""
+    """Each token is a number."""
     lines = render(session, texts=TokenText(None)).splitlines()
     (line,) = (line for line in lines if line.startswith("  call 0 "))
     assert line.split()[3:] == [str(token) for token in session.calls[0].sampled_ids]
 
 
 def test_tokens_keep_their_leading_spaces() -> None:
-    """Of a vocabulary that marks the start of words by a leading bar, as SentencePiece does."""
+    """A vocabulary that marks the start of words by a bar, as SentencePiece does, has spaces."""
     backend = Backend(models.WordLevel({"▁a": 0, "▁world": 1, "?": 2}, unk_token="?"))
     backend.decoder = decoders.Metaspace()
     metaspace = Tokenizer(backend, "metaspace")

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 from aiodocker.containers import DockerContainer, DockerContainers
 
-from support.containers import BUSYBOX, DEBIAN, exists, unbuilt
+from support.containers import BUSYBOX, DEBIAN, has_image, remove_images
 from tugline.errors import ImageError
 from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.container import Container
@@ -56,7 +56,7 @@ def names(*workspaces: Workspace) -> list[str]:
 
 def built(engine: str, *workspaces: Workspace) -> list[str]:
     """Names of those images that the engine has."""
-    return [name for name in names(*workspaces) if exists(engine, name)]
+    return [name for name in names(*workspaces) if has_image(engine, name)]
 
 
 async def open_error(runtime: Container, tmp_path: Path, workspace: Workspace) -> str:
@@ -116,7 +116,7 @@ GONE = "registry.invalid/nobody/nothing:1"
 async def test_missing_images_are_reported(
     podman: str, tmp_path: Path, options: dict[str, Any], image: str, expected: str
 ) -> None:
-    """With the engine's message; invalid names, which could change the engine's URL, as such."""
+    """The error has the engine's message; a name that would change the URL is refused."""
     with socket.create_server(("127.0.0.1", 0)) as silent:  # a registry that never answers
         name = image.format(port=silent.getsockname()[1])
         output = await open_error(
@@ -150,7 +150,7 @@ async def test_sessions_share_a_build(podman: str, tmp_path: Path) -> None:
         assert results[0][0]
         assert results[0][1:] == ({"own": None}, "v\nt")
     finally:
-        unbuilt(podman, *names(workspace))
+        remove_images(podman, *names(workspace))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ async def test_a_folder_without_a_dockerfile_is_an_error(podman: str, tmp_path: 
 async def test_a_cancelled_inspection_leaves_no_container(
     podman: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither while its container is created nor while it is removed."""
+    """A cancellation during creation or removal of the container leaves nothing."""
     runtime = Container(engine=podman, image=BUSYBOX)
     await asyncio.to_thread(runtime.inspect)
     reached = asyncio.Event()
@@ -229,9 +229,9 @@ async def test_least_recently_used_builds_are_removed(podman: str, tmp_path: Pat
         assert await runtime.prefetch([first, third]) == []
         assert set(built(podman, first, second, third)) == set(built(podman, first, third))
         assert len(built(podman, first, third)) == 2
-        assert exists(podman, BUSYBOX)
+        assert has_image(podman, BUSYBOX)
     finally:
-        unbuilt(podman, *names(first, second, third))
+        remove_images(podman, *names(first, second, third))
 
 
 async def test_images_in_use_are_not_removed(podman: str, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ async def test_images_in_use_are_not_removed(podman: str, tmp_path: Path) -> Non
             assert (await sandbox.run(["cat", "/own"], env={}, timeout_s=20)).code == 0
             assert len(built(podman, first, second)) == 2
     finally:
-        unbuilt(podman, *names(first, second))
+        remove_images(podman, *names(first, second))
 
 
 def test_names_depend_on_the_content(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from support.containers import BUSYBOX, DEBIAN, left, serving, unbuilt
+from support.containers import BUSYBOX, DEBIAN, list_leftovers, remove_images, run_podman
 from support.sandbox import read_log, run_shell
 from tugline.errors import ImageError, SandboxError, UsageError
 from tugline.sandbox import overlay
@@ -49,7 +49,7 @@ async def test_programs_have_few_capabilities_and_no_network(
 
 
 async def test_diff_kills_all_processes(container: Container, tmp_path: Path) -> None:
-    """Also one that outlived its run; the next program starts the container again."""
+    """A process that outlived its run is killed; the next program starts the container again."""
     async with container.open(tmp_path / "sandbox") as sandbox:
         inside = ("nsenter", f"--target={sandbox._pid}", "--pid", "--mount", "sleep", "300")
         left_over = await asyncio.create_subprocess_exec(*inside)
@@ -61,7 +61,7 @@ async def test_diff_kills_all_processes(container: Container, tmp_path: Path) ->
 
 
 async def test_a_killed_container_restarts_once(container: Container, tmp_path: Path) -> None:
-    """For concurrent programs and an exposed URL."""
+    """Concurrent programs and an exposed URL share the one restart."""
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     async with server, container.open(tmp_path / "sandbox") as sandbox:
         assert (await sandbox.run(["sleep", "60"], env={}, timeout_s=0.1)).timed_out
@@ -102,7 +102,7 @@ async def test_cancelling_during_a_mount(
     with pytest.raises(asyncio.CancelledError):
         await task
     await asyncio.sleep(0.5)
-    assert left(podman, tmp_path) == []
+    assert list_leftovers(podman, tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -136,12 +136,12 @@ async def test_an_image_without_shell_is_an_error(podman: str, tmp_path: Path) -
             async with runtime.open(tmp_path / "sandbox", spec):
                 pass
     finally:
-        unbuilt(podman, build_name(context))
-    assert left(podman, tmp_path) == []
+        remove_images(podman, build_name(context))
+    assert list_leftovers(podman, tmp_path) == []
 
 
 async def test_a_missing_image_name_is_an_error(podman: str, tmp_path: Path) -> None:
-    """If neither the task nor the runtime has one."""
+    """The task or the runtime must name an image."""
     with pytest.raises(UsageError, match="in the task's workspace or in the runtime's options"):
         async with Container(engine=podman).open(tmp_path):
             pass
@@ -165,7 +165,7 @@ async def test_an_engine_with_lower_limits_than_the_node(tmp_path: Path) -> None
     """Containers run within the limits of the service."""
     folder = tmp_path / "podman"
     folder.mkdir()
-    with serving(folder, "prlimit", "--nofile=900:900", "--nproc=7000:7000") as engine:
+    with run_podman(folder, "prlimit", "--nofile=900:900", "--nproc=7000:7000") as engine:
         async with Container(engine=engine, image=BUSYBOX).open(tmp_path / "agent") as sandbox:
             ran = await run_shell(sandbox, "ulimit -Hn")
     assert ran.code == 0
@@ -190,14 +190,14 @@ async def test_an_engine_that_stops_before_the_end(tmp_path: Path) -> None:
     folder = tmp_path / "podman"
     folder.mkdir()
     async with contextlib.AsyncExitStack() as stack:
-        with serving(folder) as engine:
+        with run_podman(folder) as engine:
             runtime = Container(engine=engine, image=BUSYBOX)
             sandbox = await stack.enter_async_context(runtime.open(tmp_path / "s" / "agent"))
         assert (await sandbox.run(["true"], env={}, timeout_s=20)).code == 0
     assert (tmp_path / "s" / "agent" / "container.json").exists()
-    with serving(folder):
+    with run_podman(folder):
         assert await asyncio.to_thread(runtime.reap, tmp_path / "s") == 1
-        assert left(engine, tmp_path) == []
+        assert list_leftovers(engine, tmp_path) == []
 
 
 async def test_a_hanging_engine_does_not_block_reap(

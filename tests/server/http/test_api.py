@@ -13,8 +13,8 @@ import pytest
 import zstandard
 
 from recording.view.synthetic import small
-from support.deployment import read
-from support.server import TASK, TOKENS, Answer, Served, result
+from support.deployment import read_samples
+from support.server import TASK, TOKENS, Answer, RunningServer, encode_result
 from tugline.errors import StoreError
 from tugline.protocol.clients import PROBLEM
 from tugline.recording.file import MAGIC
@@ -30,7 +30,7 @@ DOCS = Path(__file__).resolve().parents[3] / "docs" / "api.md"
 # --------------------------------------------------------------------------- tasks and sessions
 
 
-async def test_a_task_is_submitted_once(server_of_each: Served) -> None:
+async def test_a_task_is_submitted_once(server_of_each: RunningServer) -> None:
     """201 the first time, also twice in a batch, 200 for a repetition, 409 for a conflict.
 
     One conflict in a batch refuses all of it.
@@ -49,7 +49,7 @@ async def test_a_task_is_submitted_once(server_of_each: Served) -> None:
     assert len((await server.ask("POST", "/v1/tasks", json=batch[:-1])).json) == 999
 
 
-async def test_tasks_and_sessions_can_be_read(server: Served) -> None:
+async def test_tasks_and_sessions_can_be_read(server: RunningServer) -> None:
     """A task's state, its body as submitted, its sessions."""
     changes = {"samples": 3, "tags": {"set": "a"}, "tenant": "lab"}
     await server.submit(**changes)
@@ -61,7 +61,7 @@ async def test_tasks_and_sessions_can_be_read(server: Served) -> None:
 
 
 # --------------------------------------------------------------------------- results
-async def test_a_result_is_committed_once_and_read_in_every_form(server: Served) -> None:
+async def test_a_result_is_committed_once_and_read_in_every_form(server: RunningServer) -> None:
     """View, packed and JSON trajectory; repeating a commit is fine, another result is not.
 
     Its version is that of the weights when it was leased.
@@ -69,10 +69,10 @@ async def test_a_result_is_committed_once_and_read_in_every_form(server: Served)
     await server.ask("POST", "/v1/weights", json={"version": 3})
     node, epoch = await server.start()
     assert (await server.ask("GET", "/v1/sessions/t-0/result")).status == 404
-    data = result("t-0", "t")
+    data = encode_result("t-0", "t")
     assert (await server.commit(node, "t-0", epoch, data)).json == {"outcome": "committed"}
     assert (await server.commit(node, "t-0", epoch, data)).json == {"outcome": "already"}
-    other = await server.commit(node, "t-0", epoch, result("t-0", "t", reward=0.5))
+    other = await server.commit(node, "t-0", epoch, encode_result("t-0", "t", reward=0.5))
     assert other.refusal == (409, "fenced")
     view = (await server.ask("GET", "/v1/sessions/t-0/result")).json
     expected = {"status": "completed", "reward": 1.0, "bytes": len(data), "version": 3}
@@ -87,7 +87,7 @@ async def test_a_result_is_committed_once_and_read_in_every_form(server: Served)
     assert (await fetch(accept="application/x-msgpack")).body == zstandard.decompress(data)
 
 
-async def test_local_recordings_can_be_read(server: Served, tmp_path: Path) -> None:
+async def test_local_recordings_can_be_read(server: RunningServer, tmp_path: Path) -> None:
     """Turns and texts of the last lease, before there is a result; 204 for other nodes."""
     _, epoch = await server.start(samples=2)
     folder = tmp_path / "nodes" / "n" / "recordings"
@@ -113,17 +113,17 @@ async def test_local_recordings_can_be_read(server: Served, tmp_path: Path) -> N
     assert "has version 3" in response.json["detail"]
 
 
-async def test_files_of_the_server_are_private(server: Served, tmp_path: Path) -> None:
+async def test_files_of_the_server_are_private(server: RunningServer, tmp_path: Path) -> None:
     """Store, trajectories and logs are not readable by other users."""
     node, epoch = await server.start()
     assert (await server.write_log(node, epoch, b"one")).status == 200
-    assert (await server.commit(node, "t-0", epoch, result("t-0", "t"))).status == 200
+    assert (await server.commit(node, "t-0", epoch, encode_result("t-0", "t"))).status == 200
     for name in ("tugline.db", "tugline.db-wal", "blobs", "logs"):
         assert (tmp_path / name).stat().st_mode & 0o77 == 0, name
 
 
 # --------------------------------------------------------------------------- nodes
-async def test_a_node_over_http(server: Served) -> None:
+async def test_a_node_over_http(server: RunningServer) -> None:
     """Register, lease, renew, release, drain."""
     node, epoch = await server.start("worker")
     (seen,) = (await server.ask("GET", "/v1/nodes", "read")).json
@@ -140,7 +140,7 @@ async def test_a_node_over_http(server: Served) -> None:
 
 
 # --------------------------------------------------------------------------- the server
-async def test_health_status_and_metrics(server: Served) -> None:
+async def test_health_status_and_metrics(server: RunningServer) -> None:
     """Health without a token, status and metrics with one; requests are counted by route."""
     await server.submit(samples=2)
     await server.join()
@@ -151,13 +151,13 @@ async def test_health_status_and_metrics(server: Served) -> None:
     for name in ("t", "none"):
         await server.ask("GET", f"/v1/tasks/{name}")
     page = (await server.ask("GET", "/metrics", "read")).body
-    requests = read(page)["tugline_http_seconds_count"]
+    requests = read_samples(page)["tugline_http_seconds_count"]
     task = {key: count for key, count in requests.items() if "/v1/tasks/" in key[0]}
     assert task == {("GET /v1/tasks/{id}", "2xx"): 1, ("GET /v1/tasks/{id}", "4xx"): 1}
 
 
 async def test_store_errors_are_503_and_faults_are_500(
-    server: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A 503 says when to retry; a 500 names the log entry, and both hide the error's text."""
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import structlog
 
-from support.server import TASK, TOKENS, Answer, Served, result, serve
+from support.server import TASK, TOKENS, Answer, RunningServer, encode_result, serve
 from tugline.errors import UsageError
 from tugline.protocol import NodeRegistered
 from tugline.server.http.app import ROUTES
@@ -25,7 +25,7 @@ def _path(route: Route, ident: str = "t") -> str:
     return route.path.replace("{id}", ident).replace("{number}", "1")
 
 
-async def test_every_route_needs_its_token(server: Served) -> None:
+async def test_every_route_needs_its_token(server: RunningServer) -> None:
     """No token, unknown tokens, one of a lost node, and every role that the route does not list."""
     lost = await server.join("again")
     await server.lease(lost, wait_s=0)
@@ -43,7 +43,7 @@ async def test_every_route_needs_its_token(server: Served) -> None:
             assert response.refusal == (403, "forbidden"), (route.path, role)
 
 
-async def test_tokens_are_accepted_as_bearer_only(server: Served) -> None:
+async def test_tokens_are_accepted_as_bearer_only(server: RunningServer) -> None:
     """URLs end up in logs, so that tokens in them are not accepted."""
     authorizations = ("Bearer", "Basic client-token", "client-token", "Bearer  ")
     elsewhere = ({"cookie": "token=client-token"}, {"x-api-key": "client-token"})
@@ -53,7 +53,9 @@ async def test_tokens_are_accepted_as_bearer_only(server: Served) -> None:
     assert (await server.ask("GET", "/v1/status?token=client-token", None)).status == 401
 
 
-async def _send_all(server: Served, node: NodeRegistered, epoch: int) -> list[tuple[int, str]]:
+async def _send_all(
+    server: RunningServer, node: NodeRegistered, epoch: int
+) -> list[tuple[int, str]]:
     """Responses to a result, a log and a release of ``t-0`` by a node that does not hold it."""
     back = {"epoch": epoch, "reason": "because"}
     answers = [
@@ -64,7 +66,7 @@ async def _send_all(server: Served, node: NodeRegistered, epoch: int) -> list[tu
     return [answer.refusal for answer in answers]
 
 
-async def test_only_the_holding_node_writes_to_a_session(server: Served) -> None:
+async def test_only_the_holding_node_writes_to_a_session(server: RunningServer) -> None:
     """Result, log and release; neither before the lease nor after its end."""
     await server.submit()
     node, other = await server.join(), await server.join("other")
@@ -74,13 +76,13 @@ async def test_only_the_holding_node_writes_to_a_session(server: Served) -> None
     (work,) = (await server.lease(node)).work
     epoch = work.session.epoch
     assert await _send_all(server, other, epoch) == refused
-    assert (await server.commit(node, "t-0", epoch, result("t-0", "t"))).status == 200
+    assert (await server.commit(node, "t-0", epoch, encode_result("t-0", "t"))).status == 200
     assert await _send_all(server, other, epoch) == refused
     assert (await server.ask("GET", "/v1/sessions/t-0/result")).json["reward"] == 1.0
     assert (await server.ask("GET", "/v1/sessions/t-0/log")).body == b""
 
 
-def read_audit_log(server: Served) -> list[tuple[str, ...]]:
+def read_audit_log(server: RunningServer) -> list[tuple[str, ...]]:
     """Who did what, in order."""
     path = server.control.folder / "audit.jsonl"
     lines = [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
@@ -88,7 +90,7 @@ def read_audit_log(server: Served) -> list[tuple[str, ...]]:
     return [(line["who"], line["what"], *line.get("tasks", ())) for line in lines]
 
 
-async def test_a_token_of_a_tenant_changes_only_its_work(server: Served) -> None:
+async def test_a_token_of_a_tenant_changes_only_its_work(server: RunningServer) -> None:
     """Notes, cancellations and deliveries of other tenants are refused, and changes for all."""
     people = {"eve": Person("eve-token", "client", "eve")}
     server.app.tokens = msgspec.structs.replace(TOKENS, people=people)
@@ -111,8 +113,8 @@ async def test_a_token_of_a_tenant_changes_only_its_work(server: Served) -> None
         assert response.status == 403, (path, response.body)
 
 
-async def test_tenants_have_consumers_and_runs_of_their_own(server: Served) -> None:
-    """They begin with the tenant's name; those of another tenant, or of all, are refused."""
+async def test_tenants_have_consumers_and_runs_of_their_own(server: RunningServer) -> None:
+    """Names begin with the tenant's name; those of another tenant, or of all, are refused."""
     people = {name: Person(f"{name}-token", "client", name) for name in ("ann", "eve")}
     server.app.tokens = msgspec.structs.replace(TOKENS, people=people)
     for name, own, other in (("ann", "ann", "eve.x"), ("eve", "eve.x", "ann"), ("eve", "eve", "c")):
@@ -132,7 +134,7 @@ async def test_tenants_have_consumers_and_runs_of_their_own(server: Served) -> N
             assert max(statuses[0], statuses[2]) < 300, (path, statuses)
 
 
-async def test_the_audit_log_names_people(server: Served) -> None:
+async def test_the_audit_log_names_people(server: RunningServer) -> None:
     """Changes are logged with the name of the token; reads and the work of nodes are not."""
     people = {"ann": Person("ann-token"), "bob": Person("bob-token", "read")}
     server.app.tokens = msgspec.structs.replace(TOKENS, people=people)
@@ -166,8 +168,8 @@ async def test_the_audit_log_names_people(server: Served) -> None:
     assert await ask("GET", "tasks", "ann-token") == 401
 
 
-async def test_a_failing_audit_log_is_logged(server: Served) -> None:
-    """The change itself succeeds."""
+async def test_a_failing_audit_log_is_logged(server: RunningServer) -> None:
+    """The change itself succeeds, and the error is logged."""
     (server.control.folder / "audit.jsonl").mkdir()
     with structlog.testing.capture_logs() as logged:
         await server.submit()
@@ -188,12 +190,12 @@ def test_invalid_tokens_are_refused() -> None:
 
 
 # --------------------------------------------------------------------------- tenants
-async def _post(server: Served, key: str = "client", **changes: Any) -> Answer:
+async def _post(server: RunningServer, key: str = "client", **changes: Any) -> Answer:
     return await server.ask("POST", "/v1/tasks", key, json={**TASK, **changes})
 
 
 async def test_submissions_per_minute_are_limited(tmp_path: Path) -> None:
-    """By token and tenant; `retry-after` says when the next one is accepted."""
+    """Each token and tenant has a limit; `retry-after` says when the next one is accepted."""
     limits = {"default": TenantSettings(requests_per_minute=2), "free": 1.0}
     async with serve(f"sqlite:{tmp_path / 'db'}", tmp_path, tenants=limits) as server:
         people = {"ann": Person("ann-token")}
@@ -216,8 +218,8 @@ async def test_submissions_per_minute_are_limited(tmp_path: Path) -> None:
         assert [(await _post(server, tenant="a")).status for _ in range(2)] == [200, 429]
 
 
-async def test_a_tenants_token_changes_only_its_own_work(server_of_each: Served) -> None:
-    """It reads everything; tasks without a tenant get its own."""
+async def test_a_tenants_token_changes_only_its_own_work(server_of_each: RunningServer) -> None:
+    """The token reads everything; tasks without a tenant get that of the token."""
     server = server_of_each
     people = {"ann": Person("ann-token", tenant="lab")}
     server.app.tokens = msgspec.structs.replace(TOKENS, people=people)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from support.server import TASK, TOKENS, Served
+from support.server import TASK, TOKENS, RunningServer
 from tugline.client.api import Client
 from tugline.errors import Invalid
 from tugline.protocol import FieldError, NodeRegistered
@@ -54,8 +54,8 @@ MORE: list[Mistake] = [
 
 
 @pytest.mark.timeout(60)
-async def test_bad_requests_are_refused(server_of_each: Served) -> None:
-    """Each has its status, type, field and a helpful detail; nothing is stored."""
+async def test_bad_requests_are_refused(server_of_each: RunningServer) -> None:
+    """Each refusal has its status, type, field and a helpful detail, and nothing is stored."""
     server, wrong = server_of_each, []
     for request, how, expected, part in (*_read_rows(await server.join()), *MORE):
         method, path = request.split(" ")
@@ -72,7 +72,7 @@ def _fields(mistakes: Sequence[FieldError | Invalid]) -> list[str]:
     return [each.field for each in mistakes]
 
 
-async def test_all_mistakes_of_a_body_are_reported_at_once(server: Served) -> None:
+async def test_all_mistakes_of_a_body_are_reported_at_once(server: RunningServer) -> None:
     """First those of the types, then those of validation; the client raises one error."""
     wrong = [dict(TASK, samples=0, limits={"agent_s": "x"}), dict(TASK, id="u", priority="x")]
     problem = (await server.ask("POST", "/v1/tasks", json=wrong)).problem
@@ -88,8 +88,8 @@ async def test_all_mistakes_of_a_body_are_reported_at_once(server: Served) -> No
     assert _fields(refused.value.problems) == ["0.instruction", "0.tags"]
 
 
-async def test_bodies_are_bounded(server: Served) -> None:
-    """By their declared length, or while they are received."""
+async def test_bodies_are_bounded(server: RunningServer) -> None:
+    """A body is refused by its declared length, or while it is received."""
     too_much = io.BytesIO(b" " * ((1 << 20) + 1))
     response = await server.ask("POST", "/v1/weights", headers=JSON, data=too_much)
     assert response.refusal == (413, "too-large")
@@ -107,7 +107,7 @@ SOUND = Task(id="t", instruction="i", harness=PluginSpec("a"), evaluator=PluginS
 
 @pytest.mark.parametrize("value", [0, -1, 8e6, math.nan, math.inf])
 def test_numbers_out_of_range_are_refused(value: float) -> None:
-    """Also in a task that was made in Python."""
+    """A task that was made in Python is checked as well."""
     with pytest.raises(Invalid, match="agent_s") as refused:
         check_task(replace(SOUND, limits=Limits(agent_s=value)))
     assert refused.value.field == "limits.agent_s"

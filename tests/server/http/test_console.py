@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from support.server import Served
+from support.server import RunningServer
 
 
 @pytest.mark.parametrize("path", ["/", "/sessions", "/sessions/mend-0?turn=3", "/nodes/n.1"])
-async def test_every_path_serves_the_console(server: Served, path: str) -> None:
+async def test_every_path_serves_the_console(server: RunningServer, path: str) -> None:
     """Links lead to the same page, which may run only its own scripts."""
     page = await server.ask("GET", path, None)
     assert page.status == 200
@@ -28,7 +28,7 @@ async def test_every_path_serves_the_console(server: Served, path: str) -> None:
         assert "immutable" in asset.headers["cache-control"]
 
 
-async def test_lists_begin_with_the_newest(server_of_each: Served) -> None:
+async def test_lists_begin_with_the_newest(server_of_each: RunningServer) -> None:
     """Pages backwards, with the results of ended sessions."""
     server = server_of_each
     await server.finish(id="mend", samples=3)

@@ -8,17 +8,16 @@ import aiohttp
 import msgspec
 import pytest
 
-from support.deployment import read
+from support.deployment import read_samples
 from support.polling import until
-from support.restartable_server import LiveServer
-from support.server import Served
+from support.server import RestartableServer, RunningServer
 from tugline.protocol import Event
 
 SSE = {"accept": "text/event-stream"}
 
 
-async def test_a_long_poll_ends_at_its_timeout(server: Served) -> None:
-    """With an empty page and the cursor to continue from."""
+async def test_a_long_poll_ends_at_its_timeout(server: RunningServer) -> None:
+    """The response is an empty page with the cursor to continue from."""
     async with asyncio.timeout(20):
         response = await server.ask("GET", "/v1/results?wait_s=0.05&after=0")
     assert response.json == {"items": [], "groups": [], "cursor": 0}
@@ -34,9 +33,9 @@ async def test_a_long_poll_ends_at_its_timeout(server: Served) -> None:
     ],
 )
 async def test_disconnected_clients_are_dropped(
-    server: Served, path: str, headers: dict[str, str]
+    server: RunningServer, path: str, headers: dict[str, str]
 ) -> None:
-    """At once, long before the end of their wait."""
+    """A client that disconnects is forgotten at once, long before the end of its wait."""
     await server.submit()
     position = (await server.ask("GET", "/v1/status")).json["position"]
     reading = asyncio.create_task(server.ask("GET", path.format(position), headers=headers))
@@ -45,10 +44,10 @@ async def test_disconnected_clients_are_dropped(
     await until(lambda: server.app.waits.open == 0)
 
 
-async def test_shutdown_does_not_wait_for_clients(live: LiveServer) -> None:
+async def test_shutdown_does_not_wait_for_clients(live: RestartableServer) -> None:
     """Long polls get 503, streams end, and the server is down within two seconds."""
     async with aiohttp.ClientSession() as http:
-        served = Served(live.url, live.app, live.control, http)
+        served = RunningServer(live.url, live.app, live.control, http)
         node = await served.join()
         lease = f"/v1/nodes/{node.node}/lease"
         asking = [
@@ -67,13 +66,13 @@ async def test_shutdown_does_not_wait_for_clients(live: LiveServer) -> None:
     assert (stream.status, stream.body) == (200, b": events\n\n")
 
 
-async def test_many_clients_wait_at_once(server: Served) -> None:
+async def test_many_clients_wait_at_once(server: RunningServer) -> None:
     """300 long polls on their own connections are counted, and all woken by one result."""
     path = "/v1/results?wait_s=60"
     asking = [asyncio.create_task(server.ask("GET", path, "read")) for _ in range(300)]
     await until(lambda: server.app.waits.open == 300)
     page = await server.ask("GET", "/metrics")
-    assert read(page.body)["tugline_waiting"] == {(): 300}
+    assert read_samples(page.body)["tugline_waiting"] == {(): 300}
     await server.finish()
     for answer in await asyncio.wait_for(asyncio.gather(*asking), 20):
         assert [one["session"] for one in answer.json["items"]] == ["t-0"]
@@ -94,8 +93,8 @@ async def _read_event(got: aiohttp.ClientResponse) -> tuple[str, Event]:
             return fields["event"], event
 
 
-async def test_a_stream_begins_now_or_after_a_position(server: Served) -> None:
-    """Without a gap or a repetition; of one task, or of all."""
+async def test_a_stream_begins_now_or_after_a_position(server: RunningServer) -> None:
+    """A stream of one task, or of all, has neither a gap nor a repetition."""
     for name in ("a", "b"):
         await server.submit(id=name)
     async with server.request("GET", "/v1/events", "read", headers=SSE) as got:
@@ -112,8 +111,8 @@ async def test_a_stream_begins_now_or_after_a_position(server: Served) -> None:
         assert (await _read_event(got))[1].task == "c"
 
 
-async def test_an_idle_stream_sends_keep_alives(server: Served) -> None:
-    """As comments, for proxies and readers."""
+async def test_an_idle_stream_sends_keep_alives(server: RunningServer) -> None:
+    """Keep-alives are comments, for proxies and readers."""
     server.app.waits.keep_alive_s = 0.05
     async with server.request("GET", "/v1/events", headers=SSE) as got:
         text = await asyncio.wait_for(got.content.readuntil(b"keep-alive\n\n"), 20)

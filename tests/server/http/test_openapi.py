@@ -20,7 +20,7 @@ from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import CHECKS
 from schemathesis.core.parameters import ParameterLocation
 
-from support.server import TOKENS, Served, result, serve
+from support.server import TOKENS, RunningServer, encode_result, serve
 from tugline.protocol import NodeRegistered
 
 DOCUMENT = json.loads(FILE.read_bytes())
@@ -46,14 +46,14 @@ async def _serve_with_data(folder: Path) -> AsyncIterator[tuple[str, NodeRegiste
         f"sqlite:{folder / 'db'}", folder, lease_s=1.0, callback_hosts=("*",)
     ) as server:
         node, epoch = await server.start(samples=4, callback={"url": "http://127.0.0.1:9/"})
-        assert (await server.commit(node, "t-0", epoch, result("t-0", "t"))).status == 200
+        assert (await server.commit(node, "t-0", epoch, encode_result("t-0", "t"))).status == 200
         await server.lease(node, 1)
         leasing = asyncio.create_task(_keep_lease(server, node))
         yield server.url, node
         leasing.cancel()
 
 
-async def _keep_lease(server: Served, node: NodeRegistered) -> None:
+async def _keep_lease(server: RunningServer, node: NodeRegistered) -> None:
     """Keep the node's lease, and apply new orders at once."""
     applied = 0
     while True:
@@ -118,7 +118,7 @@ def test_the_server_conforms_to_its_document(
 
 
 def test_the_document_is_up_to_date() -> None:
-    """Written by ``python tools/docs/openapi.py``."""
+    """The document equals what ``python tools/docs/openapi.py`` writes."""
     assert make_document() == FILE.read_bytes()
 
 
@@ -133,7 +133,7 @@ def test_every_number_of_a_task_has_a_range(name: str) -> None:
 
 
 def test_every_query_parameter_is_described() -> None:
-    """Each has a description."""
+    """Each query parameter has a description."""
     undescribed = [
         f"{method} {path} {parameter['name']}"
         for path, methods in DOCUMENT["paths"].items()

@@ -1,26 +1,86 @@
-"""An engine with vLLM's chat route, which renders prompts itself, over a scripted engine.
-
-Like vLLM it answers 400 to a field out of its bounds, and to messages that it cannot render.
-"""
+"""Replies of scripted engines, and a scripted engine with vLLM's chat route."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from msgspec import Meta
+from msgspec.structs import replace
 from renderers import Qwen3RendererConfig, create_renderer
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
+from support.tokenizer import make_rendering
+from tugline.chat.engines.base import EngineRequest, Feature, Post
+from tugline.chat.engines.generate import Embedded
+from tugline.chat.model_call import Constraint
 from tugline.chat.tokenizer import Tokenizer
 from tugline.inference.base import GenerateRequest, SampledChunk, join
 from tugline.inference.server import create_app
-from tugline.testing import ScriptedEngine
+from tugline.testing import Reply, ScriptedEngine
+from tugline.types import Ids
+
+RENDERING = make_rendering()
+Play = Callable[[Ids, str], Reply]
+
+
+def ids(text: str, *, end: bool = True) -> list[int]:
+    """An answer's ids; with its end-of-turn id unless it is to be cut for length."""
+    return RENDERING.tokenizer.encode(f"{text}<|im_end|>" if end else text)
+
+
+def reply_with(text: str, **how: Any) -> Play:
+    """An engine that always gives this answer, less what the prompt already has of it."""
+
+    def reply(prompt: Ids, _request: str) -> Reply:
+        whole = ids(text)
+        held = prompt.tolist()
+        start = next(n for n in range(len(whole), -1, -1) if held[len(held) - n :] == whole[:n])
+        return Reply(whole[start:], **how)
+
+    return reply
+
+
+def reply_in_turn(*texts: str, **how: Any) -> Play:
+    """An engine that gives these answers one after the other, then always the last one."""
+    rest = list(texts)
+
+    def reply(prompt: Ids, request: str) -> Reply:
+        return reply_with(rest.pop(0) if len(rest) > 1 else rest[0], **how)(prompt, request)
+
+    return reply
+
+
+def reply_cut_once(text: str, after: int) -> Play:
+    """An engine that drops its first connection after this many tokens."""
+    times = iter((True,))
+
+    def reply(prompt: Ids, request: str) -> Reply:
+        cut = after if next(times, False) else None
+        return reply_with(text, cut_after=cut)(prompt, request)
+
+    return reply
+
+
+class Constrained(Embedded):
+    """An engine format with constrained decoding, which keeps the constraints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = frozenset({Feature.STRUCTURED})
+        self.asked: list[Constraint | None] = []
+
+    def build_request(self, request: EngineRequest) -> Post:
+        """The request without its constraint, which the scripted engine would refuse."""
+        self.asked.append(request.request.constraint)
+        free = replace(request.request, constraint=None)
+        return super().build_request(replace(request, request=free))
 
 
 class ChatBody(msgspec.Struct):
@@ -39,7 +99,11 @@ class ChatBody(msgspec.Struct):
 
 
 def create_chat_app(engine: ScriptedEngine, tokenizer: Tokenizer) -> Starlette:
-    """The scripted engine's app with ``/v1/chat/completions``; a stream has one event."""
+    """The scripted engine's app with ``/v1/chat/completions``; a stream has one event.
+
+    It renders prompts itself. Like vLLM it answers 400 to a field out of its
+    bounds, and to messages that it cannot render.
+    """
     renderer = create_renderer(tokenizer, Qwen3RendererConfig(thinking_retention="all"))
     stops = tuple(renderer.get_stop_token_ids())
 
@@ -59,7 +123,7 @@ def create_chat_app(engine: ScriptedEngine, tokenizer: Tokenizer) -> Starlette:
         answer = join([chunk async for chunk in engine.generate(generation)])
         message = parse(answer, tools)
         field = "delta" if body.stream else "message"
-        choices = [choice(answer) | {field: message}]
+        choices = [make_choice(answer) | {field: message}]
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(answer.ids)}
         reply = {"id": "1", "model": body.model, "choices": choices, "usage": usage}
         reply["prompt_token_ids"] = prompt
@@ -86,7 +150,7 @@ def create_chat_app(engine: ScriptedEngine, tokenizer: Tokenizer) -> Starlette:
     return Starlette(routes=[own, Mount("/", create_app(engine, model_name="scripted"))])
 
 
-def choice(answer: SampledChunk) -> dict[str, Any]:
+def make_choice(answer: SampledChunk) -> dict[str, Any]:
     """The only choice of a reply, with ids and log probabilities."""
     logprobs = [{"token": "", "logprob": value} for value in answer.logprobs.tolist()]
     return {
