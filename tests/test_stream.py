@@ -35,11 +35,16 @@ def read(stream: GroupStream) -> list[GradedGroup]:
         return list(stream)
 
 
-async def test_groups_are_flat_arrays_with_advantages(live: RestartableServer) -> None:
-    """Equal rewards have no advantage."""
+async def read_groups(live: RestartableServer) -> list[GradedGroup]:
+    """Three finished groups: one of mixed rewards, one of equal rewards, one of one session."""
     await finish(live, a=[1.0, 0.0, 1.0], b=[1.0, 1.0], c=[0.5])
     stream = GroupStream("me", live.url, TOKENS.client, follow=False)
-    a, b, c = await asyncio.to_thread(read, stream)
+    return await asyncio.to_thread(read, stream)
+
+
+async def test_samples_are_flat_arrays(live: RestartableServer) -> None:
+    """A sample has one value per token for mask, log probability, version and temperature."""
+    a, b, c = await read_groups(live)
     assert [one.id for one in (a, b, c)] == ["a", "b", "c"]
     assert [one.session for one in a.samples] == ["a-0", "a-1", "a-2"]
     assert [one.reward for one in a.samples] == [1.0, 0.0, 1.0]
@@ -50,6 +55,12 @@ async def test_groups_are_flat_arrays_with_advantages(live: RestartableServer) -
     assert first.logprobs.tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
     assert first.versions.tolist() == [-1, -1, 3, 3, -1, 4]
     assert first.temperatures.tolist() == [1, 1, 1, 1, 1, 0]
+
+
+async def test_equal_rewards_have_no_advantage(live: RestartableServer) -> None:
+    """Mixed rewards are scaled by their deviation; a group of one session has no signal."""
+    a, b, c = await read_groups(live)
+    first = a.samples[0]
     scale = np.sqrt(1 / 3) + 1e-4  # deviation of the sample 1, 0, 0
     assert first.advantages.tolist() == pytest.approx([0, 0, 1 / 3 / scale, 1 / 3 / scale, 0, 0])
     assert all(not one.advantages.any() for one in (*b.samples, *c.samples))

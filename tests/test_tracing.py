@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from starlette.routing import Route
 from support.deployment import CALL, deploy, script_task
 from tugline.errors import UsageError
 from tugline.node.telemetry import ENDPOINTS, Rollout, Tracer, open_tracer
-from tugline.types import Boundary, Failure, Ledger, Session, Trajectory
+from tugline.types import Boundary, Call, Failure, Ledger, Session, Trajectory
 from tugline.types import Status as Stage
 from tugline.web.serve import serve
 
@@ -71,33 +71,52 @@ def values(span: Span) -> dict[str, Any]:
     return plain
 
 
-async def test_a_session_is_one_trace(tmp_path: Path) -> None:
-    """Root, stages and model calls arrive at a real collector, with the recorded counts."""
+async def trace_session(folder: Path) -> tuple[Collector, Sequence[Call]]:
+    """Run a session of two calls; what a real collector received, and the recorded calls."""
     async with collect() as (collector, url):
         tracer = tracer_to(url)
-        async with deploy(tmp_path, tracer=tracer) as deployment:
+        async with deploy(folder, tracer=tracer) as deployment:
             await deployment.run(script_task("t", TWICE))
             calls = deployment.gateway.read_calls("t-0")
         await asyncio.to_thread(tracer.close)
+    return collector, calls
+
+
+async def test_a_session_is_one_trace(tmp_path: Path) -> None:
+    """The root has the stages as its children, in order."""
+    collector, _ = await trace_session(tmp_path)
     assert collector.resource["service.name"] == "tugline"
     assert collector.resource["service.instance.id"] == "here"
     assert len({span.trace_id for span in collector.spans}) == 1
     by_name = {span.name: span for span in collector.spans}
-    root, run = by_name["rollout"], by_name["invoke_agent shell"]
+    root = by_name["rollout"]
     stages = [span for span in collector.spans if span.parent_span_id == root.span_id]
     stages.sort(key=lambda span: span.start_time_unix_nano)
     assert [values(span)["tugline.stage"] for span in stages] == (
         ["init", "ready", "run", "build", "eval"]
     )
     assert root.parent_span_id == b""
-    attributes = values(root)
+    (evaluation,) = by_name["eval"].events
+    assert evaluation.name == "gen_ai.evaluation.result"
+
+
+async def test_the_root_span_describes_the_session(tmp_path: Path) -> None:
+    """The root has the session's id, node, status and recorded number of tokens."""
+    collector, calls = await trace_session(tmp_path)
+    (attributes,) = (values(span) for span in collector.spans if span.name == "rollout")
     assert attributes["tugline.session"] == attributes["gen_ai.conversation.id"] == "t-0"
     assert attributes["tugline.node"] == "here"
     assert attributes["tugline.status"] == "completed"
     assert attributes["tugline.tokens.sampled"] == sum(len(call.sampled_ids) for call in calls)
-    (evaluation,) = by_name["eval"].events
-    assert evaluation.name == "gen_ai.evaluation.result"
 
+
+async def test_model_calls_are_spans_of_the_run(tmp_path: Path) -> None:
+    """Each call has the conventional attributes, with the recorded counts.
+
+    The attributes are one table, so that they are checked together.
+    """
+    collector, calls = await trace_session(tmp_path)
+    (run,) = (span for span in collector.spans if span.name == "invoke_agent shell")
     chats = [span for span in collector.spans if span.parent_span_id == run.span_id]
     assert [span.name for span in chats] == ["chat scripted"] * 2
     assert all(span.kind == Span.SPAN_KIND_CLIENT for span in chats)

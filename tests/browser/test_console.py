@@ -263,7 +263,10 @@ async def test_sessions_are_found_by_text(tab: Tab, served: RunningServer) -> No
 
 
 async def test_a_note_is_written_with_a_client_token(tab: Tab, served: RunningServer) -> None:
-    """A read token has no editor; open pages are updated, and an empty note is removed."""
+    """A read token has no editor; open pages are updated, and an empty note is removed.
+
+    It is one scenario: the life of a note.
+    """
     edit, editor = ".note button", "document.querySelector('dialog[aria-label=Note]')"
     await tab.visit(f"{served.url}/sessions/fix-add-0")
     await tab.until(f"document.querySelector('{edit}')")

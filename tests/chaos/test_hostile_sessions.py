@@ -86,6 +86,8 @@ def test_hostile_sessions_cost_honest_ones_nothing(tmp_path: Path) -> None:
     """Honest ones complete at the first attempt, without a quarantine; hostile ones have an end.
 
     Endless loops have verdicts, and no session is run again for the sake of one.
+
+    It is one scenario, since all sessions must run at the same time.
     """
     with launched(tmp_path) as fleet:
         api, faults = fleet.api(), set()

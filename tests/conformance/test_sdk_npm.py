@@ -20,7 +20,10 @@ PROGRAM = Path(__file__).with_name("npm") / "sdk.mjs"
 @pytest.mark.pi
 @pytest.mark.parametrize("api", ["openai_chat", "openai_responses", "anthropic", "google"])
 async def test_an_agent_on_a_javascript_sdk(tmp_path: Path, api: str) -> None:
-    """Streams, parallel tools, counts, models, a refused key and a hang-up; one exact sequence."""
+    """Streams, parallel tools, counts, models, a refused key and a hang-up; one exact sequence.
+
+    It is one scenario, since the program runs in one process of Node.
+    """
     turns, asked = reply_in_turn(THINKS, THINKS, THINKS, "Done."), itertools.count()
 
     def play(prompt: Ids, request: str) -> Reply:

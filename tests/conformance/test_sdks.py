@@ -190,7 +190,10 @@ FULL = {"anthropic": "prompt is too long: .* tokens > 150 maximum", "google": "e
 
 @each_api
 async def test_errors_are_the_sdks_own(tmp_path: Path, api: Api) -> None:
-    """Status and message for a wrong field, hosted tool, picture, long prompt and wrong key."""
+    """Status and message for a wrong field, hosted tool, picture, long prompt and wrong key.
+
+    The table of errors is one test, since each SDK is opened once.
+    """
     async with client(tmp_path, api, reply_with("x"), window=150) as (session, sdk):
         hosted = HOSTED.get(api.name, {"type": "web_search"})
         full = FULL.get(api.name, "maximum context length")

@@ -43,6 +43,8 @@ async def test_an_agent_is_trained_across_a_crash(
     """Two steps with pi or a script: exact continuations, ledger, logprobs and files.
 
     Killed with kill -9 after the first step and resumed, it counts each session exactly once.
+
+    A run is checked as a whole, since it takes minutes.
     """
     folder, config = tmp_path / "run", tmp_path / "small.yaml"
     config.write_text("steps: 2\ntasks_per_step: 2\nsamples: 3\nheldout: 2\nslots: 2\n")

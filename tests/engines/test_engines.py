@@ -190,7 +190,10 @@ async def test_probe_identifies_each_engine(served: Served) -> None:
 async def test_a_tool_session_is_captured_token_by_token(
     served: Served, name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Four turns with parallel tool calls are one sequence, with logprobs as recomputed."""
+    """Four turns with parallel tool calls are one sequence, with logprobs as recomputed.
+
+    A session is checked as a whole, since a real engine is slow.
+    """
     async with open_bench(served, name, tmp_path, CALM) as bench:
         messages: list[Any] = [
             {"role": "system", "content": "You help with stone."},

@@ -94,6 +94,8 @@ async def test_rows_of_verl_are_the_stream(live: RestartableServer, tmp_path: Pa
     It has the ids, mask, logprobs, reward and versions of the stream, under the keys by which verl
     compares sessions: its advantages are the rewards less the mean over sessions, however many
     rows one has. A session without a reward fails its prompt and has no rows.
+
+    The rows are checked together, since verl and Ray take a minute to start.
     """
     body = msgspec.json.encode(make_task("replaced", group=ONCE)).decode()
     working = asyncio.create_task(work(live))

@@ -110,7 +110,10 @@ async def test_too_many_messages_and_too_deep_json_are_400(
 async def test_large_requests_are_rendered_in_a_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The event loop stays free for other sessions; small changes of a history are not rendered."""
+    """The event loop stays free for other sessions; small changes of a history are not rendered.
+
+    It is one scenario, since each request extends the conversation before.
+    """
     rendered = []
     render = Rendering.render
 

@@ -32,6 +32,8 @@ async def test_an_answer_continues_on_another_replica(tmp_path: Path) -> None:
     """Though both replicas cut the connection, the client reads one unbroken stream.
 
     Events say where it broke, and tokens carry the version of the replica that sampled them.
+
+    The client's text, the call and the events must agree on the same two faults.
     """
     async with open_session(
         tmp_path, reply_cut_once(LONG, 40), reply_cut_once(LONG, 40), tuning=QUICK

@@ -70,7 +70,10 @@ encode = RENDERING.tokenizer.encode
 
 
 async def test_the_answer_is_the_text_as_it_was_sampled(tmp_path: Path) -> None:
-    """No template: the prompt is encoded as it is, and the answer is not parsed."""
+    """No template: the prompt is encoded as it is, and the answer is not parsed.
+
+    The reply and the record are those of one call.
+    """
     async with client(tmp_path, reply_with(TEXT)) as me:
         reply = await me.ask(seed=7, top_p=0.5)
         (call,) = me.opened.calls
@@ -141,7 +144,10 @@ async def test_a_stop_string_and_a_limit_end_the_text(tmp_path: Path) -> None:
 
 
 async def test_a_growing_prompt_is_one_trace(tmp_path: Path) -> None:
-    """A recording of text or ids is verified, displayed and exported, and its ledger balances."""
+    """A recording of text or ids is verified, displayed and exported, and its ledger balances.
+
+    It is one scenario: what happens to one recording, from the calls to the export.
+    """
     answers = iter((" I look.\nObs", "\nIt is 4.\nObs", " Done."))
     async with client(tmp_path, lambda _p, _r: Reply(ids(next(answers)))) as me:
         prompt = "Q: 2+2?\nThought:"

@@ -81,7 +81,10 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 async def test_a_run_becomes_rollout_details(recipe: Any, engine: Any, tmp_path: Path) -> None:
-    """Prompts and sampled tokens, with logprobs, mask and versions, and a recording."""
+    """Prompts and sampled tokens, with logprobs, mask and versions, and a recording.
+
+    The details are those of one run, which takes seconds.
+    """
     logs, environment, context = tmp_path / "trial" / "agent", Environment(), SimpleNamespace()
     context.metadata = {"mine": 1}
     agent = recipe.ClaudeCode(logs, extra_env={"CLAUDE_CODE_MAX_RETRIES": "9"}, **engine.options)

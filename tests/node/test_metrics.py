@@ -9,19 +9,21 @@ import aiohttp
 from support.deployment import CALL, deploy, read_samples, script_task
 from support.polling import until
 from tugline.node.admission import EngineLoad
+from tugline.node.telemetry import Stats
 from tugline.types import Status
 from tugline.web.serve import serve
 
 
-async def test_the_page_counts_sessions(tmp_path: Path) -> None:
-    """Stages, tokens, calls and failures of three sessions, one of which failed twice.
-
-    The page of a server with a node in the same process has every metric once.
-    """
-    async with deploy(tmp_path) as deployment:
+async def read_page(folder: Path) -> tuple[bytes, Stats]:
+    """The page and counters after three sessions, one of which failed twice."""
+    async with deploy(folder) as deployment:
         await deployment.run(script_task("good", samples=2), script_task("bad", "exit(3)"))
-        page = await deployment.pages.page()
-        stats = deployment.node.stats
+        return await deployment.pages.page(), deployment.node.stats
+
+
+async def test_the_page_counts_sessions(tmp_path: Path) -> None:
+    """The page of a server and a node in one process has each metric once, with their results."""
+    page, _ = await read_page(tmp_path)
     names = [line.split()[2] for line in page.decode().splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
     samples = read_samples(page)
@@ -29,11 +31,22 @@ async def test_the_page_counts_sessions(tmp_path: Path) -> None:
     assert samples["tugline_node_results_total"] == {("completed",): 2, ("failed",): 2}
     assert samples["tugline_node_failures_total"] == {("harness",): 2}, "it was tried twice"
     assert samples["tugline_node_leases_total"]["leased",] == 4
+
+
+async def test_the_page_counts_stages(tmp_path: Path) -> None:
+    """A failed session reaches every stage but EVAL; none is in a stage at the end."""
+    samples = read_samples((await read_page(tmp_path))[0])
     for stage in ("init", "ready", "run", "build"):
         assert samples["tugline_node_stage_seconds_count"][stage,] == 4
     assert samples["tugline_node_stage_seconds_count"]["eval",] == 2
     assert samples["tugline_node_stage_slots"]["run",] == 2
     assert set(samples["tugline_node_stage_sessions"].values()) == {0}
+
+
+async def test_the_page_counts_tokens_and_calls(tmp_path: Path) -> None:
+    """The counts of the ledger, the gateway and the node agree."""
+    page, stats = await read_page(tmp_path)
+    samples = read_samples(page)
     tokens = samples["tugline_node_ledger_tokens_total"]
     assert sum(tokens.values()) > 0
     assert tokens["trained", ""] == stats.trained

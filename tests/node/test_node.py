@@ -326,7 +326,10 @@ async def test_an_exception_of_a_plugin_fails_one_session(tmp_path: Path) -> Non
     ],
 )
 async def test_a_refused_result_ends_its_session(tmp_path: Path, refusal: Exception) -> None:
-    """The session ends with the cause and its tokens instead of being leased for ever."""
+    """The session ends with the cause and its tokens instead of being leased for ever.
+
+    The result, the journal and the files are those of one refusal.
+    """
     async with open_bench(tmp_path) as bench:
         bench.link.refused["a-0"] = refusal
         await bench.control.submit([make_simulated_task("a"), make_simulated_task("b")])

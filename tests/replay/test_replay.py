@@ -70,7 +70,10 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_an_agent_repeats_its_requests(
     harness: PluginSpec, runtime: str, tmp_path: Path
 ) -> None:
-    """Every request is as recorded, also if the working folder has another name."""
+    """Every request is as recorded, also if the working folder has another name.
+
+    A replay is checked as a whole, since it needs a recorded session.
+    """
     if reason := find("runtime", runtime)().check_available():
         pytest.skip(reason)
     given = task(harness, runtime=PluginSpec(runtime))
@@ -220,7 +223,10 @@ async def test_observed_sessions_are_replayed_by_their_text(tmp_path: Path) -> N
 
 # --------------------------------------------------------------------------- forks
 async def test_a_fork_continues_live(recording: Path, tmp_path: Path) -> None:
-    """Samples share the recorded prefix, are evaluated and verified, and train new tokens only."""
+    """Samples share the recorded prefix, are evaluated and verified, and train new tokens only.
+
+    A fork is checked as a whole, since it needs a recorded session and two agents.
+    """
     other = (
         *TURNS[:1],
         ScriptedTurn("Another way.", calls=(run("cp one.txt second.txt; echo copied"),)),

@@ -251,7 +251,10 @@ def task(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator
 async def test_a_failure_is_a_typed_result(
     status: Status, case: Case, task: Task, tmp_path: Path
 ) -> None:
-    """Each failure has its status, cause, boundary and message, in time."""
+    """Each failure has its status, cause, boundary and message, in time.
+
+    The checks are rules that hold for each row of failures.yaml.
+    """
     stages = [Status.QUEUED]
 
     def on_stage(status: Status) -> None:

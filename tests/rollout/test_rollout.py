@@ -130,7 +130,10 @@ def cause_of(trajectory: Trajectory) -> Cause | None:
 async def test_a_rollout_ends_with_traces_and_a_reward(
     harness: PluginSpec, gateway: Gateway, tmp_path: Path
 ) -> None:
-    """A real agent reads and edits; each stage is timed; the ledger is balanced."""
+    """A real agent reads and edits; each stage is timed; the ledger is balanced.
+
+    The whole result is checked at once, since a real agent takes seconds.
+    """
     trajectory, stages = await run_task(a_task(harness), gateway, tmp_path)
     assert trajectory.failure is None
     assert trajectory.status is Status.COMPLETED

@@ -26,7 +26,10 @@ def serve_in(folder: Path) -> AbstractAsyncContextManager[RunningServer]:
 
 
 async def test_damaged_and_lost_results_are_named(store_url: str, tmp_path: Path) -> None:
-    """Both stores are checked while the server runs and after it was stopped."""
+    """Both stores are checked while the server runs and after it was stopped.
+
+    It is one scenario, since the same damage is looked for in three ways.
+    """
     store = ("--store", store_url)
     async with serve(store_url, tmp_path) as server:
         await server.finish(samples=4)

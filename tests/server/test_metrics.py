@@ -13,7 +13,10 @@ from tugline.types import Boundary, Callback, Ledger
 
 
 async def test_gauges_show_the_current_state(control: ControlPlane) -> None:
-    """Queue by tenant, sessions by status, nodes, unread results, callbacks, weights."""
+    """Queue by tenant, sessions by status, nodes, unread results, callbacks, weights.
+
+    The gauges are one page, so that they are checked in one state.
+    """
     metrics = ServerMetrics(control.database)
     await control.announce(4)
     notified = make_task("a", 3, callback=Callback("http://127.0.0.1:9/"))
@@ -36,7 +39,10 @@ async def test_gauges_show_the_current_state(control: ControlPlane) -> None:
 
 
 async def test_counters_count_committed_events(control: ControlPlane) -> None:
-    """Leases, requeues by reason, results, failures and tokens."""
+    """Leases, requeues by reason, results, failures and tokens.
+
+    The counters are one page, so that they are checked for the same events.
+    """
     metrics = ServerMetrics(control.database)
     node = await IdleNode.at_work(control, make_task("a", 4))
     await node.release("a-0")

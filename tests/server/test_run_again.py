@@ -14,7 +14,10 @@ from tugline.types import Boundary, Status
 
 
 async def test_failed_sessions_run_again(control: ControlPlane) -> None:
-    """Only sessions without a reward whose failure is not the agent's run again."""
+    """Only sessions without a reward whose failure is not the agent's run again.
+
+    It is one scenario: the life of a session that runs again.
+    """
     write, read = control.database.write, control.database.read
     node = await IdleNode.at_work(control, make_task("t", 3), room=3)
     await node.commit("t-0")

@@ -82,6 +82,8 @@ async def test_a_run_trains_every_batch_within_its_staleness(
     """All sessions are trained once, no token is too old, and publications are checked.
 
     All updates run in one thread, since each thread keeps the memory of a step.
+
+    All files of a run are checked together, since a run takes seconds.
     """
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # for nodes that are processes
     schedule: dict[str, Any] = {"steps": 3, "tasks_per_step": 2, "samples": 2}

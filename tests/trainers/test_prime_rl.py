@@ -84,6 +84,8 @@ async def test_files_of_steps(live: RestartableServer, tmp_path: Path) -> None:
 
     The next run continues with the next step. Groups that were written but not acknowledged are
     read again, and not written again.
+
+    It is one scenario, since the second step depends on the first.
     """
     await finish(live, a=[1.0, 0.0], b=[1.0, 1.0], c=[0.0, None, 1.0], d=[1.0, 0.0])
     await run(live, tmp_path, "--groups", "2", "--ranks", "2", "--seq-len", "12")

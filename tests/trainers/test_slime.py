@@ -77,16 +77,17 @@ def arguments(groups: int, sessions: int) -> Namespace:
     return Namespace(rollout_batch_size=groups, n_samples_per_prompt=sessions)
 
 
-async def test_a_batch_has_the_fields_of_slime(live: RestartableServer, recipe: Any) -> None:
-    """Ids, mask, log probabilities, versions and advantages; traces of a session share an id.
-
-    slime needs batches of the same size, so that a session without a reward is in it: it trains
-    nothing and does not change the mean.
-    """
+async def read_batch(live: RestartableServer, recipe: Any) -> Any:
+    """The output for a group of two sessions with two traces, and one without a reward."""
     await finish(live, traces=2, a=[1.0, 0.0, None])
     args = arguments(1, 3)
     with closing(recipe.TuglineGroups(args)) as source:
-        output = await asyncio.to_thread(recipe.generate_rollout, args, 7, source, evaluation=False)
+        return await asyncio.to_thread(recipe.generate_rollout, args, 7, source, evaluation=False)
+
+
+async def test_traces_of_a_session_share_an_id(live: RestartableServer, recipe: Any) -> None:
+    """Rows of a group are in the order of its sessions, with slime's ids."""
+    output = await read_batch(live, recipe)
     (group,) = output.samples
     assert [len(session) for session in group] == [2, 2, 1]
     assert output.metrics == {"tugline/missing": 1}
@@ -94,15 +95,28 @@ async def test_a_batch_has_the_fields_of_slime(live: RestartableServer, recipe: 
     assert [row.rollout_id for row in rows] == [21, 21, 22, 22, 23]
     assert [row.session_id for row in rows] == ["a-0", "a-0", "a-1", "a-1", "a-2"]
     assert {row.group_index for row in rows} == {7}
-    first, last = rows[0], rows[-1]
+
+
+async def test_a_batch_has_the_fields_of_slime(live: RestartableServer, recipe: Any) -> None:
+    """A row has ids, mask, log probabilities and versions of its trace."""
+    first = (await read_batch(live, recipe)).samples[0][0][0]
     assert first.tokens == [10, 11, 12, 13, 14, 15]
     assert first.response_length == 4
     assert first.loss_mask == [1, 1, 0, 0]  # the last token was sampled greedily
     assert first.rollout_log_probs == [-0.5, -0.5, 0.0, -0.5]
     assert first.weight_versions == ["3", "4"]
+
+
+async def test_a_session_without_a_reward_is_in_the_batch(
+    live: RestartableServer, recipe: Any
+) -> None:
+    """The session trains nothing and does not change the mean; slime needs equal batches."""
+    output = await read_batch(live, recipe)
+    rows = [row for session in output.samples[0] for row in session]
+    last = rows[-1]
     assert (last.loss_mask, last.remove_sample, last.status) == ([0], True, Sample.Status.FAILED)
     assert len(last.rollout_log_probs) == last.response_length == 1
-    rewards, advantages = recipe.advantages(args, rows)
+    rewards, advantages = recipe.advantages(arguments(1, 3), rows)
     assert rewards == [1.0, 1.0, 0.0, 0.0, 0.5]
     assert advantages == pytest.approx([0.7070068, 0.7070068, -0.7070068, -0.7070068, 0.0])
 

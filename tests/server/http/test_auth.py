@@ -135,7 +135,10 @@ async def test_tenants_have_consumers_and_runs_of_their_own(server: RunningServe
 
 
 async def test_the_audit_log_names_people(server: RunningServer) -> None:
-    """Changes are logged with the name of the token; reads and the work of nodes are not."""
+    """Changes are logged with the name of the token; reads and the work of nodes are not.
+
+    It is one scenario, since all requests write to the same log.
+    """
     people = {"ann": Person("ann-token"), "bob": Person("bob-token", "read")}
     server.app.tokens = msgspec.structs.replace(TOKENS, people=people)
 

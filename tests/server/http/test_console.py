@@ -12,7 +12,10 @@ from support.server import RunningServer
 
 @pytest.mark.parametrize("path", ["/", "/sessions", "/sessions/mend-0?turn=3", "/nodes/n.1"])
 async def test_every_path_serves_the_console(server: RunningServer, path: str) -> None:
-    """Links lead to the same page, which may run only its own scripts."""
+    """Links lead to the same page, which may run only its own scripts.
+
+    The headers are those of one response.
+    """
     page = await server.ask("GET", path, None)
     assert page.status == 200
     assert page.headers["content-type"].startswith("text/html")
