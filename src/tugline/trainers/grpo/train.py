@@ -13,6 +13,7 @@ split.
 import math
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 import torch
@@ -77,12 +78,17 @@ class Grpo(Updater):
     config: GrpoConfig
 
     def __init__(
-        self, model: torch.nn.Module, config: GrpoConfig, reference: torch.nn.Module | None = None
+        self,
+        model: torch.nn.Module,
+        config: GrpoConfig,
+        reference: torch.nn.Module | None = None,
+        source: Path | None = None,
     ) -> None:
+        """See `Updater`. Raises `ConfigError`."""
         if config.kl > 0 and reference is None:
             msg = f"kl is {config.kl}, so a reference model is needed; give one or set kl to 0"
             raise ConfigError(msg)
-        super().__init__(model, config)
+        super().__init__(model, config, source)
         self.reference = PolicyModel(reference, config) if reference is not None else None
 
     def step(self, trajectories: Sequence[Trajectory], *, version: int) -> StepReport:
