@@ -88,6 +88,7 @@ async def train(
         batches.run = name_run(folder) if config.server is not None else ""
         report("loading the model")
         models = stack.enter_context(open_models(config))
+        report(f"packing: {models.trainer.packing}")
         state = checkpoint.load_newest(folder / CHECKPOINTS, models.trainer.load, TrainState())
         sinks.start(folder, msgspec.to_builtins(config, enc_hook=str), state.step)
         try:

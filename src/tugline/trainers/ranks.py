@@ -37,6 +37,11 @@ class TrainerGroup:
         self._rank, world = rank_and_world()
         self._calls = None if world == 1 else dist.new_group(backend="gloo", timeout=_BETWEEN_CALLS)
 
+    @property
+    def packing(self) -> str:
+        """See `PolicyModel.packing`."""
+        return self._trainer.policy.packing
+
     def step(self, trajectories: Sequence[Trajectory], version: int) -> StepReport:
         """Run `Grpo.step` with the trajectories of rank 0."""
         with self._announced(Grpo.step, (), version=version):

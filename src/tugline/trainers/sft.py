@@ -243,6 +243,7 @@ def train(
         trained, heldout = _read_data(config, model, tokenizer, report)
         policy = prepare(model, config.lora, config.sft.seed, fsdp=config.fsdp)
         run = _SftRun(config, shared, policy, trained, heldout)
+        report(f"packing: {run.packing}")
         sinks.start(shared, msgspec.to_builtins(config, enc_hook=str), run.state.step)
         try:
             run.train(sinks)
@@ -301,6 +302,11 @@ class _SftRun:
         self.state = checkpoint.load_newest(
             self.folder / CHECKPOINTS, lambda at: checkpoint.load(at, trainer), SftState()
         )
+
+    @property
+    def packing(self) -> str:
+        """See `PolicyModel.packing`."""
+        return self._trainer.policy.packing
 
     def train(self, sinks: Sinks) -> None:
         """Make the remaining updates."""

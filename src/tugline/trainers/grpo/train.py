@@ -89,7 +89,7 @@ class Grpo(Updater):
             msg = f"kl is {config.kl}, so a reference model is needed; give one or set kl to 0"
             raise ConfigError(msg)
         super().__init__(model, config, source)
-        self.reference = PolicyModel(reference, config) if reference is not None else None
+        self.reference = PolicyModel(reference, self.config) if reference is not None else None
 
     def step(self, trajectories: Sequence[Trajectory], *, version: int) -> StepReport:
         """Train on `trajectories`; those of the same task are a group.
@@ -118,7 +118,7 @@ class Grpo(Updater):
     def score(self, ids: Ids) -> Logprobs:
         """Return the log probability of each id but the first, shape ``(n - 1,)``."""
         rows = [Row(make_probe(ids))]
-        tree = self.config.tree_packing
+        tree = bool(self.config.tree_packing)
         micro = collate(rows, tree=tree, device=self.policy.device)
         return self.policy.logprobs(micro).cpu().numpy()
 

@@ -73,8 +73,8 @@ class Updater(ABC):
             check_names(get_base_model(model), find_trained(model).items(), source)
         self.model = model
         self.source = source
-        self.config = config
         self.policy = PolicyModel(model, config)
+        self.config = self.policy.config
         self.optimizer: torch.optim.Optimizer = _make_adamw(model, config)
         """A parameter group's ``initial_lr``, if set, replaces the learning rate of `config`."""
         self.order = torch.Generator().manual_seed(config.seed)
