@@ -12,6 +12,7 @@ under; KV of older weights is never matched), I7 (only the new tokens of a turn 
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 
 from tugline.errors import UsageError
 from tugline.inference.base import EngineStats, GenerateRequest
-from tugline.inference.kv import KVPool, PrefixTable
+from tugline.inference.kv import Cut, KVPool, PrefixTable
 from tugline.inference.sampling import sample, uniforms
 from tugline.types import Finish, Ids, shared_prefix
 
@@ -103,7 +104,7 @@ class Batch:
         self._rows = np.zeros(max_running, _ROW)
         self._running_prefixes = PrefixTable(max_running, max_model_len)
         self._parked_prefixes = PrefixTable(max_parked, max_model_len)
-        self._parked: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._parked: OrderedDict[int, Cut] = OrderedDict()
         """KV by slot in `_parked_prefixes`, least recently used first."""
         self._pool = _pool_for(model)
         self._updates: dict[Sequence, None] = {}
@@ -199,7 +200,7 @@ class Batch:
             chosen.append((sequence, source, cached))
             widest = width
             useful = total
-            if len(chosen) == free:
+            if len(chosen) == free or self._pool.recurrent:
                 break
         return chosen
 
@@ -209,6 +210,9 @@ class Batch:
         The last token of a context is always computed, because its logits are needed.
         """
         ids = sequence.context[:-1]
+        if self._pool.recurrent:
+            slot, parked = self._parked_prefixes.longest(ids, whole=True)
+            return -1 - slot, parked
         row, running = self._running_prefixes.longest(ids)
         slot, parked = self._parked_prefixes.longest(ids)
         return (row, running) if running >= parked else (-1 - slot, parked)
@@ -218,7 +222,9 @@ class Batch:
         first = len(self.running)
         self._pool.ensure(first + len(chosen), max(len(s.context) for s, _, _ in chosen) + 1)
         for row, (sequence, source, cached) in enumerate(chosen, first):
-            if source >= 0:
+            if not cached:
+                self._pool.clear(row)
+            elif source >= 0:
                 self._pool.move(source, row, cached)
             else:
                 self._pool.paste(self._parked[-1 - source], row, cached)
@@ -227,6 +233,8 @@ class Batch:
                 self._stats.prompt_tokens += sequence.prompt_len
                 self._stats.reused_tokens += cached
         self._supersede(chosen)
+        if self._pool.recurrent:
+            chosen = [self._prefill_states(first, *chosen[0])]
         width = max(len(sequence.context) - cached for sequence, _, cached in chosen)
         ids = np.zeros((len(chosen), width), np.int64)
         positions = np.full((len(chosen), width), -1, np.int64)
@@ -236,6 +244,20 @@ class Batch:
             positions[index, width - tail :] = np.arange(cached, len(sequence.context))
         self._forward(first, ids, positions)
         return ids.size
+
+    def _prefill_states(
+        self, row: int, sequence: Sequence, source: int, cached: int
+    ) -> tuple[Sequence, int, int]:
+        """Compute a context but its last token, and keep a copy, which other requests continue.
+
+        Padding would change the states, so no other row is computed with it.
+        """
+        end = len(sequence.context) - 1
+        if end > cached:
+            positions = np.arange(cached, end)[None]
+            self._logits(row, sequence.context[None, cached:end].astype(np.int64), positions)
+            self._park(row, end)
+        return sequence, source, end
 
     def _start(self, sequence: Sequence, row: int) -> None:
         request = sequence.request
@@ -251,7 +273,8 @@ class Batch:
         for slot, cached in {(-1 - source, cached) for _, source, cached in chosen if source < 0}:
             if slot not in self._parked:
                 continue
-            if cached == self._parked_prefixes.length(slot):
+            whole = cached == self._parked_prefixes.length(slot)
+            if whole and not self._pool.recurrent:
                 self._parked_prefixes.forget(slot)
                 del self._parked[slot]
             else:
@@ -313,7 +336,7 @@ class Batch:
             if finish is None:
                 continue
             self._stats.finished[finish] += 1
-            self._park(row)
+            self._park(row, int(self._rows[row]["kv"]))
             last = len(self.running) - 1
             if row != last:
                 self._pool.move(last, row, int(self._rows[last]["kv"]))
@@ -323,8 +346,7 @@ class Batch:
             self._running_prefixes.forget(last)
             self.running.pop()
 
-    def _park(self, row: int) -> None:
-        length = int(self._rows[row]["kv"])
+    def _park(self, row: int, length: int) -> None:
         if not self._max_parked or length < SMALLEST_PARKED:
             return
         if len(self._parked) < self._max_parked:
@@ -339,16 +361,21 @@ def _pool_for(model: PreTrainedModel) -> KVPool:
     """Return a pool with the shape of the model's own cache. Raises `UsageError` if unsupported."""
     with torch.inference_mode():
         probe = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
-    layers = getattr(probe.cache, "layers", [])
-    kinds = {type(layer).__name__ for layer in layers}
+    layers = dict(enumerate(getattr(getattr(probe, "cache", None), "layers", ())))
+    full = [number for number, layer in layers.items() if type(layer).__name__ == "DynamicLayer"]
+    states = _find_states(model, layers)
     shapes = {
-        tuple(tensor.shape[1::2]) for layer in layers for tensor in (layer.keys, layer.values)
+        tuple(tensor.shape[1::2])
+        for number in full
+        for tensor in (layers[number].keys, layers[number].values)
     }
-    if kinds != {"DynamicLayer"} or len(shapes) != 1:
+    if {*full, *states} != {*layers} or len(shapes) != 1:
+        kinds = sorted({type(layer).__name__ for layer in layers.values()})
         raise UsageError(
-            f"model type {model.config.model_type!r} caches {', '.join(sorted(kinds)) or 'nothing'}"
+            f"model type {model.config.model_type!r} caches {', '.join(kinds) or 'nothing'}"
             f" of {len(shapes)} shapes; the embedded engine serves models whose layers all have"
-            " full attention of one shape (Qwen2, Qwen3, Llama...): serve this model with vLLM"
+            " full attention of one shape (Qwen2, Qwen3, Llama...), or are gated delta nets beside"
+            " it (Qwen3-Next, Qwen3.5): serve this model with vLLM"
         )
     try:
         model.set_attn_implementation("sdpa")
@@ -356,7 +383,22 @@ def _pool_for(model: PreTrainedModel) -> KVPool:
         msg = f"model type {model.config.model_type!r} has no sdpa attention: serve it with vLLM"
         raise UsageError(msg) from error
     heads, dim = shapes.pop()
-    return KVPool(layers=len(layers), heads=heads, dim=dim, device=model.device, dtype=model.dtype)
+    return KVPool(
+        layers=full, heads=heads, dim=dim, device=model.device, dtype=model.dtype, states=states
+    )
+
+
+def _find_states(
+    model: PreTrainedModel, layers: Mapping[int, Any]
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the states of each gated delta net by its number, from a cache."""
+    nets = [each for each in model.modules() if type(each).__name__.endswith("GatedDeltaNet")]
+    numbers = {int(net.layer_idx) for net in nets if isinstance(net.layer_idx, int)}
+    return {
+        number: (layers[number].conv_states[0], layers[number].recurrent_states[0])
+        for number in sorted(numbers & {*layers})
+        if len(layers[number].conv_states) == 1
+    }
 
 
 def _check_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:

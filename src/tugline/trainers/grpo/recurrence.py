@@ -22,8 +22,8 @@ class _States:
     """The states of a layer at the end of a branch, with the interface of a cache."""
 
     def __init__(self, parent: "_States | None" = None) -> None:
-        self.inputs = dict(parent.inputs) if parent else {}
-        self.recurrent = dict(parent.recurrent) if parent else {}
+        self.inputs: dict[int, torch.Tensor] = dict(parent.inputs) if parent else {}
+        self.recurrent: dict[int, torch.Tensor] = dict(parent.recurrent) if parent else {}
 
     def get_conv_state(self, _layer: int, state_idx: int = 0) -> torch.Tensor | None:
         return self.inputs.get(state_idx)
