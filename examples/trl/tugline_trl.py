@@ -25,6 +25,7 @@ from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import TrainConfig, name_run
 from tugline.trainers.engines import make_publisher, open_replicas
 from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.hub import write_weights
 from tugline.trainers.grpo.samples import read_group
 from tugline.trainers.lora import merge_adapter
 from tugline.trainers.models import Models, write_model
@@ -83,6 +84,11 @@ class TuglineSessions:
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Return the trainer's full weights, by the names of the model without an adapter."""
         raise NotImplementedError
+
+    def write_weights(self, folder: Path, dtype: str | None) -> None:
+        """Write the weights to serve into `folder`, in the names of the model's folder."""
+        weights, model = self.weights(), self.config.model
+        write_weights(folder, self.models.served, weights, weights.items(), model, dtype)
 
     def publish(self) -> None:
         """Load the trainer's weights into every replica, and announce the next version."""

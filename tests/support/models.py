@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import (
     MistralConfig,
     MistralForCausalLM,
@@ -29,6 +31,85 @@ def make_qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     """Full attention in every layer."""
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(Qwen3Config(**SMALL | changes))
+
+
+_HYBRID: dict[str, Any] = SMALL | {
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+}
+_ROPE: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+
+
+def _qwen3_5(**changes: Any) -> transformers.Qwen3_5TextConfig:
+    return transformers.Qwen3_5TextConfig(**_HYBRID | {"rope_parameters": _ROPE} | changes)
+
+
+def _qwen3_5_with_images() -> PreTrainedModel:
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "num_position_embeddings": 16,
+    }
+    ids = {"image_token_id": 40, "video_token_id": 41}
+    marks = {"vision_start_token_id": 42, "vision_end_token_id": 43}
+    tied = {"tie_word_embeddings": True}
+    config = transformers.Qwen3_5Config(
+        text_config=_qwen3_5(**tied).to_dict(), vision_config=vision, **ids, **marks, **tied
+    )
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+KINDS: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, tie_word_embeddings=True)),
+    "qwen3_moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**SMALL, **_EXPERTS)
+    ),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SMALL, num_local_experts=3, num_experts_per_tok=2)
+    ),
+    "qwen3_next": lambda: transformers.Qwen3NextForCausalLM(
+        transformers.Qwen3NextConfig(**_HYBRID, **_EXPERTS)
+    ),
+    "qwen3_5": lambda: transformers.Qwen3_5ForCausalLM(_qwen3_5()),
+    "qwen3_5_with_images": _qwen3_5_with_images,
+    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeForCausalLM(
+        transformers.Qwen3_5MoeTextConfig(**_HYBRID, **_EXPERTS, rope_parameters=_ROPE)
+    ),
+}
+"""Models of the architectures that are trained, by name."""
+HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_with_images", "qwen3_5_moe")
+"""Those with gated delta net layers."""
+
+
+def make_kind(name: str, seed: int = 0) -> PreTrainedModel:
+    """Return a new model of `KINDS`."""
+    torch.manual_seed(seed)
+    return KINDS[name]()
 
 
 def make_mistral() -> MistralForCausalLM:

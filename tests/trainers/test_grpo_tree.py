@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,16 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, JambaConfig, JambaForCausalLM, PreTrainedModel
 
-from support.models import SMALL, make_mistral
-from trainers.sessions import VERSION, captured, groups, run_policy, sample, session, tiny
+from support.models import SMALL, make_kind, make_mistral
+from trainers.sessions import VERSION, captured, groups, run_policy, sample, session, tiny, weights
 from tugline.errors import CaptureError, ConfigError
 from tugline.trainers.grpo.batch import Row, pack
 from tugline.trainers.grpo.config import GrpoConfig
@@ -28,8 +24,10 @@ from tugline.trainers.grpo.forward import PolicyModel
 from tugline.trainers.grpo.train import Grpo
 from tugline.types import Sample, Span, Trace
 
+HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 PLAIN = GrpoConfig(tree_packing=False)
 TREE = GrpoConfig(tree_packing=True)
+AUTO = GrpoConfig()
 
 
 def make_sample(ids: Sequence[int], mask: Sequence[bool]) -> Sample:
@@ -104,29 +102,140 @@ def test_a_step_with_trees_computes_fewer_tokens() -> None:
     assert (tree.tokens_padding, plain.tokens_padding > 0) == (0, True)
 
 
-def linear() -> PreTrainedModel:
-    """A model whose first layer has a recurrent state."""
-    return Qwen3NextForCausalLM(
-        Qwen3NextConfig(
-            **SMALL | {"head_dim": 16},
-            num_experts=2,
-            num_experts_per_tok=1,
-            layer_types=["linear_attention", "full_attention"],
-        )
-    )
+def jamba() -> PreTrainedModel:
+    """A model with a recurrent state of another kind."""
+    changes = {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
+    config = JambaConfig(**SMALL, **changes, mamba_d_state=4, use_mamba_kernels=False)
+    return JambaForCausalLM(config)
 
 
 @pytest.mark.parametrize(
-    ("make", "message"), [(make_mistral, "sliding_attention"), (linear, "linear_attention")]
+    ("make", "message"), [(make_mistral, "sliding_attention"), (jamba, "linear_attention|mamba")]
 )
-def test_models_without_full_attention_need_no_trees(make: Any, message: str) -> None:
-    """Sliding windows and recurrent states are refused, and trained without trees."""
+def test_models_without_trees(make: Any, message: str) -> None:
+    """Sliding windows and other recurrent states are refused, or trained without trees."""
     model = make()
-    with pytest.raises(ConfigError, match=f"{message}.*tree_packing to false") as error:
+    with pytest.raises(ConfigError, match=f"({message}).*tree_packing to false") as error:
         PolicyModel(model, TREE)
     assert error.value.field == "tree_packing"
-    (logprobs,) = run_policy(model, [FIVE], PLAIN).logprobs
+    policy = PolicyModel(model, AUTO)
+    assert policy.config.tree_packing is False
+    assert re.search(f"computed by itself: model .* ({message})", policy.packing)
+    (logprobs,) = run_policy(model, [FIVE], policy.config).logprobs
     assert logprobs == pytest.approx(captured(model, FIVE.input_ids, 0.7)[1:], abs=1e-5)
+
+
+def test_the_packing_of_a_run_is_decided_and_named() -> None:
+    """By the model, unless the configuration says otherwise."""
+    assert PolicyModel(tiny(), AUTO).packing == "prefixes that traces share are computed once"
+    assert PolicyModel(tiny(), PLAIN).packing.endswith("tree_packing is false")
+    assert Grpo(tiny(), AUTO).config.tree_packing is True
+
+
+# --------------------------------------------------------------------------- recurrent states
+def draw_rows(*lengths: int, seed: int = 0) -> list[list[int]]:
+    """Random ids."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 48, length).tolist() for length in lengths]
+
+
+def nested() -> list[Sample]:
+    """Forks, forks within forks, prefixes of each other, and single tokens."""
+    trunk, first, second, third, fourth = draw_rows(150, 80, 40, 33, 9)
+    lone, one = [7], [8]
+    rows = [
+        trunk + second,
+        trunk + first,
+        trunk + first + one,
+        trunk + first + third,
+        trunk[:70] + fourth,
+        trunk[:70] + lone,
+        fourth + third,
+        trunk,
+    ]
+    return [make_sample(ids, [False] + [True] * (len(ids) - 1)) for ids in rows]
+
+
+@pytest.mark.parametrize("kind", HYBRID)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_traces_of_a_hybrid_do_not_affect_each_other(
+    kind: str,
+    checkpointing: bool,  # noqa: FBT001
+) -> None:
+    """Neither in a padded batch nor in a tree: log probabilities and gradient are those alone."""
+    samples = nested()
+    options = {"gradient_checkpointing": checkpointing}
+    alone, padded, packed = (
+        run_policy(make_kind(kind), samples, replace(config, micro_tokens=tokens, **options))
+        for config, tokens in ((PLAIN, 1), (PLAIN, 10_000), (TREE, 10_000))
+    )
+    assert packed.tokens < alone.tokens / 3
+    model = make_kind(kind)
+    for result in (alone, padded, packed):
+        assert float((alone.gradient - result.gradient).abs().max()) < 2e-5
+        for row, logprobs in zip(samples, result.logprobs, strict=True):
+            expected = captured(model, row.input_ids, 0.7)[1:]
+            assert float(np.abs(logprobs - expected).max()) < 1e-4
+
+
+@settings(max_examples=10, deadline=None)
+@given(make_samples())
+def test_trees_of_a_hybrid_give_the_results_of_separate_rows(samples: list[Sample]) -> None:
+    """Short runs of any shape: the convolution sees across forks."""
+    alone = run_policy(make_kind("qwen3_5"), samples, replace(PLAIN, micro_tokens=1))
+    packed = run_policy(make_kind("qwen3_5"), samples, TREE)
+    assert float((alone.gradient - packed.gradient).abs().max()) < 1e-4
+    for one, other in zip(alone.logprobs, packed.logprobs, strict=True):
+        assert float(np.abs(one - other).max()) < 1e-4
+
+
+def test_a_hybrid_computes_turns_that_drop_reasoning_once() -> None:
+    """Forty of them, with at least four times fewer positions."""
+    context, *parts = draw_rows(60, *[8, 4, 6] * 40)
+    samples = []
+    for reasoning, answer, tool in zip(*(parts[i::3] for i in range(3)), strict=True):
+        ids = [*context, *reasoning, *answer]
+        samples.append(make_sample(ids, np.arange(len(ids)) >= len(context)))
+        context += answer + tool
+    plain, tree = (
+        run_policy(make_kind("qwen3_next"), samples, replace(config, micro_tokens=20_000))
+        for config in (PLAIN, TREE)
+    )
+    assert plain.tokens > 4 * tree.tokens
+    assert float((plain.gradient - tree.gradient).abs().max()) < 1e-4
+    for one, other in zip(plain.logprobs, tree.logprobs, strict=True):
+        assert float(np.abs(one - other).max()) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_a_step_of_a_hybrid_does_not_depend_on_the_packing(kind: str) -> None:
+    """The loss, the norm of the gradient, and the weights after the step."""
+    reports, trained = [], []
+    for config in (replace(PLAIN, micro_tokens=1), PLAIN, AUTO):
+        model = make_kind(kind)
+        batch = groups(make_kind(kind), tasks=1, samples=4)
+        reports.append(Grpo(model, replace(config, lr=1e-3)).step(batch, version=VERSION))
+        trained.append(weights(model))
+    for report in reports[1:]:
+        assert report.loss == pytest.approx(reports[0].loss, abs=1e-5)
+        assert report.grad_norm == pytest.approx(reports[0].grad_norm, rel=1e-4)
+        assert report.mismatch is not None
+        assert report.mismatch.total.max_abs < 1e-4
+    assert reports[2].tokens_forwarded < reports[1].tokens_forwarded
+    assert float((trained[0] - trained[1]).abs().max()) < 1e-4
+
+
+def test_a_copy_of_a_hybrid_computes_its_own_weights() -> None:
+    """Also one that was made after the layers were set up for trees."""
+    model = make_kind("qwen3_5")
+    PolicyModel(model, TREE)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    (logprobs,) = run_policy(other, [FIVE], TREE).logprobs
+    expected = captured(make_kind("qwen3_5"), FIVE.input_ids, 0.7)[1:]
+    assert logprobs == pytest.approx(expected, abs=1e-5)
 
 
 def test_other_forward_passes_are_unchanged() -> None:

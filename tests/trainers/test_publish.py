@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -24,14 +26,16 @@ REQUESTS = json.loads(Path(__file__).with_name("requests.json").read_text())
 
 
 @asynccontextmanager
-async def engine(*, fails: str = "") -> AsyncIterator[tuple[str, list[list[Any]]]]:
+async def engine(
+    *, fails: str = "", message: str = "cache is held"
+) -> AsyncIterator[tuple[str, list[list[Any]]]]:
     """The address of a server, and its requests; that of the path `fails` has no success."""
     seen: list[list[Any]] = []
 
     async def control(request: Request) -> Response:
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         seen.append([path, await request.json()])
-        return JSONResponse({"success": path != fails, "message": "cache is held"})
+        return JSONResponse({"success": path != fails, "message": message})
 
     app = Starlette(routes=[Route("/{path:path}", control, methods=["POST"])])
     async with serve(app) as url:
@@ -86,6 +90,28 @@ async def test_failed_requests_are_errors() -> None:
     async with SglangWeightUpdater("http://127.0.0.1:9") as weights:
         with pytest.raises(EngineError, match="did not answer /update_weights_from_disk"):
             await weights.load(FOLDER, 7)
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ("There is no parameter named 'model.b.weight'", "it refused model.b.weight of"),
+        ("unknown names", "has 2 tensors: a.weight, model.b.weight"),
+    ],
+)
+async def test_a_refused_model_is_an_error_that_names_its_tensors(
+    tmp_path: Path, message: str, named: str
+) -> None:
+    """Those that the engine mentions, or the first ones."""
+    tensors = {name: torch.zeros(1) for name in ("a.weight", "model.b.weight")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    for updater, path in (
+        (VllmWeightUpdater, "/collective_rpc"),
+        (SglangWeightUpdater, "/update_weights_from_disk"),
+    ):
+        async with engine(fails=path, message=message) as (url, _), updater(url) as weights:
+            with pytest.raises(EngineError, match=f"{message}.*{named}"):
+                await weights.load(tmp_path, 7)
 
 
 async def test_a_failed_update_resumes_the_engine() -> None:

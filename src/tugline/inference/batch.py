@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from tugline.errors import UsageError
 from tugline.inference.base import EngineStats, GenerateRequest
-from tugline.inference.kv import KVPool, PrefixTable
+from tugline.inference.kv import Cut, PrefixTable, make_pool
 from tugline.inference.sampling import sample, uniforms
 from tugline.types import Finish, Ids, shared_prefix
 
@@ -103,9 +103,9 @@ class Batch:
         self._rows = np.zeros(max_running, _ROW)
         self._running_prefixes = PrefixTable(max_running, max_model_len)
         self._parked_prefixes = PrefixTable(max_parked, max_model_len)
-        self._parked: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._parked: OrderedDict[int, Cut] = OrderedDict()
         """KV by slot in `_parked_prefixes`, least recently used first."""
-        self._pool = _pool_for(model)
+        self._pool = make_pool(model)
         self._updates: dict[Sequence, None] = {}
         self._stats = EngineStats()
 
@@ -199,7 +199,7 @@ class Batch:
             chosen.append((sequence, source, cached))
             widest = width
             useful = total
-            if len(chosen) == free:
+            if len(chosen) == free or self._pool.recurrent:
                 break
         return chosen
 
@@ -209,6 +209,9 @@ class Batch:
         The last token of a context is always computed, because its logits are needed.
         """
         ids = sequence.context[:-1]
+        if self._pool.recurrent:
+            slot, parked = self._parked_prefixes.longest(ids, whole=True)
+            return -1 - slot, parked
         row, running = self._running_prefixes.longest(ids)
         slot, parked = self._parked_prefixes.longest(ids)
         return (row, running) if running >= parked else (-1 - slot, parked)
@@ -218,7 +221,9 @@ class Batch:
         first = len(self.running)
         self._pool.ensure(first + len(chosen), max(len(s.context) for s, _, _ in chosen) + 1)
         for row, (sequence, source, cached) in enumerate(chosen, first):
-            if source >= 0:
+            if not cached:
+                self._pool.clear(row)
+            elif source >= 0:
                 self._pool.move(source, row, cached)
             else:
                 self._pool.paste(self._parked[-1 - source], row, cached)
@@ -227,6 +232,8 @@ class Batch:
                 self._stats.prompt_tokens += sequence.prompt_len
                 self._stats.reused_tokens += cached
         self._supersede(chosen)
+        if self._pool.recurrent:
+            chosen = [self._prefill_states(first, *chosen[0])]
         width = max(len(sequence.context) - cached for sequence, _, cached in chosen)
         ids = np.zeros((len(chosen), width), np.int64)
         positions = np.full((len(chosen), width), -1, np.int64)
@@ -236,6 +243,20 @@ class Batch:
             positions[index, width - tail :] = np.arange(cached, len(sequence.context))
         self._forward(first, ids, positions)
         return ids.size
+
+    def _prefill_states(
+        self, row: int, sequence: Sequence, source: int, cached: int
+    ) -> tuple[Sequence, int, int]:
+        """Compute a context but its last token, and keep a copy, which other requests continue.
+
+        Padding would change the states, so no other row is computed with it.
+        """
+        end = len(sequence.context) - 1
+        if end > cached:
+            positions = np.arange(cached, end)[None]
+            self._logits(row, sequence.context[None, cached:end].astype(np.int64), positions)
+            self._park(row, end)
+        return sequence, source, end
 
     def _start(self, sequence: Sequence, row: int) -> None:
         request = sequence.request
@@ -251,7 +272,8 @@ class Batch:
         for slot, cached in {(-1 - source, cached) for _, source, cached in chosen if source < 0}:
             if slot not in self._parked:
                 continue
-            if cached == self._parked_prefixes.length(slot):
+            whole = cached == self._parked_prefixes.length(slot)
+            if whole and not self._pool.recurrent:
                 self._parked_prefixes.forget(slot)
                 del self._parked[slot]
             else:
@@ -313,7 +335,7 @@ class Batch:
             if finish is None:
                 continue
             self._stats.finished[finish] += 1
-            self._park(row)
+            self._park(row, int(self._rows[row]["kv"]))
             last = len(self.running) - 1
             if row != last:
                 self._pool.move(last, row, int(self._rows[last]["kv"]))
@@ -323,8 +345,7 @@ class Batch:
             self._running_prefixes.forget(last)
             self.running.pop()
 
-    def _park(self, row: int) -> None:
-        length = int(self._rows[row]["kv"])
+    def _park(self, row: int, length: int) -> None:
         if not self._max_parked or length < SMALLEST_PARKED:
             return
         if len(self._parked) < self._max_parked:
@@ -333,34 +354,6 @@ class Batch:
             slot, _ = self._parked.popitem(last=False)
         self._parked[slot] = self._pool.cut(row, length)
         self._parked_prefixes.put(slot, self.running[row].ids[:length])
-
-
-def _pool_for(model: PreTrainedModel) -> KVPool:
-    """Return a pool with the shape of the model's own cache. Raises `UsageError` if unsupported."""
-    with torch.inference_mode():
-        probe = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
-    layers = getattr(probe.cache, "layers", [])
-    kinds = {type(layer).__name__ for layer in layers}
-    shapes = {
-        tuple(tensor.shape[1::2]) for layer in layers for tensor in (layer.keys, layer.values)
-    }
-    if kinds != {"DynamicLayer"} or len(shapes) != 1:
-        raise UsageError(
-            f"model type {model.config.model_type!r} uses a cache of"
-            f" {', '.join(sorted(kinds)) or 'nothing'}"
-            f" with {len(shapes)} shapes; the embedded engine serves models whose layers all have"
-            " full attention of one shape (Qwen2, Qwen3, Llama...): serve this model with vLLM"
-        )
-    try:
-        model.set_attn_implementation("sdpa")
-    except ValueError as error:
-        msg = (
-            f"model type {model.config.model_type!r} does not support sdpa attention: serve it "
-            "with vLLM"
-        )
-        raise UsageError(msg) from error
-    heads, dim = shapes.pop()
-    return KVPool(layers=len(layers), heads=heads, dim=dim, device=model.device, dtype=model.dtype)
 
 
 def _check_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:

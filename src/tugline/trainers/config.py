@@ -117,6 +117,9 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     """Under torchrun, shard the model over all processes (FSDP2) instead of copying it to each."""
     lora: Lora | None = None
     """Adapter to train with PEFT; None: all weights are trained."""
+    publish_dtype: Literal["bfloat16", "float32"] | None = None
+    """Data type of trained weights in the folders that engines load and in `model/`; None: that of
+    each weight in the initial model's files. Set it to the type in which the engine serves."""
     window: PositiveInt | None = None
     """Context window of an engine in this process, in tokens; None: the model's."""
     node: NodeSettings = NodeSettings()

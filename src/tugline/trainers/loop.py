@@ -52,7 +52,7 @@ from tugline.trainers.metrics import (
     flatten,
     measure_rollout,
 )
-from tugline.trainers.models import Models, open_models, write_model_folder
+from tugline.trainers.models import Models, model_folder, open_models, write_weights
 from tugline.trainers.patience import run_patiently, summarize_failures
 from tugline.trainers.publish import Probe
 from tugline.trainers.rollouts import RolloutServer, open_rollout_server
@@ -88,6 +88,7 @@ async def train(
         batches.run = name_run(folder) if config.server is not None else ""
         report("loading the model")
         models = stack.enter_context(open_models(config))
+        report(f"packing: {models.trainer.packing}")
         state = checkpoint.load_newest(folder / CHECKPOINTS, models.trainer.load, TrainState())
         sinks.start(folder, msgspec.to_builtins(config, enc_hook=str), state.step)
         try:
@@ -293,9 +294,8 @@ class TrainingLoop:
 
     def _write_result(self) -> None:
         """Write the trained model as a folder that every engine can serve."""
-        source = self.config.model or Path()
-        weights = self._trainer.weights()
-        write_model_folder(weights, self.models.served, source, self.folder / MODEL)
+        with model_folder(self.config.model or Path(), self.folder / MODEL) as draft:
+            write_weights(self.config, self.models, draft)
 
     # ----------------------------------------------------------------------- evaluation
     def _start_evaluation(self, *, last: bool = False) -> None:

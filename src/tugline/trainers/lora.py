@@ -1,12 +1,15 @@
 """Adapters of PEFT: added to a model to train, and merged into its weights to serve."""
 
 import warnings
+from collections.abc import Container, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tugline.trainers.config import Lora
 from tugline.trainers.grpo.distributed import gather_tensors
+from tugline.trainers.grpo.hub import get_base_model, get_weights, write_weights
 
 
 def add_adapter(model: Any, lora: Lora, seed: int) -> torch.nn.Module:
@@ -23,18 +26,54 @@ def add_adapter(model: Any, lora: Lora, seed: int) -> torch.nn.Module:
         return get_peft_model(model, settings)
 
 
-@torch.no_grad()
 def merge_adapter(model: Any) -> dict[str, torch.Tensor]:
     """Return the full weights with an adapter merged; `model` is not changed."""
-    if not hasattr(model, "peft_config"):
-        return dict(gather_tensors(model.state_dict()))
-    base = model.get_base_model()
+    return {name: gather_tensors(tensor.detach()) for name, tensor in _merge(model, merged=True)}
+
+
+def find_trained(model: Any) -> dict[str, torch.Tensor]:
+    """Return the weights that training changes, by name, as they are without the adapter."""
+    names = {
+        f"{name}.weight"
+        for name, part in get_base_model(model).named_modules()
+        if hasattr(part, "base_layer")
+    }
+    return {
+        name: tensor
+        for name, tensor in _merge(model, merged=False)
+        if tensor.requires_grad or name in names
+    }
+
+
+def merge_trained(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights of `find_trained` with the adapter merged, each when it is asked for."""
+    trained = find_trained(model)
+    return ((name, tensor) for name, tensor in _merge(model, merged=True, only=trained))
+
+
+@torch.no_grad()
+def _merge(
+    model: Any, *, merged: bool, only: Container[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield weights by their names without the adapter, whose product is added if `merged`."""
+    base = get_base_model(model)
     adapted = {name: part for name, part in base.named_modules() if hasattr(part, "base_layer")}
-    merged = {}
-    for name, tensor in base.state_dict().items():
+    for name, tensor in get_weights(base).items():
         layer, inner, weight = name.partition(".base_layer.")
-        if inner and weight == "weight":
-            merged[f"{layer}.weight"] = tensor + adapted[layer].get_delta_weight("default")
-        elif ".lora_" not in name:
-            merged[f"{layer}.{weight}" if inner else name] = tensor
-    return dict(gather_tensors(merged))
+        plain = f"{layer}.{weight}" if inner else name
+        if ".lora_" in name or (only is not None and plain not in only):
+            continue
+        if merged and inner and weight == "weight":
+            yield plain, tensor + adapted[layer].get_delta_weight("default")
+        else:
+            yield plain, tensor
+
+
+def write_trained(folder: Path, model: Any, source: Path | None, dtype: str | None = None) -> None:
+    """Write the full weights in the names and files of `source`; every rank must call this.
+
+    `dtype` is as for `hub.write_weights`.
+    """
+    write_weights(
+        folder, get_base_model(model), find_trained(model), merge_trained(model), source, dtype
+    )

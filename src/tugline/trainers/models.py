@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from tugline.chat.tokenizer import Tokenizer
 from tugline.inference.load import load
 from tugline.trainers.config import Lora, TrainConfig
-from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.distributed import join_ranks, rank_and_world, shard
 from tugline.trainers.grpo.train import Grpo
 from tugline.trainers.lora import add_adapter
@@ -43,7 +42,7 @@ def open_models(config: TrainConfig) -> Iterator[Models]:
         fsdp = config.fsdp
         reference = prepare(copy.deepcopy(model), fsdp=fsdp) if config.grpo.kl else None
         policy = prepare(model, config.lora, config.schedule.seed, fsdp=fsdp)
-        trainer = TrainerGroup(Grpo(policy, config.grpo, reference))
+        trainer = TrainerGroup(Grpo(policy, config.grpo, reference, config.model))
         try:
             yield Models(trainer, served, tokenizer, eos_ids)
         finally:
@@ -67,25 +66,24 @@ def write_model(config: TrainConfig, models: Models, folder: Path) -> None:
     if config.publishes_adapter:
         models.trainer.write_adapter(folder)
         return
-    write_weights(folder, models.trainer.weights(), models.served)
+    write_weights(config, models, folder)
 
 
-def write_weights(folder: Path, weights: dict[str, torch.Tensor], model: PreTrainedModel) -> None:
-    """Write full weights, tied weights once, and the configuration of their model."""
-    first = {tensor.data_ptr(): name for name, tensor in reversed(weights.items())}
-    unique = {name: weights[name] for name in first.values()}
-    checkpoint.write_weights(folder / checkpoint.WEIGHTS, unique)
-    model.config.save_pretrained(folder)
+def write_weights(config: TrainConfig, models: Models, folder: Path) -> None:
+    """Write the full weights, with any adapter merged, and their configuration."""
+    models.trainer.write_weights(folder, config.publish_dtype)
 
 
-def write_model_folder(
-    weights: dict[str, torch.Tensor], model: PreTrainedModel, source: Path, folder: Path
-) -> None:
-    """Write a complete model folder: `weights`, and the tokenizer and other files of `source`."""
+@contextlib.contextmanager
+def model_folder(source: Path, folder: Path) -> Iterator[Path]:
+    """Yield a draft of a model folder with all files of `source` but weights; it becomes `folder`.
+
+    A draft that is not completed leaves `folder` as it was.
+    """
     draft = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(draft, ignore_errors=True)
     ignored = shutil.ignore_patterns("*.safetensors", "*.bin", "*.index.json", "optimizer.pt")
     shutil.copytree(source, draft, ignore=ignored)
-    write_weights(draft, weights, model)
+    yield draft
     shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)

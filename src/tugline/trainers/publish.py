@@ -29,11 +29,14 @@ from tugline.chat.dialects.decoding import decode_object
 from tugline.errors import EngineError, TuglineError, UsageError
 from tugline.protocol import Barrier, PauseMode
 from tugline.recording.verify.engine import Scorer, connect_scorer
+from tugline.trainers.tensor_files import read_places
 from tugline.types import Ids, Logprobs
 from tugline.web.engine_http import EngineHttp
 
 T = TypeVar("T")
 _TIMEOUT_S = 600.0
+_DETAIL = 500
+"""Maximum bytes of an engine's reply in an error."""
 ADAPTER = "tugline-adapter"
 """Model name of an adapter that is published alone."""
 
@@ -70,10 +73,20 @@ class RemoteWeightUpdater(EngineHttp, ABC):
         status, text = await self.post(path, data, _TIMEOUT_S)
         reply = decode_object(text.decode("utf-8", "replace")) or {}
         if status != 200 or reply.get("success") is False:
-            detail = text[:200].decode("utf-8", "replace")
+            detail = text[:_DETAIL].decode("utf-8", "replace")
             msg = f"the engine at {self.url} answered {path} with {status}: {detail}"
             raise EngineError(msg, status=status)
         return reply
+
+    async def _reload(self, path: str, body: object, folder: Path) -> None:
+        """Make the engine load `folder`; if it refuses, the error names tensors of the folder."""
+        try:
+            await self._post(path, body)
+        except EngineError as error:
+            if error.status is None:
+                raise
+            msg = f"{error}{_name_tensors(folder, str(error))}"
+            raise EngineError(msg, status=error.status) from error
 
 
 class VllmWeightUpdater(RemoteWeightUpdater):
@@ -89,7 +102,7 @@ class VllmWeightUpdater(RemoteWeightUpdater):
             await self._load_adapter(folder)
         else:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            await self._post("/collective_rpc", reload)
+            await self._reload("/collective_rpc", reload, folder)
         await self._post("/reset_prefix_cache?reset_running_requests=true")
         await self._post("/update_weight_version", {"new_version": str(version)})
 
@@ -128,12 +141,24 @@ class SglangWeightUpdater(RemoteWeightUpdater):
     async def load(self, folder: Path, version: int) -> None:
         """Reload the weights, drop all cached context, and set the version."""
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
-        await self._post("/update_weights_from_disk", body)
+        await self._reload("/update_weights_from_disk", body, folder)
 
     async def resume(self) -> None:
         """Admit requests again."""
         if not self._waits:
             await self._post("/continue_generation")
+
+
+def _name_tensors(folder: Path, reply: str) -> str:
+    """Return the tensors of `folder` that a reply mentions, by default the first ones."""
+    try:
+        known = sorted(read_places(folder))
+    except (OSError, ValueError):  # what is wrong with the folder is in the reply
+        return ""
+    mentioned = [name for name in known if name in reply]
+    if mentioned:
+        return f"; it refused {', '.join(mentioned)} of {folder}"
+    return f"; {folder} has {len(known)} tensors: {', '.join(known[:3])} ..."
 
 
 _REMOTE = {"vllm": VllmWeightUpdater, "sglang": SglangWeightUpdater}

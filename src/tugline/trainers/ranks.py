@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from tugline.trainers.grpo import checkpoint
-from tugline.trainers.grpo.distributed import gather_tensors, rank_and_world
+from tugline.trainers.grpo.distributed import rank_and_world
 from tugline.trainers.grpo.train import Grpo, StepReport
-from tugline.trainers.lora import merge_adapter
+from tugline.trainers.lora import merge_adapter, write_trained
 from tugline.types import Ids, Logprobs, Trajectory
 
 _BETWEEN_CALLS = timedelta(days=365)
@@ -37,6 +37,11 @@ class TrainerGroup:
         self._rank, world = rank_and_world()
         self._calls = None if world == 1 else dist.new_group(backend="gloo", timeout=_BETWEEN_CALLS)
 
+    @property
+    def packing(self) -> str:
+        """See `PolicyModel.packing`."""
+        return self._trainer.policy.packing
+
     def step(self, trajectories: Sequence[Trajectory], version: int) -> StepReport:
         """Run `Grpo.step` with the trajectories of rank 0."""
         with self._announced(Grpo.step, (), version=version):
@@ -49,6 +54,10 @@ class TrainerGroup:
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the full weights to serve, by their names in the model without an adapter."""
         return self._call(_merge_adapter)
+
+    def write_weights(self, folder: Path, dtype: str | None) -> None:
+        """See `lora.write_trained`."""
+        self._call(_write_weights, folder, dtype)
 
     def write_adapter(self, folder: Path) -> None:
         """Write the adapter as PEFT does."""
@@ -103,10 +112,12 @@ def _merge_adapter(trainer: Grpo) -> dict[str, torch.Tensor]:
     return merge_adapter(trainer.model)
 
 
+def _write_weights(trainer: Grpo, folder: Path, dtype: str | None) -> None:
+    write_trained(folder, trainer.model, trainer.source, dtype)
+
+
 def _write_adapter(trainer: Grpo, folder: Path) -> None:
-    weights = dict(gather_tensors(checkpoint.unique_weights(trainer.model)))
-    if rank_and_world()[0] == 0:
-        checkpoint.write_model(folder, trainer.model, weights)
+    checkpoint.write_adapter(folder, trainer.model)
 
 
 def _save(trainer: Grpo, /, folder: Path, **settings: Any) -> None:

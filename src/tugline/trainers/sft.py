@@ -15,6 +15,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -43,8 +44,8 @@ from tugline.trainers.grpo.batch import MicroBatch, Row, plain_sample
 from tugline.trainers.grpo.config import UpdateConfig
 from tugline.trainers.grpo.distributed import add_up, gather, join_ranks
 from tugline.trainers.grpo.update import Update, Updater
-from tugline.trainers.lora import merge_adapter
-from tugline.trainers.models import prepare, write_model_folder
+from tugline.trainers.lora import write_trained
+from tugline.trainers.models import model_folder, prepare
 from tugline.trainers.sinks import Sinks
 from tugline.types import Ids, Mask, PluginSpec, Sample
 
@@ -245,14 +246,14 @@ def train(
         trained, heldout = _read_data(config, model, tokenizer, report)
         policy = prepare(model, config.lora, config.sft.seed, fsdp=config.fsdp)
         run = _SftRun(config, shared, policy, trained, heldout)
+        report(f"packing: {run.packing}")
         sinks.start(shared, msgspec.to_builtins(config, enc_hook=str), run.state.step)
         try:
             run.train(sinks)
         finally:
             sinks.close()
-        weights = merge_adapter(policy)
-        if folder:
-            write_model_folder(weights, model, config.model, folder / MODEL)
+        with model_folder(config.model, folder / MODEL) if folder else nullcontext(Path()) as draft:
+            write_trained(draft, policy, config.model)
         return run.state
 
 
@@ -298,10 +299,17 @@ class _SftRun:
         self._per_epoch = math.ceil(len(sessions) / config.sessions_per_update)
         self.total = self._per_epoch * config.epochs
         until = config.decay_updates or max(self.total, config.warmup_updates + 1)
-        self._trainer = trainer = Sft(self.model, replace(config, decay_updates=until))
+        self._trainer = trainer = Sft(
+            self.model, replace(config, decay_updates=until), self.config.model
+        )
         self.state = checkpoint.load_newest(
             self.folder / CHECKPOINTS, lambda at: checkpoint.load(at, trainer), SftState()
         )
+
+    @property
+    def packing(self) -> str:
+        """See `PolicyModel.packing`."""
+        return self._trainer.policy.packing
 
     def train(self, sinks: Sinks) -> None:
         """Make the remaining updates."""

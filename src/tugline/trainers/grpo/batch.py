@@ -7,6 +7,7 @@ of similar length, padded on the right. With causal attention no token attends t
 the result for a trace is exactly that of the trace alone, without an attention mask.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -24,6 +25,15 @@ Index = npt.NDArray[np.int64]
 
 
 # --------------------------------------------------------------------------- the tree
+class Branch(NamedTuple):
+    """Consecutive tokens of a tree without a fork among them."""
+
+    begin: int
+    end: int
+    parent: int
+    """Number of the branch that it continues, which comes before it; -1 at the root."""
+
+
 class TokenTree(NamedTuple):
     """The tokens of several rows, with each shared prefix once; ``n`` tokens in total."""
 
@@ -36,6 +46,24 @@ class TokenTree(NamedTuple):
     runs: list[tuple[int, Index]]
     """Length of each run, in order, and its path: indices of the tokens from the root to its end.
     """
+    forks: set[int]
+    """Ends of the prefixes at which another run begins."""
+
+    def list_branches(self) -> list[Branch]:
+        """Return the runs divided at forks."""
+        branches: list[Branch] = []
+        ending: dict[int, int] = {}
+        forks = sorted(self.forks)
+        start = 0
+        for length, path in self.runs:
+            stop = start + length
+            parent = ending[int(path[-length - 1]) + 1] if len(path) > length else -1
+            cuts = [*forks[bisect_right(forks, start) : bisect_left(forks, stop)], stop]
+            for begin, end in zip([start, *cuts], cuts, strict=False):
+                branches.append(Branch(begin, end, parent))
+                parent = ending[end] = len(branches) - 1
+            start = stop
+        return branches
 
 
 @dataclass(frozen=True)
@@ -48,13 +76,15 @@ class TreePaths:
     """Number of tokens of each run."""
     keys: list[int]
     """Number of tokens of each path."""
+    branches: list[Branch]
+    """Runs divided at forks, for layers with a state."""
 
     @classmethod
     def of(cls, tree: TokenTree, device: torch.device) -> Self:
         """Return the paths of `tree` on `device`."""
         queries, paths = zip(*tree.runs, strict=True)
         gather = torch.from_numpy(np.concatenate(paths)).to(device)
-        return cls(gather, list(queries), [len(path) for path in paths])
+        return cls(gather, list(queries), [len(path) for path in paths], tree.list_branches())
 
 
 def prefix_order(ids: Ids) -> bytes:
@@ -67,6 +97,7 @@ def build_tree(rows: Sequence[Ids]) -> TokenTree:
     places: list[Index] = []
     runs: list[tuple[int, Index]] = []
     pieces: list[Ids] = []
+    forks: set[int] = set()
     count = 0
     last = np.empty(0, np.int32)
     for ids in rows:
@@ -77,12 +108,14 @@ def build_tree(rows: Sequence[Ids]) -> TokenTree:
             runs[-1] = (runs[-1][0] + len(own), place)
         elif len(own):
             runs.append((len(own), place))
+            if shared:
+                forks.add(int(place[shared - 1]) + 1)
         places.append(place)
         pieces.append(ids[shared:])
         count += len(own)
         last = ids
     depths = [np.arange(len(path) - length, len(path)) for length, path in runs]
-    return TokenTree(np.concatenate(pieces), np.concatenate(depths), places, runs)
+    return TokenTree(np.concatenate(pieces), np.concatenate(depths), places, runs, forks)
 
 
 # --------------------------------------------------------------------------- passes
@@ -159,6 +192,7 @@ EMPTY = plain_sample(np.zeros(1, np.int32), np.zeros(1, np.bool_))
 def pack(rows: Sequence[Row], config: UpdateConfig, device: torch.device) -> Iterator[MicroBatch]:
     """Yield forward passes of at most `micro_tokens` positions; a longer trace gets its own.
 
+    With `tree_packing` ``auto`` they are trees; `PolicyModel.config` has the decision for a model.
     Each rank gets a part of the rows and the same number of passes. Raises `CaptureError` for a
     trace whose first token is trained, because it has no context.
     """
@@ -170,7 +204,7 @@ def pack(rows: Sequence[Row], config: UpdateConfig, device: torch.device) -> Ite
             )
             raise CaptureError(msg)
     rank, world = rank_and_world()
-    tree = config.tree_packing
+    tree = bool(config.tree_packing)
     divided = _divide(rows, world)
     parts = [list(_split(part, config.micro_tokens, tree=tree)) for part in divided]
     chunks = parts[rank] + [[Row(EMPTY)]] * (max(map(len, parts)) - len(parts[rank]))

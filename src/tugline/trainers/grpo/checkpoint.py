@@ -1,15 +1,15 @@
 """Atomic checkpoints, from which training continues bit for bit.
 
 A checkpoint is a directory such as ``step-000012``. It has the model in the Hugging Face format
-(``model.safetensors``, ``config.json``), or an adapter in the PEFT format
-(``adapter_model.safetensors``, ``adapter_config.json``); the optimizer and the state of the
-trainer's random generator (``optimizer.pt``); and ``state.json`` with the step and the digest of
-every other file. It is written under a hidden name, flushed to disk and then renamed, so a crash
-at any time leaves earlier checkpoints unchanged (I3).
+(the files of the folder that it was loaded from, with float32 weights, and ``config.json``), or an
+adapter in the PEFT format (``adapter_model.safetensors``, ``adapter_config.json``); the optimizer
+and the state of the trainer's random generator (``optimizer.pt``); and ``state.json`` with the step
+and the digest of every other file. It is written under a hidden name, flushed to disk and then
+renamed, so a crash at any time leaves earlier checkpoints unchanged (I3).
 
 Under torchrun every rank must call `save` and `load`. Rank 0 writes unsharded tensors, so a run can
 be resumed with another number of ranks, and other tools can read the files. For that it needs main
-memory for the whole model and its optimizer; the other ranks hold one whole tensor at a time.
+memory for the whole optimizer and one layer; the other ranks hold one whole tensor at a time.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ import torch
 from tugline.atomic import flush_path, write_file
 from tugline.errors import CheckpointError
 from tugline.trainers.grpo.distributed import gather_tensors, rank_and_world, shard_like
+from tugline.trainers.grpo.hub import get_base_model, get_weights, read_weights, write_weights
 from tugline.trainers.grpo.update import Updater
 
 STATE = "state.json"
-WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
 OPTIMIZER = "optimizer.pt"
 S = TypeVar("S", bound=msgspec.Struct)
@@ -68,17 +68,19 @@ def save(
     checkpoint is left then.
     """
     path = path_of(directory, step)
-    weights = gather_tensors(unique_weights(trainer.model))
     optimizer = gather_tensors(trainer.optimizer.state_dict())
-    if rank_and_world()[0] > 0:
-        return path
-    if path.exists():
-        raise CheckpointError(f"checkpoint {path} exists; remove it or save to another directory")
     draft = directory / f".{path.name}.part"
     try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        write_model(draft, trainer.model, weights)
+        if rank_and_world()[0] == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+        _write_model(draft, trainer)
+        if rank_and_world()[0] > 0:
+            return path
+        if path.exists():
+            shutil.rmtree(draft)
+            msg = f"checkpoint {path} exists; remove it or save to another directory"
+            raise CheckpointError(msg)
         torch.save({"optimizer": optimizer, "order": trainer.order.get_state()}, draft / OPTIMIZER)
         state = CheckpointState(
             step=step,
@@ -107,22 +109,28 @@ def unique_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         from peft import get_peft_model_state_dict  # noqa: PLC0415 - an extra
 
         return dict(get_peft_model_state_dict(model, save_embedding_layers=False))
-    named = model.state_dict(keep_vars=True)
+    named = get_weights(get_base_model(model))
     first = {id(tensor): name for name, tensor in reversed(named.items())}
     return {name: named[name].detach() for name in reversed(first.values())}
 
 
-def write_model(folder: Path, model: Any, weights: dict[str, torch.Tensor]) -> None:
-    """Write weights and their configuration in the Hugging Face or PEFT format."""
-    adapters = getattr(model, "peft_config", None)
-    write_weights(folder / (ADAPTER if adapters else WEIGHTS), weights)
-    (adapters["default"] if adapters else model.config).save_pretrained(folder)
+def _write_model(folder: Path, trainer: Updater) -> None:
+    """Write the adapter of a PEFT model, or all weights in float32."""
+    if hasattr(trainer.model, "peft_config"):
+        write_adapter(folder, trainer.model)
+        return
+    base = get_base_model(trainer.model)
+    weights = get_weights(base)
+    write_weights(folder, base, weights, weights.items(), trainer.source, "float32")
 
 
-def write_weights(file: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Write unsharded weights as safetensors."""
-    whole = {name: tensor.contiguous() for name, tensor in weights.items()}
-    safetensors.torch.save_file(whole, file, metadata={"format": "pt"})
+def write_adapter(folder: Path, model: Any) -> None:
+    """Write the adapter of a PEFT model as PEFT does; every rank must call this."""
+    weights = gather_tensors(unique_weights(model))
+    if rank_and_world()[0] == 0:
+        whole = {name: tensor.contiguous() for name, tensor in weights.items()}
+        safetensors.torch.save_file(whole, folder / ADAPTER, metadata={"format": "pt"})
+        model.peft_config["default"].save_pretrained(folder)
 
 
 def _replace_state(path: Path, state: CheckpointState) -> None:
@@ -163,14 +171,20 @@ def load(path: Path, trainer: Updater) -> CheckpointState:
     return state
 
 
+@torch.no_grad()
 def _load_weights(path: Path, model: torch.nn.Module) -> None:
-    file = ADAPTER if hasattr(model, "peft_config") else WEIGHTS
+    if not hasattr(model, "peft_config"):
+        base = get_base_model(model)
+        weights = get_weights(base)
+        for name, whole in read_weights(path, base):
+            weights[name].copy_(shard_like(whole, weights[name]))
+        return
     own = unique_weights(model)
-    with safetensors.safe_open(path / file, "pt") as stored, torch.no_grad():
+    with safetensors.safe_open(path / ADAPTER, "pt") as stored:
         different = sorted(own.keys() ^ set(stored.keys()))
         if different:
-            msg = f"{file} and the model differ in {len(different)} weights, such as {different[0]}"
-            raise ValueError(msg)
+            msg = f"{ADAPTER} and the model differ in {len(different)} weights, such as"
+            raise ValueError(f"{msg} {different[0]}")
         for name, tensor in own.items():
             tensor.copy_(shard_like(stored.get_tensor(name), tensor))
 

@@ -25,9 +25,9 @@ class UpdateConfig(Config, frozen=True):
     micro_tokens: PositiveInt = 16_384
     """Maximum tokens per forward pass, including padding; tokens of a shared prefix count once. A
     longer trace has a pass of its own."""
-    tree_packing: bool = True
-    """Compute a prefix shared by traces of a forward pass once; needs full attention in every
-    layer."""
+    tree_packing: bool | Literal["auto"] = "auto"
+    """Compute a prefix shared by traces of a forward pass once; needs layers of full attention or
+    gated delta nets. `auto`: if the model supports it, which the first lines of a run say."""
     gradient_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass instead of storing them."""
     logits_chunk: PositiveInt = 1024

@@ -8,15 +8,17 @@ In a tree of traces, a run is a span of consecutive tokens. Its queries attend t
 path from the root to the run's end, gathered from the whole sequence (I1: the path is exactly the
 context at sampling). This attention is registered with transformers as `TREE_ATTENTION` and
 selected in the model's config. Without paths it is transformers' own sdpa, so other uses of the
-model are not affected.
+model are not affected. Layers with a state are in `tugline.trainers.grpo.recurrence`.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the conventional name
+from msgspec.structs import replace
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
@@ -29,6 +31,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from tugline.errors import ConfigError
 from tugline.trainers.grpo.batch import MicroBatch, Row, TreePaths, collate, plain_sample
 from tugline.trainers.grpo.config import UpdateConfig
+from tugline.trainers.grpo.recurrence import restore_layers, use_tree_layers
 from tugline.types import Ids, Sample
 
 TREE_ATTENTION = "tugline_tree"
@@ -38,6 +41,8 @@ FORWARD = "tugline_logprobs"
 
 _PROBE = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 6, 7, 8))
 """Rows with a common prefix, of ids that every model has."""
+
+_TREE = "prefixes that traces share are computed once"
 
 _RANDOM = ("dropout", "layerdrop", "jitter")
 """Parts of the names of numeric attributes that make a model random in training mode."""
@@ -67,8 +72,10 @@ class PolicyModel:
             self._run = getattr(root, FORWARD)
         disable_dropout(model.train())
         self._check_head()
-        if config.tree_packing:
-            self._use_tree(inner)
+        self.packing = self._choose_packing(inner, config)
+        """Sentence that says how traces are packed, and why."""
+        self.config = replace(config, tree_packing=self.packing == _TREE)
+        """Settings with the decision on `tree_packing`."""
         if config.gradient_checkpointing:
             _checkpoint_layers(inner)
 
@@ -142,32 +149,53 @@ class PolicyModel:
             msg = f"model {type(self.model).__name__} changes its logits after the output layer"
             raise ConfigError(msg)
 
-    def _use_tree(self, inner: Any) -> None:
-        """Set the model's attention to that over trees. Raises `ConfigError` if unsupported."""
-        config = inner.config.get_text_config()
-        kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
-        if getattr(config, "sliding_window", None) and not hasattr(config, "layer_types"):
-            kinds = {"sliding_attention"}
-        problem = f"has layers of {', '.join(sorted(kinds))}" if kinds else None
+    def _choose_packing(self, inner: Any, config: UpdateConfig) -> str:
+        """Set up the model for trees if wanted and supported; return what was decided, and why.
+
+        Raises `ConfigError` if trees are required and not supported.
+        """
+        if not config.tree_packing:
+            return "every trace is computed by itself: tree_packing is false"
+        problem = self._use_tree(inner)
         if problem is None:
-            plain = self._probe(tree=False)
-            before = inner.config._attn_implementation  # noqa: SLF001 - no public name
-            try:
-                inner.set_attn_implementation(TREE_ATTENTION)
-                # on an H100, kernels differed by 3e-4 nats in float32 for a model of 135M weights
-                within = 5e-3 if self.device.type == "cuda" else 1e-4
-                same = self._agree(plain, self._probe(tree=True), within)
-                problem = None if same else "computes different log probabilities in a tree"
-            except (ValueError, TypeError) as error:
-                problem = f"does not support tree attention ({error})"
-            if problem:
-                inner.set_attn_implementation(before)
-        if problem:
+            return _TREE
+        why = f"model {type(inner).__name__} {problem}"
+        if config.tree_packing != "auto":
             msg = (
-                f"tree_packing: model {type(inner).__name__} {problem}; it needs full attention in "
-                "every layer. Set tree_packing to false to compute every trace by itself"
+                f"tree_packing: {why}; it needs full attention or gated delta nets in every layer. "
+                "Set tree_packing to false to compute every trace by itself"
             )
             raise ConfigError(msg, "tree_packing")
+        return f"every trace is computed by itself: {why}"
+
+    def _use_tree(self, inner: Any) -> str | None:
+        """Set the model's layers to trees; return what is not supported, with nothing changed."""
+        config = inner.config.get_text_config()
+        kinds = Counter(getattr(config, "layer_types", None) or ())
+        if getattr(config, "sliding_window", None) and not hasattr(config, "layer_types"):
+            kinds = Counter(["sliding_attention"])
+        layers = use_tree_layers(inner)
+        if kinds["linear_attention"] == len(layers):
+            del kinds["linear_attention"]
+        del kinds["full_attention"]
+        if kinds:
+            restore_layers(layers)
+            return f"has layers of {', '.join(sorted(kinds))}"
+        problem = None
+        plain = self._probe(tree=False)
+        before = inner.config._attn_implementation  # noqa: SLF001 - no public name
+        try:
+            inner.set_attn_implementation(TREE_ATTENTION)
+            # on an H100, kernels differed by 3e-4 nats in float32 for a model of 135M weights
+            within = 5e-3 if self.device.type == "cuda" else 1e-4
+            if not self._agree(plain, self._probe(tree=True), within):
+                problem = "computes different log probabilities in a tree"
+        except (ValueError, TypeError) as error:
+            problem = f"does not support tree attention ({error})"
+        if problem:
+            inner.set_attn_implementation(before)
+            restore_layers(layers)
+        return problem
 
     def _agree(self, first: torch.Tensor, other: torch.Tensor, within: float = 1e-4) -> bool:
         exact = next(self.model.parameters()).dtype == torch.float32 and not self._autocast

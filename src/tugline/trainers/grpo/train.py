@@ -13,6 +13,7 @@ split.
 import math
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 import torch
@@ -77,13 +78,18 @@ class Grpo(Updater):
     config: GrpoConfig
 
     def __init__(
-        self, model: torch.nn.Module, config: GrpoConfig, reference: torch.nn.Module | None = None
+        self,
+        model: torch.nn.Module,
+        config: GrpoConfig,
+        reference: torch.nn.Module | None = None,
+        source: Path | None = None,
     ) -> None:
+        """See `Updater`. Raises `ConfigError`."""
         if config.kl > 0 and reference is None:
             msg = f"kl is {config.kl}, which requires a reference model; give one, or set kl to 0"
             raise ConfigError(msg)
-        super().__init__(model, config)
-        self.reference = PolicyModel(reference, config) if reference is not None else None
+        super().__init__(model, config, source)
+        self.reference = PolicyModel(reference, self.config) if reference is not None else None
 
     def step(self, trajectories: Sequence[Trajectory], *, version: int) -> StepReport:
         """Train on `trajectories`; those of the same task are a group.
@@ -112,7 +118,7 @@ class Grpo(Updater):
     def score(self, ids: Ids) -> Logprobs:
         """Return the log probability of each id but the first, shape ``(n - 1,)``."""
         rows = [Row(make_probe(ids))]
-        tree = self.config.tree_packing
+        tree = bool(self.config.tree_packing)
         micro = collate(rows, tree=tree, device=self.policy.device)
         return self.policy.logprobs(micro).cpu().numpy()
 

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -27,6 +28,8 @@ from tugline.trainers.grpo.batch import MicroBatch, Row, pack
 from tugline.trainers.grpo.config import UpdateConfig
 from tugline.trainers.grpo.distributed import add_up, clip_gradient
 from tugline.trainers.grpo.forward import PolicyModel
+from tugline.trainers.grpo.hub import check_names, get_base_model
+from tugline.trainers.lora import find_trained
 from tugline.types import Logprobs, Sample
 
 _log = log.get("trainer")
@@ -57,11 +60,21 @@ class Update:
 class Updater(ABC):
     """Trains `model` in place; a subclass defines the loss of a token."""
 
-    def __init__(self, model: torch.nn.Module, config: UpdateConfig) -> None:
+    def __init__(
+        self, model: torch.nn.Module, config: UpdateConfig, source: Path | None = None
+    ) -> None:
+        """`source` is the folder that the model was loaded from.
+
+        Weights are written in its names and files, with what is not trained. Raises `ConfigError`
+        for a model that cannot be trained, or not be written so.
+        """
         _check_dtypes(model)
+        if source is not None:
+            check_names(get_base_model(model), find_trained(model).items(), source)
         self.model = model
-        self.config = config
+        self.source = source
         self.policy = PolicyModel(model, config)
+        self.config = self.policy.config
         self.optimizer: torch.optim.Optimizer = _make_adamw(model, config)
         """A parameter group's ``initial_lr``, if set, replaces the learning rate of `config`."""
         self.order = torch.Generator().manual_seed(config.seed)

@@ -1,0 +1,270 @@
+"""Weights in the names, types and files of the model folder that they came from.
+
+transformers renames and fuses weights when it loads a model: the experts of a layer become one
+tensor, and the text part of a model with images loses a prefix. Engines and other tools read the
+names of the folder. `write_weights` converts back with transformers' own rules, a layer at a time,
+and copies from the folder what was not trained (such as a vision tower) and ``config.json``.
+`read_weights` is its inverse.
+"""
+
+import contextlib
+import copy
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from tugline.errors import ConfigError
+from tugline.trainers.grpo.distributed import gather_tensors, rank_and_world
+from tugline.trainers.tensor_files import (
+    WEIGHTS,
+    StoredTensor,
+    copy_tensor,
+    create_files,
+    read_places,
+    write_tensor,
+)
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+"""Weights by their names in the model, in the order of its layers."""
+_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Types of weights that can be trained, by their names in files."""
+_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in _TYPES.items()}
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+
+
+def get_base_model(model: torch.nn.Module) -> Any:
+    """Return the transformers model in a wrapper of DDP or PEFT."""
+    inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+def get_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of a model without wrapper; tied weights are the same object."""
+    named: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    return named
+
+
+# --------------------------------------------------------------------------- names
+def check_names(model: Any, trained: Weights, source: Path) -> None:
+    """Raise `ConfigError` unless each trained weight has a place in the files of `source`."""
+    try:
+        _choose_places(model, trained, _read_source(source), None)
+    except ValueError as error:
+        raise ConfigError(f"model: {error}", "model") from error
+
+
+def _read_source(source: Path) -> dict[str, StoredTensor]:
+    try:
+        return read_places(source)
+    except (OSError, KeyError, ValueError) as error:
+        msg = f"{source} has no readable *.safetensors, in which weights are published: {error}"
+        raise ConfigError(msg, "model") from error
+
+
+def _choose_places(
+    model: Any, trained: Weights, stored: Mapping[str, StoredTensor], dtype: str | None
+) -> dict[str, StoredTensor]:
+    """Return `stored` with the types in which the trained weights are written.
+
+    Raises `ValueError` for weights that are not in `stored`, or of another shape or type there.
+    """
+    tied = _find_tied(model)
+    places = dict(stored)
+    missing: list[str] = []
+    for part in _group_layers((name, _on_meta(tensor)) for name, tensor in trained):
+        for name, tensor in revert_weight_conversion(model, part).items():
+            place = stored.get(name)
+            if place is None:
+                missing.append(name)
+                continue
+            if place.shape != tuple(tensor.shape) or place.dtype not in _TYPES:
+                msg = f"{name} has shape {tuple(tensor.shape)} in the model, and {place.shape} and"
+                msg += f" type {place.dtype} in its files: it must be F32, BF16 or F16 of one shape"
+                raise ValueError(msg)
+            places[name] = place._replace(dtype=_NAMES[dtype] if dtype else place.dtype)
+    missing = [name for name in missing if not any(name in t and t & {*stored} for t in tied)]
+    if missing:
+        msg = f"{len(missing)} weights of the model are not in its files, such as {missing[0]};"
+        msg += f" the files have {', '.join(sorted(stored)[:2])}"
+        raise ValueError(msg)
+    return places
+
+
+def _find_tied(model: Any) -> list[set[str]]:
+    """Return the names of weights that share their memory, as in files."""
+    by_weight: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in get_weights(model).items():
+        by_weight.setdefault(id(tensor), {})[name] = _on_meta(tensor)
+    shared = [names for names in by_weight.values() if len(names) > 1]
+    return [{*revert_weight_conversion(model, names)} for names in shared]
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _group_layers(weights: Weights) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the weights of each layer together, because conversions may need several of them."""
+
+    def find_layer(item: tuple[str, torch.Tensor]) -> str:
+        layer = _LAYER.match(item[0])
+        return layer[1] if layer else item[0]
+
+    for _, part in groupby(weights, find_layer):
+        yield dict(part)
+
+
+def _describe_model(model: Any) -> dict[str, StoredTensor]:
+    """Return the tensors of a model without a source as of one file, tied weights once."""
+    first = {id(tensor): name for name, tensor in reversed(get_weights(model).items())}
+    unique = {name: _on_meta(get_weights(model)[name]) for name in reversed(first.values())}
+    return {
+        name: StoredTensor(WEIGHTS, "F32", tuple(tensor.shape), 0, 0)
+        for name, tensor in revert_weight_conversion(model, unique).items()
+    }
+
+
+# --------------------------------------------------------------------------- writing
+@torch.no_grad()
+def write_weights(
+    folder: Path,
+    model: Any,
+    trained: Mapping[str, torch.Tensor],
+    weights: Weights,
+    source: Path | None,
+    dtype: str | None,
+) -> None:
+    """Write a model's files and ``config.json``, with new values of its trained weights.
+
+    `trained` has the names and shapes of `weights`, whose tensors are made and gathered one layer
+    at a time; every rank must call this function, and rank 0 writes. Other tensors and the
+    configuration are copied from `source`; without it, all weights are trained. `dtype` is a name
+    such as ``bfloat16``; None: each tensor has its type in `source`.
+    """
+    if rank_and_world()[0] > 0:
+        for _, tensor in weights:
+            gather_tensors(tensor)
+        return
+    left = iter(weights)
+    try:
+        stored = _read_source(source) if source else _describe_model(model)
+        places = create_files(folder, _choose_places(model, trained.items(), stored, dtype))
+        written: set[str] = set()
+        for part in _group_layers((name, gather_tensors(tensor)) for name, tensor in left):
+            for name, tensor in revert_weight_conversion(model, part).items():
+                if name in places:
+                    write_tensor(folder, places[name], _get_bytes(tensor, places[name].dtype))
+                    written.add(name)
+        for name in places.keys() - written:
+            assert source is not None  # noqa: S101 - without a source, all weights are trained
+            copy_tensor(source, stored[name], folder, places[name])
+        _write_config(folder, model, source)
+    except Exception:
+        for _, tensor in left:  # other ranks are gathering them
+            gather_tensors(tensor)
+        raise
+
+
+def _get_bytes(tensor: torch.Tensor, dtype: str) -> memoryview:
+    plain = tensor.detach().to("cpu", _TYPES[dtype]).contiguous()
+    data: memoryview = plain.reshape(-1).view(torch.uint8).numpy().data
+    return data
+
+
+def _write_config(folder: Path, model: Any, source: Path | None) -> None:
+    if source is not None:
+        shutil.copyfile(source / "config.json", folder / "config.json")
+        return
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.save_pretrained(folder)
+
+
+# --------------------------------------------------------------------------- reading
+def read_weights(folder: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights in a folder by their names in `model`; other tensors are left out.
+
+    Raises `OSError`, or before the first weight `ValueError` if one is missing or of another shape.
+    """
+    stored = read_places(folder)
+    converted = [*_convert(model, sorted(stored, key=dot_natural_key))]
+    shapes = {
+        name: tensor.shape
+        for _, convert in converted
+        for name, tensor in convert(lambda name: torch.empty(stored[name].shape, device="meta"))
+    }
+    own = get_weights(model)
+    found = {id(own[name]) for name in shapes}
+    different = [name for name, tensor in own.items() if id(tensor) not in found]
+    different += [name for name, shape in shapes.items() if shape != own[name].shape]
+    if different:
+        msg = f"its files and the model differ in {len(different)} weights, such as {different[0]}"
+        raise ValueError(msg)
+    with contextlib.ExitStack() as stack:
+        files = {
+            file: stack.enter_context(safetensors.safe_open(folder / file, "pt"))
+            for file in {place.file for place in stored.values()}
+        }
+        for _, convert in converted:
+            yield from convert(lambda name: files[stored[name].file].get_tensor(name))
+
+
+def _convert(
+    model: Any, names: Iterable[str]
+) -> Iterator[tuple[str, Callable[[Callable[[str], torch.Tensor]], Weights]]]:
+    """Yield each weight of `model` with a function that makes it from tensors of these names."""
+    own = get_weights(model)
+    rules = _find_rules(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    parts: dict[str, list[tuple[str, str | None]]] = {}
+    for name in names:
+        target, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, own
+        )
+        if target not in own and name in own:
+            target, pattern = name, None
+        if target in own:
+            parts.setdefault(target, []).append((name, pattern))
+
+    def make(
+        target: str, part: list[tuple[str, str | None]], read: Callable[[str], torch.Tensor]
+    ) -> Weights:
+        pattern = part[0][1]
+        if pattern is None:
+            return [(target, read(part[0][0]))]
+        rule: Any = copy.deepcopy(by_pattern[pattern])
+        for name, each in part:
+            rule.add_tensor(target, name, each, read(name))
+        made = rule.convert(target, model=model, config=model.config)
+        return [(name, each[0] if isinstance(each, list) else each) for name, each in made.items()]
+
+    for target, part in parts.items():
+        yield target, partial(make, target, part)
+
+
+def _find_rules(model: Any) -> list[Any]:
+    """Return the rules with which a model was loaded, or would be."""
+    rules = getattr(model, "_weight_conversions", None)
+    if rules is not None:
+        return list(rules)
+    known = get_model_conversion_mapping(model, add_legacy=False)
+    return [rule for rule in known if not isinstance(rule, PrefixChange)]
