@@ -119,8 +119,8 @@ def mamba() -> PreTrainedModel:
     ("build", "text"),
     [
         (make_mistral, "mistral.* uses a cache of DynamicSlidingWindowLayer"),
-        (jamba, "jamba.* caches DynamicLayer, LinearAttentionLayer"),
-        (mamba, "mamba.* caches "),
+        (jamba, "jamba.* uses a cache of DynamicLayer, LinearAttentionLayer"),
+        (mamba, "mamba.* uses a cache of "),
     ],
 )
 def test_other_models_are_refused(build: object, text: str) -> None:
