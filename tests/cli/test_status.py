@@ -166,7 +166,7 @@ async def test_results_are_saved_as_a_folder_that_trainers_read(shell: Shell) ->
         await shell.live.finish()
         done = await shell.run("results", "--out", "kept")
         assert [line.split()[1] for line in done.stdout.splitlines()] == [f"{name}-0"]
-    assert "saved in kept: 1 new, 2 in all" in done.stderr
+    assert "saved in kept: 1 new, 2 in total" in done.stderr
     kept = shell.folder / "kept"
     lines = (kept / "results.jsonl").read_text().splitlines()
     assert [json.loads(line)["session"] for line in lines] == ["a-0", "b-0"]
@@ -215,5 +215,8 @@ async def test_tasks_and_sessions_are_cancelled(shell: Shell) -> None:
     assert (await shell.run("cancel", "a")).stdout == "a: 2 ended, 1 final before\n"
     await shell.live.control.submit([a_task("d")])
     unknown = await shell.run("cancel", "d", "c")
-    assert (unknown.returncode, "neither a task nor a session 'c'" in unknown.stderr) == (2, True)
+    assert (unknown.returncode, "'c' is neither a task nor a session" in unknown.stderr) == (
+        2,
+        True,
+    )
     assert (await shell.run("cancel", "d")).stdout == "d: 1 ended\n", "nothing was cancelled before"

@@ -171,7 +171,7 @@ async def test_calls_stay_held_while_weights_differ(
         before = "a" if first else "b"
         getattr(it.replicas[1], fault).update("bc")
         it.replicas[0].refuses.update("b")
-        with pytest.raises(EngineError, match="model calls stay held"):
+        with pytest.raises(EngineError, match="model calls stay paused"):
             await it.publish("c", 2, before=before)
         assert it.held
         for replica in it.replicas:
