@@ -187,7 +187,7 @@ def test_tracing_is_enabled_by_the_environment() -> None:
     assert open_tracer({}, node="n") is None
     environ = {ENDPOINTS[0]: "http://127.0.0.1:9"}
     assert open_tracer(environ | {"OTEL_SDK_DISABLED": "true"}, node="n") is None
-    with pytest.raises(UsageError, match=r"'grpc'; traces are sent by http/protobuf alone"):
+    with pytest.raises(UsageError, match=r"'grpc', must be http/protobuf"):
         open_tracer(environ | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, node="n")
 
 

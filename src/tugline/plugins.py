@@ -68,7 +68,7 @@ def make(kind: str, spec: PluginSpec, contract: type[P]) -> P:
     parameters = _parameters(target)
     if not (isinstance(target, type) and issubclass(target, contract)):
         base = f"{contract.__module__}.{contract.__name__}"
-        raise UnknownPlugin(f"{spec.name!r} is not a {kind}: it must be a subclass of {base}")
+        raise UnknownPlugin(f"{kind} {spec.name!r} must be a subclass of {base}")
     for option, value in spec.options.items():
         hint = parameters.get(option, parameters.get("**"))
         if hint is not None and value is not hint.default:

@@ -51,7 +51,7 @@ async def test_a_damaged_installation_is_reported() -> None:
     assert tugline("list").returncode == 1
     again = tugline("install", "pi", "--version", "1.7.0")
     assert (again.returncode, again.stdout) == (1, "")
-    assert "pi 1.7.0 was changed: remove" in again.stderr
+    assert "pi 1.7.0 was modified: remove" in again.stderr
 
 
 AGENT = Path(__file__).resolve().parents[2] / "examples" / "agents" / "openai_loop.py"
@@ -78,7 +78,7 @@ def test_a_check_without_a_tool_says_what_to_give() -> None:
         ((name,), f"harness '{name}' has no known shell tool"),
         ((name, "--tool", "x", "--arguments", "[]"), "--arguments: the body is [], must be"),
         ((name, "--tool", "x", "--options", "{"), "--options is not valid JSON"),
-        ((name, "--tool", "x"), "it needs 'command'"),
+        ((name, "--tool", "x"), "missing option 'command'"),
         (("nothing:Such", "--tool", "x"), "harness 'nothing:Such' cannot be loaded"),
     ):
         done = tugline("check", *given)

@@ -42,7 +42,7 @@ def test_the_scarcest_resource_decides(options: str, limit: str, run_here: Run) 
     most = max(plan["nodes_for"], key=plan["nodes_for"].get)
     assert (most, plan["nodes"]) == (limit, plan["nodes_for"][limit])
     assert plan["slots"] * plan["nodes"] >= plan["open_sessions"]
-    assert f"{limit} decide" in run_here(*command).stdout
+    assert f"the bottleneck is {limit}" in run_here(*command).stdout
 
 
 def test_a_step_with_too_few_sessions_is_reported(run_here: Run) -> None:

@@ -62,7 +62,7 @@ async def test_saved_results_with_recordings_can_be_exported(shell: Shell) -> No
     saved = await shell.run("results", "--out", "kept", "--recordings", "--task", "s")
     assert saved.returncode == 0, saved.stderr
     assert "has no recording of s-0" in saved.stderr
-    assert "2 new, 2 in all" in saved.stderr
+    assert "2 new, 2 in total" in saved.stderr
     copies = (shell.folder / "kept/recordings").glob("s-*")
     assert [path.name.split(".")[0] for path in copies] == ["s-1"]
     await shell.live.stop()

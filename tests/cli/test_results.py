@@ -26,7 +26,7 @@ async def test_results_are_saved_as_a_folder_that_trainers_read(shell: Shell) ->
         await shell.live.finish()
         done = await shell.run("results", "--out", "kept")
         assert [line.split()[1] for line in done.stdout.splitlines()] == [f"{name}-0"]
-    assert "saved in kept: 1 new, 2 in all" in done.stderr
+    assert "saved in kept: 1 new, 2 in total" in done.stderr
     kept = shell.folder / "kept"
     lines = (kept / "results.jsonl").read_text().splitlines()
     assert [json.loads(line)["session"] for line in lines] == ["a-0", "b-0"]

@@ -210,7 +210,7 @@ async def test_an_api_with_a_key_and_without_token_ids(tmp_path: Path) -> None:
     ("key", "lists_freely", "message"),
     [
         ("", False, f"the environment variable {VARIABLE} is not set"),
-        ("sk-stale-key", False, "(--api-key-env) must name an environment variable with one"),
+        ("sk-stale-key", False, "(--api-key-env) to an environment variable"),
         (
             "sk-stale-key",
             True,

@@ -34,7 +34,7 @@ async def test_tasks_are_submitted_and_waited_for(shell: Shell) -> None:
         ["a", "released", "2/2"],
         ["b", "released", "2/2"],
     ]
-    assert out.splitlines()[-1].endswith("are usable, mean reward 1, 4 of 4 passed")
+    assert out.splitlines()[-1].endswith("are usable; mean reward 1, 4 of 4 passed")
     again = await shell.run("submit", "a.yaml", "--wait", "--json")
     report = json.loads(again.stdout)
     assert "accepted tasks: 1 (1 already submitted), sessions: 2" in again.stderr

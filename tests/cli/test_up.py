@@ -18,7 +18,7 @@ def test_a_failed_start_leaves_no_address(tmp_path: Path) -> None:
     """Clients of the folder learn that there is no server, not that it is down."""
     done = run_command("up", "--model", "nowhere", "--port", "0", cwd=tmp_path)
     assert (done.returncode, "the server is up" in done.stderr) == (2, True)
-    assert "no model folder at nowhere" in done.stderr
+    assert "nowhere is not a folder; give a model folder" in done.stderr
     assert not (tmp_path / "tugline-data/server.json").exists()
     assert (tmp_path / "tugline-data/tokens.json").exists()
 

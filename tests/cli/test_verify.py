@@ -42,7 +42,7 @@ async def test_a_session_is_verified_turn_by_turn(tmp_path: Path) -> None:
     rewritten(path, recording, changed(3, branch=None))
     done = verify(path)
     assert done.returncode == 1
-    assert "fail lineage: call 3 has only" in done.stdout
+    assert "fail lineage: call 3 repeats only" in done.stdout
 
 
 @pytest.mark.parametrize(

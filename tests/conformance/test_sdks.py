@@ -302,7 +302,7 @@ async def test_openais_stored_responses_are_continued(tmp_path: Path, *, stream:
                 await RESPONSES.ask(sdk, RESPONSES.start("Hi"), previous_response_id=name)
             assert caught.value.param == "previous_response_id"
         lost = {"type": "item_reference", "id": loose.raw.output[0].id}
-        with pytest.raises(openai.BadRequestError, match="not kept"):
+        with pytest.raises(openai.BadRequestError, match="not a response of this session"):
             await RESPONSES.ask(sdk, [lost])
 
 

@@ -132,10 +132,10 @@ async def test_editable_and_protected_change_the_rules(judge: Judge) -> None:
         (
             "mkdir",
             "echo no such commit; exit 1;",
-            r"(?s)calc-1: its tests do not begin, also.*no s",
+            r"(?s)calc-1: the tests did not start, even.*no s",
         ),
         # A time-out before the agent's code ran.
-        ("mkdir", "sleep 100;", "do not begin"),
+        ("mkdir", "sleep 100;", "did not start"),
         ("python3 -B", "no-such-runner", "gave no result, even without the agent's work"),
     ],
     ids=["fails", "hangs", "has no result"],

@@ -330,7 +330,7 @@ async def test_a_task_may_change_what_is_protected(judge: Judge) -> None:
     [
         (OWN, "time limit reached after "),
         ({"command": "sleep 60", "format": "tap"}, "time limit reached after "),
-        ({"command": "true", "setup": "sleep 60", "format": "tap"}, "setup was out of time"),
+        ({"command": "true", "setup": "sleep 60", "format": "tap"}, "setup reached its time limit"),
     ],
     ids=["own", "command", "setup"],
 )

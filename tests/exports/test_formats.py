@@ -75,7 +75,7 @@ def test_rows_of_a_session(tmp_path: Path, case: dict[str, Any]) -> None:
     ("form", "options", "message"),
     [
         ("sft", {"arguments": "json"}, "arguments is 'json'"),
-        ("sft", {"args": "object"}, r"no option 'args' \(its options: reasoning, arguments"),
+        ("sft", {"args": "object"}, r"unknown option 'args' \(its options: reasoning, arguments"),
         ("verl", {"prompt_length": 2}, "set both prompt_length and response_length"),
     ],
 )

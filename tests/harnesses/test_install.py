@@ -54,7 +54,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
 async def test_a_missing_node_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the command to run."""
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(UsageError, match=r"need Node and npm .*; pip install 'tugline"):
+    with pytest.raises(UsageError, match=r"need Node and npm .*: pip install 'tugline"):
         await Pi().install()
 
 

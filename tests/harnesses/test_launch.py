@@ -159,7 +159,7 @@ SKILL = "---\nname: a-b\ndescription: What for.\n---\nHow.\n"
     ("options", "line"),
     [
         ({"mcp": {"a b": {"command": "x"}}}, r"mcp\.a b: a name consists of 1 to 40 letters"),
-        ({"mcp": {"a": {}}}, r"mcp\.a must have either `command` .* or url"),
+        ({"mcp": {"a": {}}}, r"mcp\.a must have either `command` .* or `url`"),
         ({"mcp": {"a": {"command": "x", "url": "http://y"}}}, "must have either `command`"),
         ({"mcp": {"a": {"cmd": "x"}}}, r"unknown key 'mcp\.a\.cmd'"),
         ({"skills": {"A B": SKILL}}, r"skills\['A B'\]: a name consists of lower-case letters"),
@@ -259,8 +259,8 @@ def test_shell_takes_what_its_program_needs_as_options() -> None:
     assert (made.offers_tools, made.spent_status, list(made.log_globs)) == tuple(options.values())
     for wrong, error in (
         ({"spent_status": 200}, "spent_status is 200, must be an integer >= 400"),
-        ({"log_globs": ["/var/log/*"]}, "log_globs has '/var/log/[*]', must be relative"),
-        ({"log_globs": ["../a"]}, "log_globs has '../a', must be relative"),
+        ({"log_globs": ["/var/log/*"]}, "log_globs has '/var/log/[*]', must be a path relative"),
+        ({"log_globs": ["../a"]}, "log_globs has '../a', must be a path relative"),
         ({"offers_tools": "yes"}, "offers_tools is 'yes', must be true or false"),
     ):
         with pytest.raises(ConfigError, match=error):

@@ -215,7 +215,7 @@ async def test_a_dead_engine_fails_requests_with_its_error(model: Qwen3ForCausal
     async with make(model) as engine:
         await generate(engine, prompt(20), 1)
         model.lm_head.weight.data = torch.zeros(VOCAB, 5)
-        with pytest.raises(EngineError, match="the engine is down: RuntimeError"):
+        with pytest.raises(EngineError, match="the engine has failed: RuntimeError"):
             await asyncio.wait_for(generate(engine, prompt(30)), 20)
         assert engine.down
         with pytest.raises(EngineError, match="down"):

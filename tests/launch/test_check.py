@@ -44,7 +44,7 @@ def test_a_task_cannot_call_other_classes(kind: str, tmp_path: Path) -> None:
     """``module:Class`` of a task reaches plug-ins only, such as never `subprocess.Popen`."""
     called = tmp_path / "called"
     options = {"args": ["touch", str(called)]}
-    with pytest.raises(Invalid, match=f"is no {kind}") as caught:
+    with pytest.raises(Invalid, match=f"{kind} 'subprocess:Popen' must be a subclass") as caught:
         check_runnable(replace(TASK, **{kind: PluginSpec("subprocess:Popen", options)}))
     assert caught.value.field == f"{kind}.name"
     assert not called.exists()

@@ -271,7 +271,7 @@ async def test_the_last_attempt_of_a_lost_node_fails_the_session(control: Contro
     view = await control.database.read(results.get, "t-0")
     assert view.failure is not None
     assert view.failure.boundary is Boundary.INFRASTRUCTURE
-    assert "try 2, the last" in view.failure.message
+    assert "(after 2 attempts)" in view.failure.message
     assert (view.bytes, view.reward) == (0, None)
 
 

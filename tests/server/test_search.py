@@ -142,7 +142,7 @@ async def test_notes_are_stored_and_searched(control: ControlPlane) -> None:
     events = await control.events(EventQuery(after=0, limit=1000))
     noted = [one.session for one in events if one.kind is EventKind.NOTED]
     assert noted == ["a-1", "b-0", "a-1", "b-0"]
-    with pytest.raises(Missing, match="no session 'x'"):
+    with pytest.raises(Missing, match="unknown session 'x'"):
         await write(sessions.write_note, "x", "?")
 
 

@@ -168,7 +168,11 @@ async def test_failed_callbacks_are_retried(database: Database, receiver: Receiv
 
 @pytest.mark.parametrize(
     ("status", "tries", "error"),
-    [(302, 4, "answered 302"), (500, 4, "answered 500"), (410, 1, "410: the receiver refuses")],
+    [
+        (302, 4, "the receiver answered 302"),
+        (500, 4, "the receiver answered 500"),
+        (410, 1, "410: the receiver refuses"),
+    ],
 )
 async def test_a_callback_is_dead_after_its_last_try(
     database: Database, receiver: Receiver, status: int, tries: int, error: str
@@ -335,6 +339,6 @@ async def test_the_example_receiver_verifies_callbacks(database: Database, tmp_p
         dead = await _wait_for(database, DeliveryState.DEAD, 2)
     process.terminate()
     output, _ = await process.communicate()
-    assert {one.error for one in dead} == {"answered 401"}
+    assert {one.error for one in dead} == {"the receiver answered 401"}
     kinds = sorted(line.split()[0].decode() for line in output.splitlines()[:3])
     assert kinds == ["session.result", "session.result", "task.released"]

@@ -135,7 +135,7 @@ async def test_a_finished_run_continues_with_more_steps(tmp_path: Path) -> None:
     assert tokenizer.to_json() == load(tmp_path / "model")[1].to_json()
     trained = load_file(folder / CHECKPOINTS / "step-000002" / "model.safetensors")
     assert all(torch.equal(model.state_dict()[name], trained[name]) for name in trained)
-    with pytest.raises(UsageError, match="another schedule"):
+    with pytest.raises(UsageError, match="other values of schedule"):
         await run(write_config(tmp_path, schedule=plan | {"samples": 3}), folder)
 
 
@@ -246,7 +246,7 @@ def test_a_resumed_run_may_have_other_addresses(tmp_path: Path) -> None:
     assert (first.server, first.engine.urls) == ("http://a:1", ("http://b:1",))
     store_config(folder, first)
     store_config(folder, read_config(config, MODEL, server="http://c:2", engines=["http://d:2"]))
-    with pytest.raises(UsageError, match="another engine, server"):
+    with pytest.raises(UsageError, match="other values of engine, server"):
         store_config(folder, read_config(config, MODEL))
     with pytest.raises(ConfigError, match=r"^--engine: urls\.0 is 'nonsense'"):
         read_config(config, MODEL, engines=["nonsense"])

@@ -171,7 +171,7 @@ async def test_calls_stay_held_while_weights_differ(
         before = "a" if first else "b"
         getattr(bench.replicas[1], fault).update("bc")
         bench.replicas[0].refuses.update("b")
-        with pytest.raises(EngineError, match="model calls stay held"):
+        with pytest.raises(EngineError, match="model calls stay paused"):
             await bench.publish("c", 2, before=before)
         assert bench.held
         for replica in bench.replicas:

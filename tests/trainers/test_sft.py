@@ -252,5 +252,5 @@ def test_an_interrupted_run_has_the_same_result(tmp_path: Path, lora: Lora | Non
     whole, resumed = (load(tmp_path / name / MODEL)[0].state_dict() for name in ("whole", "run"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     changed = msgspec.structs.replace(config, every=9)
-    with pytest.raises(UsageError, match="has another every"):
+    with pytest.raises(UsageError, match="other values of every"):
         run(changed, tmp_path / "run")

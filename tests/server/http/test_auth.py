@@ -187,7 +187,7 @@ def test_invalid_tokens_are_refused() -> None:
     for people in ({"ann": Person("a")}, {"ann": Person("x"), "bob": Person("x")}):
         with pytest.raises(UsageError, match="must differ"):
             Tokens("a", "b", "c", people)
-    with pytest.raises(UsageError, match=r"the people\.ann token must be ASCII"):
+    with pytest.raises(UsageError, match=r"the people\.ann token must be non-empty ASCII"):
         Tokens("a", "b", "c", {"ann": Person("")})
     assert "client-token" not in repr(TOKENS)
 
