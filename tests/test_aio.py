@@ -9,7 +9,7 @@ from tugline.aio import PausableTimeout, enforce_timeout
 
 
 async def test_a_timeout_is_enforced() -> None:
-    """Given as seconds or as a `PausableTimeout`."""
+    """The limit may be seconds or a `PausableTimeout`."""
     for limit in (0.05, PausableTimeout(0.05)):
         began = time.monotonic()
         with pytest.raises(TimeoutError):

@@ -100,7 +100,7 @@ def test_broken_toml_is_located(tmp_path: Path) -> None:
 
 
 def test_unreadable_files_are_reported(tmp_path: Path) -> None:
-    """A missing file, a folder, an unknown type and binary data."""
+    """A missing file, a folder, an unknown type and binary data are errors."""
     with pytest.raises(ConfigError, match=r"absent\.yaml: No such file"):
         load(tmp_path / "absent.yaml", Settings)
     with pytest.raises(ConfigError, match="Is a directory"):

@@ -17,7 +17,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-def test_public_names() -> None:
+def test_only_public_names_can_be_imported() -> None:
     """These can be imported, and no others."""
     assert dir(tugline) == sorted(NAMES)
     for name in NAMES:

@@ -45,7 +45,7 @@ def lines(tmp_path: Path) -> Iterator[Lines]:
 
 
 async def test_events_of_a_session_have_its_ids(lines: Lines, tmp_path: Path) -> None:
-    """Node, task, session and epoch, in events of the node, its rollout and the gateway."""
+    """Events of the node, its rollout and the gateway have node, task, session and epoch."""
     async with deploy(tmp_path) as deployment:
         await deployment.run(replace(script_task("t", AGENT), files={}))
         epoch = (await deployment.control.database.read(sessions.get, "t-0")).epoch
@@ -82,7 +82,7 @@ async def test_bound_ids_reach_tasks_and_threads(lines: Lines) -> None:
 
 
 async def test_records_of_libraries_are_converted(lines: Lines) -> None:
-    """An unexpected exception with its places but without its text, and a formatted warning."""
+    """An exception is logged with its places but without its text, a warning formatted."""
 
     async def app(_scope: dict[str, Any], _receive: Any, _send: Any) -> None:
         raise ZeroDivisionError("walrus")

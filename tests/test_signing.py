@@ -11,7 +11,7 @@ SECRET = new_secret()
 
 
 def test_signatures_follow_standard_webhooks() -> None:
-    """The example of the Standard Webhooks libraries."""
+    """The example of the Standard Webhooks libraries has the same signature."""
     key = key_of("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
     body = b'{"test": 2432232314}'
     signature = sign(key, "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, body)

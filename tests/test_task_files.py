@@ -29,8 +29,8 @@ def make_file(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def test_file_formats(tmp_path: Path) -> None:
-    """YAML, TOML, JSON, JSON lines; one task or many."""
+def test_task_files_have_several_formats(tmp_path: Path) -> None:
+    """YAML, TOML, JSON and JSON lines are read, with one task or many."""
     raw = {"id": "t", "instruction": "do", "harness": {"name": "pi"}}
     raw["evaluator"] = {"name": "tests"}
     line = msgspec.json.encode(raw).decode()

@@ -13,7 +13,7 @@ from tugline.types import PluginSpec
 
 
 async def test_weaknesses_of_local_are_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line each, with the first session."""
+    """Each weakness is one line, logged with the first session."""
     parts, local = Parts(), PluginSpec("local")
     log.configure()
     await asyncio.gather(*(parts.report_weaknesses(local) for _ in range(3)))

@@ -45,7 +45,7 @@ def test_peak_memory_is_linear_and_bounded() -> None:
 
 
 def test_times_are_plausible() -> None:
-    """Bounds of CPU times with a margin for a busy machine; the accepted ones are in the docs."""
+    """CPU times are within bounds with a margin; the accepted ones are in the docs."""
     figures = measure_trajectories()
     assert 0 < figures["build_ms_100"] <= 50
     assert 0 < figures["decode_ms_40"] <= 20

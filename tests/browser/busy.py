@@ -31,18 +31,18 @@ _STAGES = (Status.RUN, Status.RUN, Status.EVAL, Status.RUN, Status.INIT, Status.
 
 
 async def commit(
-    served: RunningServer, node: NodeRegistered, trajectory: Trajectory, epoch: int
+    server: RunningServer, node: NodeRegistered, trajectory: Trajectory, epoch: int
 ) -> None:
     """Commit the trajectory of a session."""
     data = io.BytesIO(zstandard.compress(encode(trajectory)))
-    response = await served.commit(node, trajectory.session, epoch, data)
+    response = await server.commit(node, trajectory.session, epoch, data)
     assert response.json == {"outcome": "committed"}, response
 
 
-async def append_log(served: RunningServer, node: NodeRegistered, work: Work, text: str) -> None:
+async def append_log(server: RunningServer, node: NodeRegistered, work: Work, text: str) -> None:
     """Write the start of a session's log."""
     path = f"/v1/sessions/{work.session.id}/log?epoch={work.session.epoch}&offset=0"
-    response = await served.ask("POST", path, node.token, data=text.encode())
+    response = await server.ask("POST", path, node.token, data=text.encode())
     assert response.status == 200, response
 
 
@@ -65,25 +65,25 @@ def make_result(work: Work, n: int) -> Trajectory:
     )
 
 
-async def fill(served: RunningServer) -> list[NodeRegistered]:
+async def fill(server: RunningServer) -> list[NodeRegistered]:
     """Six tasks of eight samples: most have ended, six sessions run on two nodes, two wait."""
     for name in ("fix-add", "parse-dates", "lru-cache", "json-diff", "retry-policy", "csv-quotes"):
-        await served.submit(id=name, samples=8, tags={"set": "mend", "level": str(len(name) % 3)})
-    nodes = [await served.join(name) for name in ("alpha", "beta")]
+        await server.submit(id=name, samples=8, tags={"set": "mend", "level": str(len(name) % 3)})
+    nodes = [await server.join(name) for name in ("alpha", "beta")]
     n = 0
     for node in nodes * 2 + nodes[:1]:
-        for work in (await served.lease(node)).work:
+        for work in (await server.lease(node)).work:
             log = f"\x1b[31m$ pytest\x1b[0m\n{HOSTILE}\n2 failed, 5 passed\n"
-            await append_log(served, node, work, log)
-            await commit(served, node, make_result(work, n), work.session.epoch)
+            await append_log(server, node, work, log)
+            await commit(server, node, make_result(work, n), work.session.epoch)
             n += 1
     for node, stages in zip(nodes, (_STAGES[:4], _STAGES[4:]), strict=True):
-        work = (await served.lease(node, len(stages))).work
+        work = (await server.lease(node, len(stages))).work
         held = [
             HeldSession(each.session.id, each.session.epoch, stage)
             for each, stage in zip(work, stages, strict=True)
         ]
         body, path = {"held": msgspec.to_builtins(held)}, f"/v1/nodes/{node.node}/renew"
-        response = await served.ask("POST", path, node.token, json=body)
+        response = await server.ask("POST", path, node.token, json=body)
         assert response.status == 200, response
     return nodes

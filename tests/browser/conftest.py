@@ -20,20 +20,20 @@ AXE = Path(__file__).resolve().parents[2] / "console/node_modules/axe-core/axe.m
 
 
 @pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[RunningServer]:
+async def server(tmp_path: Path) -> AsyncIterator[RunningServer]:
     """An empty server."""
-    async with serve(f"sqlite:{tmp_path / 'server.db'}", tmp_path) as served:
-        yield served
+    async with serve(f"sqlite:{tmp_path / 'server.db'}", tmp_path) as server:
+        yield server
 
 
 @pytest.fixture
-async def tab(tmp_path: Path, served: RunningServer) -> AsyncIterator[Tab]:
+async def tab(tmp_path: Path, server: RunningServer) -> AsyncIterator[Tab]:
     """The console, opened with its link; no errors, and no requests to other hosts."""
     async with chromium(tmp_path / "profile") as tab:
-        await tab.visit(f"{served.url}/#token={TOKENS.read}")
+        await tab.visit(f"{server.url}/#token={TOKENS.read}")
         yield tab
         assert tab.errors == []
-        assert [url for url in tab.requests if not url.startswith(served.url + "/")] == []
+        assert [url for url in tab.requests if not url.startswith(server.url + "/")] == []
 
 
 async def check_accessibility(tab: Tab, path: str, options: str = "{}") -> None:

@@ -33,31 +33,31 @@ ROWS = "[...document.querySelectorAll('tbody tr:not(.gap)')]"
 
 
 @pytest.fixture
-async def served(served: RunningServer) -> RunningServer:
+async def server(server: RunningServer) -> RunningServer:
     """A server with sessions in every state."""
-    await fill(served)
-    return served
+    await fill(server)
+    return server
 
 
-async def open_page(tab: Tab, served: RunningServer, path: str) -> None:
+async def open_page(tab: Tab, server: RunningServer, path: str) -> None:
     """Load a page and wait until it has table rows or a node."""
-    await tab.visit(served.url + path)
+    await tab.visit(server.url + path)
     await tab.until("document.querySelector('tbody tr, .node')")
 
 
-async def test_the_token_of_the_link_is_not_sent(tab: Tab, served: RunningServer) -> None:
+async def test_the_token_of_the_link_is_not_sent(tab: Tab, server: RunningServer) -> None:
     """The token is removed from the address and kept in the tab."""
     await tab.until("document.querySelector('tbody tr')")
-    assert await tab.js("location.href") == f"{served.url}/"
-    await open_page(tab, served, "/sessions")
+    assert await tab.js("location.href") == f"{server.url}/"
+    await open_page(tab, server, "/sessions")
     assert await tab.js("history.length") > 1
     assert not [url for url in tab.requests if TOKENS.read in url.partition("#")[0]]
 
 
-async def test_without_a_token_the_console_asks_for_one(tab: Tab, served: RunningServer) -> None:
+async def test_without_a_token_the_console_asks_for_one(tab: Tab, server: RunningServer) -> None:
     """A wrong token shows the server's error, a valid one opens the page."""
     await tab.js("sessionStorage.clear()")
-    await tab.visit(f"{served.url}/sessions#token=wrong")
+    await tab.visit(f"{server.url}/sessions#token=wrong")
     await tab.until("document.querySelector('form')?.innerText.includes('token is unknown')")
     await enter_token(tab, TOKENS.read)
     await tab.until("document.querySelector('tbody tr') && !document.querySelector('form')")
@@ -65,45 +65,45 @@ async def test_without_a_token_the_console_asks_for_one(tab: Tab, served: Runnin
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-async def test_every_page_is_accessible(tab: Tab, served: RunningServer, theme: str) -> None:
+async def test_every_page_is_accessible(tab: Tab, server: RunningServer, theme: str) -> None:
     """Each page follows the rules of WCAG 2.2, in either theme."""
     await tab.until("document.querySelector('nav button')")
     if theme == "dark":
         await tab.js("[...document.querySelectorAll('nav button')].at(-2).click()")
     for path in PAGES:
-        await open_page(tab, served, path)
+        await open_page(tab, server, path)
         ground = await tab.js("getComputedStyle(document.body).backgroundColor")
         assert (ground == "rgb(15, 19, 24)") is (theme == "dark")
         await tab.until("!document.querySelector('.skeleton')")
         await check_accessibility(tab, path, _WCAG)
 
 
-async def test_headings_do_not_overlap_in_narrow_windows(tab: Tab, served: RunningServer) -> None:
+async def test_headings_do_not_overlap_in_narrow_windows(tab: Tab, server: RunningServer) -> None:
     """A narrow window omits columns; the others have their whole heading."""
     over = "[...document.querySelectorAll('th')].filter(th => th.scrollWidth > th.clientWidth + 1)"
     for width in (1400, 1000, 800, 600):
         size = {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": False}
         await tab.send("Emulation.setDeviceMetricsOverride", **size)
         for path in PAGES:
-            await open_page(tab, served, path)
+            await open_page(tab, server, path)
             wide = await tab.js(f"{over}.map(th => th.innerText)")
             assert wide == [], (width, path)
             assert await tab.js("document.documentElement.scrollWidth <= innerWidth"), (width, path)
 
 
-async def test_pass_rates_of_each_problem_over_time(tab: Tab, served: RunningServer) -> None:
+async def test_pass_rates_of_each_problem_over_time(tab: Tab, server: RunningServer) -> None:
     """Submissions of a problem are one row, the hardest first; its line has a point for each."""
-    node = await served.join("gamma")
+    node = await server.join("gamma")
     for step, rewards in enumerate(([0.0, 0.0], [1.0, 0.0], [1.0, 1.0])):
         for name, values in (("learned", rewards), ("hopeless", [0.0, 0.0])):
             task = f"{step}-{name}"
             tags = {"set": "problems", "instance": name, "validation": "fine"}
-            await served.submit(id=task, samples=2, priority=9, tags=tags)
-            for work in (await served.lease(node, 2)).work:
+            await server.submit(id=task, samples=2, priority=9, tags=tags)
+            for work in (await server.lease(node, 2)).work:
                 sample = work.session.sample
                 data = encode_result(work.session.id, task, sample, values[sample])
-                await served.commit(node, work.session.id, work.session.epoch, data)
-    await open_page(tab, served, "/tasks?by=problem&tag=set=problems")
+                await server.commit(node, work.session.id, work.session.epoch, data)
+    await open_page(tab, server, "/tasks?by=problem&tag=set=problems")
     await tab.until(f"{ROWS}.length === 2 && {ROWS}[1].innerText.includes('%')")
     texts = [" ".join(row.split()) for row in await tab.js(f"{ROWS}.map(row => row.innerText)")]
     assert [text.rpartition(" % ")[0] for text in texts] == [
@@ -117,36 +117,36 @@ async def test_pass_rates_of_each_problem_over_time(tab: Tab, served: RunningSer
     await tab.until(f"{ROWS}.length === 3 && {ROWS}[0].innerText.includes('2-learned')")
 
 
-async def test_the_overview_has_the_latest_sessions(tab: Tab, served: RunningServer) -> None:
+async def test_the_overview_has_the_latest_sessions(tab: Tab, server: RunningServer) -> None:
     """Running and finished sessions by their last change, without queued ones."""
     await tab.until(f"{ROWS}.length === 20")
     assert not await tab.js(f"{ROWS}.some(row => row.innerText.includes('queued'))")
-    await served.submit(id="new")
+    await server.submit(id="new")
     note = {"status": "run", "now": time.time() + 60, "id": "new-0"}
     change = "UPDATE sessions SET status = :status, updated = :now WHERE id = :id"
-    await served.control.database.write(Tx.run, change, **note)
+    await server.control.database.write(Tx.run, change, **note)
     await tab.until(f"{ROWS}[0].innerText.includes('new-0')", seconds=15)
 
 
-async def test_the_list_is_updated_live(tab: Tab, served: RunningServer) -> None:
+async def test_the_list_is_updated_live(tab: Tab, server: RunningServer) -> None:
     """A new session appears at the top, or behind a button if the list is scrolled."""
-    await open_page(tab, served, "/sessions")
+    await open_page(tab, server, "/sessions")
     await tab.until("document.querySelector('.connection .live')")
-    await served.submit(id="new")
+    await server.submit(id="new")
     await tab.until(f"{ROWS}[0].innerText.includes('new-0')", seconds=3)
     await tab.js("document.querySelector('.rows').scrollTop = 300")
     await tab.until("document.querySelector('.rows').scrollTop === 300")
-    await served.submit(id="other")
+    await server.submit(id="other")
     await tab.until("document.querySelector('button.new')?.innerText === '1 new'")
     assert not await tab.js("document.body.innerText.includes('other-0')")
     await tab.click("button.new")
     await tab.until(f"{ROWS}[0].innerText.includes('other-0')")
 
 
-async def test_a_long_list_has_few_elements(tab: Tab, served: RunningServer) -> None:
+async def test_a_long_list_has_few_elements(tab: Tab, server: RunningServer) -> None:
     """Rows of ten pages are loaded while scrolling, and only visible ones are elements."""
-    await served.submit(id="many", samples=1000)
-    await open_page(tab, served, "/sessions?status=queued")
+    await server.submit(id="many", samples=1000)
+    await open_page(tab, server, "/sessions?status=queued")
     for _ in range(20):
         await tab.js("document.querySelector('.rows').scrollTop = 1e6")
         if await tab.js("document.querySelector('table').ariaRowCount") == "1002":
@@ -160,9 +160,9 @@ async def test_a_long_list_has_few_elements(tab: Tab, served: RunningServer) -> 
     assert await tab.js("document.getElementsByTagName('tr').length") < 60
 
 
-async def test_filters_are_in_the_address(tab: Tab, served: RunningServer) -> None:
-    """Chips, the search of the page and the back button."""
-    await open_page(tab, served, "/sessions")
+async def test_filters_are_in_the_address(tab: Tab, server: RunningServer) -> None:
+    """Chips, the search of the page and the back button change the address."""
+    await open_page(tab, server, "/sessions")
     await tab.click("a[href='/sessions?status=failed']")
     await tab.until(f"{ROWS}.length === 2 && {ROWS}.every(row => row.innerText.includes('failed'))")
     await tab.js("history.back()")
@@ -174,7 +174,7 @@ async def test_filters_are_in_the_address(tab: Tab, served: RunningServer) -> No
 
 
 async def test_the_console_can_be_used_by_keyboard(tab: Tab) -> None:
-    """`g s`, `j`, `k`, `?`, Ctrl-K and Enter."""
+    """The keys `g s`, `j`, `k`, `?`, Ctrl-K and Enter lead to a session."""
     await tab.until("document.querySelector('tbody tr')")
     for key in ("g", "s"):
         await tab.key(key)
@@ -192,22 +192,22 @@ async def test_the_console_can_be_used_by_keyboard(tab: Tab) -> None:
     await tab.until("location.pathname === '/sessions/fix-add-3'")
 
 
-async def test_an_agents_text_is_never_markup(tab: Tab, served: RunningServer) -> None:
+async def test_an_agents_text_is_never_markup(tab: Tab, server: RunningServer) -> None:
     """In errors, logs and filters markup is shown as text; direction marks are spelled out."""
-    await open_page(tab, served, "/failures?cause=engine")
+    await open_page(tab, server, "/failures?cause=engine")
     await tab.until("document.querySelector('pre')?.innerText.includes('2 failed')")
     for place in ("pre", "section p"):
         text = await tab.js(f"document.querySelector({place!r}).innerText")
         assert "<img src=x onerror=alert(1)><script>alert(2)</script>{@html 3}\\u{202e}" in text
     assert await tab.js("document.querySelector('pre').innerText.startsWith('$ pytest')")
-    await tab.visit(f"{served.url}/sessions?task=%3Cimg%20src=x%20onerror=alert(1)%3E")
+    await tab.visit(f"{server.url}/sessions?task=%3Cimg%20src=x%20onerror=alert(1)%3E")
     await tab.until("document.querySelector('.notice')")
     tab.errors.clear()  # Chromium logs the status 422
-    await open_page(tab, served, "/")
+    await open_page(tab, server, "/")
     assert await tab.js("document.images.length + document.scripts.length") == 1
 
 
-async def test_a_node_is_drained_with_a_client_token(tab: Tab, served: RunningServer) -> None:
+async def test_a_node_is_drained_with_a_client_token(tab: Tab, server: RunningServer) -> None:
     """A confirmation comes first; with a read token the console asks for a client token."""
 
     async def drain() -> None:
@@ -215,13 +215,13 @@ async def test_a_node_is_drained_with_a_client_token(tab: Tab, served: RunningSe
         await tab.click(".node button")
         await tab.click("dialog[open] button.primary")
 
-    await open_page(tab, served, "/nodes")
+    await open_page(tab, server, "/nodes")
     await act_as_client(tab, drain)
     await tab.until("document.querySelector('.node').innerText.includes('draining')")
 
 
 async def test_a_failed_session_is_run_again_with_a_client_token(
-    tab: Tab, served: RunningServer
+    tab: Tab, server: RunningServer
 ) -> None:
     """After a confirmation the same task is submitted with a new id, and its session is opened."""
 
@@ -231,29 +231,29 @@ async def test_a_failed_session_is_run_again_with_a_client_token(
         assert task in await tab.js("document.querySelector('dialog[open]').innerText")
         await tab.click("dialog[open] button.primary")
 
-    before = (await served.ask("GET", "/v1/status")).json["tasks_open"]
-    await open_page(tab, served, "/failures")
+    before = (await server.ask("GET", "/v1/status")).json["tasks_open"]
+    await open_page(tab, server, "/failures")
     task = await tab.js("document.querySelector('button.chip').ariaLabel.split(': ')[1]")
     await act_as_client(tab, run_again)
     await tab.until(f"location.pathname.startsWith('/sessions/{task}-again-')")
     path = await tab.js("location.pathname")
     assert path.endswith("-0")
     again = path.removeprefix("/sessions/").removesuffix("-0")
-    old = (await served.ask("GET", f"/v1/tasks/{task}/body")).json
-    new = (await served.ask("GET", f"/v1/tasks/{again}/body")).json
+    old = (await server.ask("GET", f"/v1/tasks/{task}/body")).json
+    new = (await server.ask("GET", f"/v1/tasks/{again}/body")).json
     assert new == {**old, "id": again, "samples": 1, "group": {**old["group"], "min_usable": None}}
-    assert (await served.ask("GET", "/v1/status")).json["tasks_open"] == before + 1
+    assert (await server.ask("GET", "/v1/status")).json["tasks_open"] == before + 1
 
 
-async def test_sessions_are_found_by_text(tab: Tab, served: RunningServer) -> None:
+async def test_sessions_are_found_by_text(tab: Tab, server: RunningServer) -> None:
     """The page and Ctrl-K search; a row says where the text was matched."""
-    await served.submit(id="words", instruction="Repair the flux capacitor", samples=2)
-    await open_page(tab, served, "/sessions")
+    await server.submit(id="words", instruction="Repair the flux capacitor", samples=2)
+    await open_page(tab, server, "/sessions")
     await tab.key("/")
     await tab.send("Input.insertText", text="FLUX cap")
     await tab.until(f"{ROWS}.length === 2 && {ROWS}[0].innerText.includes('words-1')")
     assert "in its task" in await tab.js(f"{ROWS}[0].innerText")
-    await open_page(tab, served, "/sessions?q=no%20report")
+    await open_page(tab, server, "/sessions?q=no%20report")
     assert await tab.js(f"{ROWS}.every(row => row.innerText.includes('in its error'))")
     await tab.send("Input.dispatchKeyEvent", type="keyDown", key="k", modifiers=2)
     await tab.send("Input.insertText", text="capacitor")
@@ -262,19 +262,19 @@ async def test_sessions_are_found_by_text(tab: Tab, served: RunningServer) -> No
     assert matches.count("in its task") == 2
 
 
-async def test_a_note_is_written_with_a_client_token(tab: Tab, served: RunningServer) -> None:
+async def test_a_note_is_written_with_a_client_token(tab: Tab, server: RunningServer) -> None:
     """A read token has no editor; open pages are updated, and an empty note is removed.
 
     It is one scenario: the life of a note.
     """
     edit, editor = ".note button", "document.querySelector('dialog[aria-label=Note]')"
-    await tab.visit(f"{served.url}/sessions/fix-add-0")
+    await tab.visit(f"{server.url}/sessions/fix-add-0")
     await tab.until(f"document.querySelector('{edit}')")
     await tab.until("document.querySelector('.connection .live')")
     path = "/v1/sessions/fix-add-0/note"
     note = {"text": f"ask Ann\n{HOSTILE}"}
-    assert (await served.ask("PUT", path, "read", json=note)).status == 403
-    assert (await served.ask("PUT", path, "client", json=note)).status == 204
+    assert (await server.ask("PUT", path, "read", json=note)).status == 403
+    assert (await server.ask("PUT", path, "client", json=note)).status == 204
     await tab.until("document.querySelector('.note p')?.innerText.includes('ask Ann')")
     assert "{@html 3}\\u{202e}" in await tab.js("document.querySelector('.note p').innerText")
     assert await tab.js("document.images.length + document.scripts.length") == 1
@@ -289,34 +289,34 @@ async def test_a_note_is_written_with_a_client_token(tab: Tab, served: RunningSe
     await tab.send("Input.insertText", text="seen by Bob")
     await tab.click("dialog[open] button.primary")
     await tab.until("document.querySelector('.note p')?.innerText === 'seen by Bob'")
-    await open_page(tab, served, "/sessions?q=bob")
+    await open_page(tab, server, "/sessions?q=bob")
     assert await tab.js(f"{ROWS}.length") == 1
     assert await tab.js(f"{ROWS}[0].querySelector('[title]').title") == "seen by Bob"
     assert "in its note" in await tab.js(f"{ROWS}[0].innerText")
-    await tab.visit(f"{served.url}/sessions/fix-add-0")
+    await tab.visit(f"{server.url}/sessions/fix-add-0")
     await tab.until(f"{editor} && document.querySelector('.note p')")
     await tab.click(edit)
     empty = "t.value = '', t.dispatchEvent(new Event('input', {bubbles: true}))"
     await tab.js(f"(t => {{ {empty} }})(document.querySelector('dialog[open] textarea'))")
     await tab.click("dialog[open] button.primary")
     await tab.until("!document.querySelector('.note p')")
-    assert (await served.ask("GET", "/v1/sessions/fix-add-0")).json["note"] == ""
+    assert (await server.ask("GET", "/v1/sessions/fix-add-0")).json["note"] == ""
 
 
-async def test_the_frame_is_painted_before_the_script_runs(tab: Tab, served: RunningServer) -> None:
+async def test_the_frame_is_painted_before_the_script_runs(tab: Tab, server: RunningServer) -> None:
     """The page has a skeleton, which the script replaces."""
-    page = (await served.ask("GET", "/", None)).body.decode()
+    page = (await server.ask("GET", "/", None)).body.decode()
     assert 'class="skeleton"' in page
     await tab.until("document.querySelector('tbody tr')")
     assert await tab.js("document.querySelector('.skeleton')") is None
     assert await tab.js("document.querySelectorAll('nav').length") == 1
 
 
-async def test_a_lost_connection_is_visible(tab: Tab, served: RunningServer) -> None:
+async def test_a_lost_connection_is_visible(tab: Tab, server: RunningServer) -> None:
     """The dot shows the loss, while the page keeps its rows."""
-    await open_page(tab, served, "/sessions")
+    await open_page(tab, server, "/sessions")
     await tab.until("document.querySelector('.connection .live')")
-    served.app.waits.stop()
+    server.app.waits.stop()
     await tab.until("document.querySelector('.connection .lost')")
     assert await tab.js(f"{ROWS}.length") > 20
     tab.errors.clear()  # Chromium logs each status 503

@@ -28,20 +28,20 @@ DIFF = f"--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-pass\n+{HOSTILE}\n"
 REPORT = {"diff": DIFF, "passed": 1, "total": 2, "output": f"FAILED {HOSTILE}\n1 failed"}
 
 
-class Rig:
+class Evidence:
     """A server, and a node that is played by the test."""
 
-    def __init__(self, served: RunningServer, node: NodeRegistered, folder: Path) -> None:
-        self.served, self.node = served, node
+    def __init__(self, server: RunningServer, node: NodeRegistered, folder: Path) -> None:
+        self.server, self.node = server, node
         self.recordings = folder / "nodes" / "n" / "recordings"
         self.recordings.mkdir(parents=True)
 
     async def lease(self, task: str, samples: int) -> list[Work]:
         """Submit a task and lease all its sessions."""
-        await self.served.submit(id=task, samples=samples, instruction=HOSTILE)
-        orders = await self.served.lease(self.node, 0, 0.0)
+        await self.server.submit(id=task, samples=samples, instruction=HOSTILE)
+        orders = await self.server.lease(self.node, 0, 0.0)
         done = orders.control.generation
-        work = await self.served.lease(self.node, samples, applied=done)
+        work = await self.server.lease(self.node, samples, applied=done)
         return sorted(work.work, key=lambda each: each.session.sample)
 
     def store_recording(self, work: Work, recording: Path) -> None:
@@ -53,45 +53,47 @@ class Rig:
         """Commit a trajectory for a session."""
         of = work.session
         own = {"session": of.id, "task": of.task, "sample": of.sample, **changes}
-        await commit(self.served, self.node, msgspec.structs.replace(trajectory, **own), of.epoch)
+        await commit(self.server, self.node, msgspec.structs.replace(trajectory, **own), of.epoch)
 
 
 @pytest.fixture
-async def rig(tmp_path: Path, served: RunningServer) -> Rig:
+async def evidence(tmp_path: Path, server: RunningServer) -> Evidence:
     """An empty server, and a node."""
-    return Rig(served, await served.join(), tmp_path)
+    return Evidence(server, await server.join(), tmp_path)
 
 
-async def commit_group(rig: Rig) -> list[Work]:
+async def commit_group(evidence: Evidence) -> list[Work]:
     """Commit a group `mend`: one sample passes, one passes by half, one is timed out."""
-    work = await rig.lease("mend", 3)
-    recording = small(rig.recordings)
+    work = await evidence.lease("mend", 3)
+    recording = small(evidence.recordings)
     trajectory = rebuild(read(recording))
     seconds = {"init": 1.2, "ready": 0.4, "run": 11.0, "build": 0.1, "eval": 2.5}
-    rig.store_recording(work[0], recording)
-    await append_log(rig.served, rig.node, work[0], f"\x1b[32mworking\x1b[0m\n{HOSTILE}\n")
+    evidence.store_recording(work[0], recording)
+    await append_log(
+        evidence.server, evidence.node, work[0], f"\x1b[32mworking\x1b[0m\n{HOSTILE}\n"
+    )
     reward = Reward(1.0, {"tests": 1.0, "style": 0.5})
-    await rig.commit(work[0], trajectory, reward=reward, report=REPORT, seconds=seconds)
-    await rig.commit(work[1], trajectory, reward=Reward(0.5), report=REPORT, seconds=seconds)
+    await evidence.commit(work[0], trajectory, reward=reward, report=REPORT, seconds=seconds)
+    await evidence.commit(work[1], trajectory, reward=Reward(0.5), report=REPORT, seconds=seconds)
     failure = Failure(Boundary.AGENT, f"agent_s is over: {HOSTILE}", Cause.AGENT_TIMEOUT)
     late = {"status": Status.TIMED_OUT, "reward": Reward(0.0), "failure": failure}
-    await rig.commit(work[2], trajectory, **late)
+    await evidence.commit(work[2], trajectory, **late)
     return work
 
 
-async def open_page(tab: Tab, rig: Rig, path: str, ready: str) -> str:
+async def open_page(tab: Tab, evidence: Evidence, path: str, ready: str) -> str:
     """Open a page, wait until `ready` is true, and return its text."""
-    await tab.visit(rig.served.url + path)
+    await tab.visit(evidence.server.url + path)
     await tab.until(ready)
     return await tab.js("document.querySelector('main').innerText")
 
 
-async def test_a_session_has_turns_ledger_and_tabs(tab: Tab, rig: Rig) -> None:
+async def test_a_session_has_turns_ledger_and_tabs(tab: Tab, evidence: Evidence) -> None:
     """The page also has outcome, reward, colours and messages."""
-    work = await commit_group(rig)
+    work = await commit_group(evidence)
     name = work[0].session.id
     text = await open_page(
-        tab, rig, f"/sessions/{name}", f"{DRAWN} && document.querySelector('.answer')"
+        tab, evidence, f"/sessions/{name}", f"{DRAWN} && document.querySelector('.answer')"
     )
     for expected in ("completed", "reward 1", "+0.500 against the group's mean 0.500", "4 to 5"):
         assert expected in text, text
@@ -140,10 +142,10 @@ def test_entropy_is_the_mean_surprise_around_a_token() -> None:
     assert labels == ["context", *(f"≤ {bound} nats" for bound in bounds), "> 2 nats"]
 
 
-async def test_turns_are_found_by_their_text(tab: Tab, rig: Rig) -> None:
+async def test_turns_are_found_by_their_text(tab: Tab, evidence: Evidence) -> None:
     """Turns with the text are listed, and the first is shown; the address has the search."""
-    name = (await commit_group(rig))[0].session.id
-    await open_page(tab, rig, f"/sessions/{name}", "document.querySelector('[data-search]')")
+    name = (await commit_group(evidence))[0].session.id
+    await open_page(tab, evidence, f"/sessions/{name}", "document.querySelector('[data-search]')")
     await tab.key("/")
     for letter in LAST_WORD:
         await tab.key(letter)
@@ -157,9 +159,9 @@ async def test_turns_are_found_by_their_text(tab: Tab, rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-async def test_every_page_is_accessible(tab: Tab, rig: Rig, theme: str) -> None:
+async def test_every_page_is_accessible(tab: Tab, evidence: Evidence, theme: str) -> None:
     """Each page follows every rule of axe, in either theme."""
-    await commit_group(rig)
+    await commit_group(evidence)
     await tab.js(f"localStorage.setItem('theme', '{theme}')")
     for path in (
         "/sessions/mend-0?turn=1",
@@ -170,55 +172,55 @@ async def test_every_page_is_accessible(tab: Tab, rig: Rig, theme: str) -> None:
         "/compare/mend-0/mend-1",
         "/training",
     ):
-        await open_page(tab, rig, path, "document.querySelector('table, canvas')")
+        await open_page(tab, evidence, path, "document.querySelector('table, canvas')")
         await check_accessibility(tab, path)
 
 
-async def test_a_session_without_its_recording_shows_ids(tab: Tab, rig: Rig) -> None:
+async def test_a_session_without_its_recording_shows_ids(tab: Tab, evidence: Evidence) -> None:
     """The ids are those of the trajectory, and the page says what is missing."""
-    work = await commit_group(rig)
-    text = await open_page(tab, rig, f"/sessions/{work[2].session.id}", DRAWN)
+    work = await commit_group(evidence)
+    text = await open_page(tab, evidence, f"/sessions/{work[2].session.id}", DRAWN)
     assert "agent: agent timeout" in text
     assert "Used for training." in text
     assert "Ids are shown instead of text" in text
     assert f"tugline view {work[2].session.id}" in text
 
 
-async def test_an_agents_text_is_never_markup(tab: Tab, rig: Rig) -> None:
+async def test_an_agents_text_is_never_markup(tab: Tab, evidence: Evidence) -> None:
     """An end of script and an image with a handler are shown as text in every tab and page."""
-    name = (await commit_group(rig))[0].session.id
+    name = (await commit_group(evidence))[0].session.id
     for tab_name in ("conversation", "patch", "tests", "log"):
         path = f"/sessions/{name}?turn=1&tab={tab_name}"
         has_text = "document.querySelector('.body').textContent.includes('<img src=x')"
-        await open_page(tab, rig, path, f"{DRAWN} && {has_text}")
+        await open_page(tab, evidence, path, f"{DRAWN} && {has_text}")
         assert await tab.js("document.images.length") == 0
         assert await tab.js("document.scripts.length") == 1
     for path in ("/groups/mend", "/sessions/mend-2"):
         await open_page(
-            tab, rig, path, "document.querySelector('main').textContent.includes('<img src=x')"
+            tab, evidence, path, "document.querySelector('main').textContent.includes('<img src=x')"
         )
         assert await tab.js("document.images.length") == 0
 
 
-async def test_a_running_session_is_updated_live(tab: Tab, rig: Rig) -> None:
+async def test_a_running_session_is_updated_live(tab: Tab, evidence: Evidence) -> None:
     """The calls so far, and then the result, appear without a reload."""
-    (work,) = await rig.lease("live", 1)
-    recording = small(rig.recordings)
+    (work,) = await evidence.lease("live", 1)
+    recording = small(evidence.recordings)
     trajectory = rebuild(read(recording))
     name = work.session.id
-    await open_page(tab, rig, f"/sessions/{name}", "document.querySelector('.list')")
+    await open_page(tab, evidence, f"/sessions/{name}", "document.querySelector('.list')")
     assert await tab.js(f"{TURNS}.length") == 0
-    rig.store_recording(work, recording)
+    evidence.store_recording(work, recording)
     await tab.until(f"{TURNS}.length === 6")
-    await rig.commit(work, trajectory, reward=Reward(0.25))
+    await evidence.commit(work, trajectory, reward=Reward(0.25))
     await tab.until("document.querySelector('main').innerText.includes('reward 0.25')")
 
 
-async def test_a_group_compares_its_samples(tab: Tab, rig: Rig) -> None:
-    """Rewards on one axis, advantages, the pass rate with its interval, a link to compare two."""
-    await commit_group(rig)
+async def test_a_group_compares_its_samples(tab: Tab, evidence: Evidence) -> None:
+    """The page has rewards on one axis, advantages, the pass rate and a link to compare two."""
+    await commit_group(evidence)
     ready = "document.querySelectorAll('.maps canvas').length === 3"
-    text = await open_page(tab, rig, "/groups/mend", ready)
+    text = await open_page(tab, evidence, "/groups/mend", ready)
     assert "1 of 3 pass" in text
     assert "(6 to 79 %, Wilson 95 %)" in text
     assert await tab.js("document.querySelectorAll('circle').length") == 3
@@ -238,22 +240,22 @@ def answer(script: Script, ids: list[int], text: str) -> list[int]:
     return whole(script.call(ids, text, messages=(Message(Role.USER, "Go on."),)))
 
 
-async def test_a_comparison_has_the_first_divergence(tab: Tab, rig: Rig) -> None:
+async def test_a_comparison_has_the_first_divergence(tab: Tab, evidence: Evidence) -> None:
     """Two sessions with the same first answer, whose second answers differ after one word."""
-    work = await rig.lease("pair", 2)
+    work = await evidence.lease("pair", 2)
     prompt, shared = encode("You mend code."), "I read the file."
     seconds = ("now the agent writes with care", "now the tests fail because the agent reads")
     traces = []
     for each, second in zip(work, seconds, strict=True):
-        script = Script(rig.recordings, name=each.session.id)
+        script = Script(evidence.recordings, name=each.session.id)
         ids = answer(script, prompt, shared)
         traces.append(answer(script, ids, second))
         recording = script.end()
-        await rig.commit(each, rebuild(read(recording)))
-        rig.store_recording(each, recording)
+        await evidence.commit(each, rebuild(read(recording)))
+        evidence.store_recording(each, recording)
     expected = next(k for k, (a, b) in enumerate(zip(*traces, strict=False)) if a != b)
     path = f"/compare/{work[0].session.id}/{work[1].session.id}"
-    text = await open_page(tab, rig, path, "document.querySelector('#divergence')")
+    text = await open_page(tab, evidence, path, "document.querySelector('#divergence')")
     assert await tab.js("document.querySelector('#divergence').innerText") == f"{expected:,}"
     assert "the same" in text
     assert "differ" in text
@@ -278,41 +280,47 @@ _SERVES = """fetch("/v1/weights", {{headers: {{authorization: "Bearer {token}"}}
 
 
 async def report(
-    rig: Rig, run: str, step: int, figures: dict[str, float], notes: dict[str, str] | None = None
+    evidence: Evidence,
+    run: str,
+    step: int,
+    figures: dict[str, float],
+    notes: dict[str, str] | None = None,
 ) -> None:
     """Report a step, as a trainer does."""
     body = {"step": step, "figures": figures, "notes": notes or {}}
-    response = await rig.served.ask("POST", f"/v1/runs/{run}/steps", json=body)
+    response = await evidence.server.ask("POST", f"/v1/runs/{run}/steps", json=body)
     assert response.status == 204, response
 
 
-async def test_training_shows_results_by_version(tab: Tab, rig: Rig, tmp_path: Path) -> None:
+async def test_training_shows_results_by_version(
+    tab: Tab, evidence: Evidence, tmp_path: Path
+) -> None:
     """Pass rates with Wilson's intervals by version, groups, and the metrics of a run."""
     trajectory = rebuild(read(small(tmp_path)))
     for version, rewards in enumerate([(0.0, 0.0, 1.0), (1.0, 1.0, 0.5)]):
         # Ends once the node has loaded the version, which it reports with its lease.
-        announcing = asyncio.create_task(rig.served.control.announce(version))
+        announcing = asyncio.create_task(evidence.server.control.announce(version))
         await tab.until(_SERVES.format(version=version, token=TOKENS.read))
-        for work, reward in zip(await rig.lease(f"step{version}", 3), rewards, strict=True):
-            await rig.commit(work, trajectory, reward=Reward(reward))
+        for work, reward in zip(await evidence.lease(f"step{version}", 3), rewards, strict=True):
+            await evidence.commit(work, trajectory, reward=Reward(reward))
         await announcing
     text = await open_page(
-        tab, rig, "/training", "document.querySelectorAll('figure').length === 4"
+        tab, evidence, "/training", "document.querySelectorAll('figure').length === 4"
     )
     assert "6 results" in text
     for version, rate in {0: "33 % (6 % to 79 %)", 1: "67 % (21 % to 94 %)"}.items():
         await tab.js(_POINT.format(share=0.25 + 0.5 * version))
         await tab.until(f"document.querySelector('figcaption').innerText.includes('{rate}')")
-    await tab.visit(f"{rig.served.url}/training?from=1&to=1")
+    await tab.visit(f"{evidence.server.url}/training?from=1&to=1")
     await tab.until("document.querySelectorAll('tbody tr').length === 1")
-    await report(rig, "first-0a", 1, {"rollout/reward": 0.25})
-    await report(rig, "second-0b", 1, {"rollout/reward": 0.5, "rollout/entropy": 1.5})
+    await report(evidence, "first-0a", 1, {"rollout/reward": 0.25})
+    await report(evidence, "second-0b", 1, {"rollout/reward": 0.5, "rollout/entropy": 1.5})
     await tab.until("document.querySelectorAll('figure').length === 6")
     assert "step 1, last report" in await tab.js("document.querySelector('main').innerText")
-    await report(rig, "second-0b", 2, {"time/wait_s": 3.0}, {"alarm entropy": HOSTILE})
+    await report(evidence, "second-0b", 2, {"time/wait_s": 3.0}, {"alarm entropy": HOSTILE})
     await tab.until("document.querySelectorAll('figure').length === 7")
     await tab.until("document.querySelector('main').innerText.includes('alarm entropy')")
-    await tab.visit(f"{rig.served.url}/training?run=first-0a")
+    await tab.visit(f"{evidence.server.url}/training?run=first-0a")
     await tab.until("document.querySelectorAll('figure').length === 5")
     assert await tab.js("document.querySelector('select').value") == "first-0a"
     lines = [
@@ -330,15 +338,15 @@ async def test_training_shows_results_by_version(tab: Tab, rig: Rig, tmp_path: P
 
 
 async def test_a_long_session_is_drawn_quickly(
-    tab: Tab, rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tab: Tab, evidence: Evidence, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With 250,000 tokens the page has few elements, and End goes to the last token."""
-    (work,) = await rig.lease("long", 1)
+    (work,) = await evidence.lease("long", 1)
     trajectory = rebuild(read(long(tmp_path, length=300)))
     last = len(trajectory.traces[0].ids) - 1
     assert last > 250_000
-    await rig.commit(work, trajectory)
-    await open_page(tab, rig, f"/sessions/{work.session.id}?colour=logprob", DRAWN)
+    await evidence.commit(work, trajectory)
+    await open_page(tab, evidence, f"/sessions/{work.session.id}?colour=logprob", DRAWN)
     drawn = "performance.getEntriesByName('tokens drawn')[0].startTime"
     resources = "performance.getEntriesByType('resource')"
     loaded = f"{resources}.find(each => each.name.endsWith('/trajectory')).responseEnd"

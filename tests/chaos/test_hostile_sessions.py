@@ -83,7 +83,7 @@ def launched(folder: Path) -> Iterator[Fleet]:
 
 
 def test_hostile_sessions_cost_honest_ones_nothing(tmp_path: Path) -> None:
-    """Honest ones complete at the first attempt, without a quarantine; hostile ones have an end.
+    """Honest sessions complete at the first attempt, and hostile ones have an end.
 
     Endless loops have verdicts, and no session is run again for the sake of one.
 

@@ -125,7 +125,7 @@ class Training:
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_kill_9_of_any_program_loses_no_training(tmp_path: Path) -> None:
-    """Two strikes in each of ten steps: while it is sampled, and after its update."""
+    """Each of ten steps is struck twice: while it is sampled, and after its update."""
     training = Training(tmp_path / "fleet")
     with contextlib.closing(training.fleet):
         training.launch()

@@ -94,7 +94,7 @@ def parse(
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), cuts=CHUNKS)
 def test_pieces_add_up_to_the_message(name: str, data: st.DataObject, cuts: list[int]) -> None:
-    """Any ids in any chunks: the stream equals the message, and chunks do not change it."""
+    """For any ids the stream equals the message, and chunks do not change it."""
     special = st.sampled_from(SPECIALS[name].split())
     call = st.just(written(name, ["a.txt"]))
     spoiled = call.map(lambda text: text[: 2 * len(text) // 3])

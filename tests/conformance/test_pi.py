@@ -28,7 +28,7 @@ async def test_pi_works_in_every_dialect(dialect: str) -> None:
 
 
 def test_the_command_checks_a_harness_in_a_sandbox(tmp_path: Path) -> None:
-    """One object on stdout, in the documented shape; files stay in the folder of --keep."""
+    """The output is one object in the documented shape; --keep keeps the files in its folder."""
     options = ("pi", "--json", "--keep", tmp_path / "kept")
     done = run_command("harness", "check", *options, timeout=110)
     results = json.loads(done.stdout)["results"]

@@ -124,7 +124,7 @@ def test_the_docs_say_what_is_checked() -> None:
 
 
 def test_every_harness_of_the_matrix_has_its_dialects() -> None:
-    """Fifteen different cases, four each of pi and opencode."""
+    """The matrix has fifteen different cases, four each of pi and opencode."""
     cases = [(case.harness, case.dialect) for case in CASES]
     assert len(cases) == len(set(cases)) == 15
     assert sum(harness == "pi" for harness, _ in cases) == 4

@@ -135,7 +135,7 @@ async def _parse(api: Api, sdk: Any) -> Any:
 
 @each_api
 async def test_structured_output(tmp_path: Path, api: Api) -> None:
-    """The SDK's own parsing: the schema reaches the engine, the answer becomes an object."""
+    """The SDK sends its schema to the engine, and parses the answer into an object."""
     wire = Constrained()
     async with client(tmp_path, api, reply_with('{"good": true}'), wire=wire) as (session, sdk):
         assert await _parse(api, sdk) == Verdict(good=True)
@@ -190,7 +190,7 @@ FULL = {"anthropic": "prompt is too long: .* tokens > 150 maximum", "google": "e
 
 @each_api
 async def test_errors_are_the_sdks_own(tmp_path: Path, api: Api) -> None:
-    """Status and message for a wrong field, hosted tool, picture, long prompt and wrong key.
+    """A wrong field, hosted tool, picture, long prompt or wrong key has status and message.
 
     The table of errors is one test, since each SDK is opened once.
     """

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_terminal_records_what_is_printed(tmp_path: Path) -> None:
-    """Output, exit status and prompt; a failed command is an error; Ctrl-C ends a server."""
+    """Output, status and prompt are recorded; a failure is an error; Ctrl-C ends a server."""
     with Terminal({"PATH": os.environ["PATH"], "HOME": str(tmp_path)}, tmp_path) as shell:
         command = shell.run("echo grün; mkdir mine; cd mine")
         assert (command.prompt, command.code, shell.prompt) == ("~ $ ", 0, "~/mine $ ")

@@ -40,7 +40,7 @@ OWN = f"{sys.executable} examples/agents/openai_loop.py"
 async def test_an_agent_is_trained_across_a_crash(
     options: tuple[str, ...], harness: str, version: str, tmp_path: Path
 ) -> None:
-    """Two steps with pi or a script: exact continuations, ledger, logprobs and files.
+    """Two steps have exact continuations, ledger, logprobs and files, with pi or a script.
 
     Killed with kill -9 after the first step and resumed, it counts each session exactly once.
 

@@ -303,7 +303,7 @@ async def test_another_replica_ends_the_answer_of_one_that_was_killed(
 
 @pytest.mark.parametrize("name", ["generate", "completions"])
 async def test_an_answer_is_held_to_a_schema(served: Served, name: str, tmp_path: Path) -> None:
-    """The engine samples under the constraint; one that cannot is a refusal that names it.
+    """The engine samples under the constraint, or refuses it by name.
 
     The logprobs are those under the grammar and not of the policy: the call is marked.
     """
@@ -342,7 +342,7 @@ async def swap(bench: Bench, folder: Path, version: int) -> None:
 
 
 async def test_versions_are_recorded_per_token_of_an_answer(served: Served, tmp_path: Path) -> None:
-    """Two spans; the logprobs in each are those of its weights, and not of the others."""
+    """Each of two spans has the logprobs of its own weights, and not of the others."""
     old, new = served.version, served.version + 1
     async with open_bench(served, "generate", tmp_path, CALM) as bench:
         swapping: asyncio.Task[None] | None = None
@@ -398,7 +398,7 @@ async def test_weights_that_change_between_turns_leave_no_old_context(
 async def test_a_prompt_beyond_the_window_is_the_error_harnesses_know(
     served: Served, name: str, tmp_path: Path, *, stream: bool
 ) -> None:
-    """A 400 with OpenAI's code, from gateway or engine; the session continues."""
+    """The error is a 400 with OpenAI's code, from gateway or engine; the session continues."""
     async with open_bench(served, name, tmp_path) as bench:
         long = [{"role": "user", "content": "stone " * WINDOW}]
         with pytest.raises(openai.BadRequestError) as caught:

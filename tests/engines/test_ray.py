@@ -240,7 +240,7 @@ def run_all(fleet: Fleet, ray: Machines, began: float) -> None:
 def test_sessions_survive_the_loss_of_the_cluster(
     machines: Callable[[int], Machines], python: Path, fleet: Fleet
 ) -> None:
-    """The GCS restarts without Redis: the node ends after its sessions, a new cluster continues."""
+    """A lost cluster ends the node after its sessions, and a new cluster continues."""
     ray = machines(1)
     ray.do("engine", str(fleet.ports["engine"]))
     placer = place_nodes(fleet, python, ray.address)

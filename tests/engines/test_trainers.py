@@ -60,7 +60,7 @@ def read(url: str) -> list[GradedGroup]:
 
 
 async def test_data_of_tinker_is_the_stream(live: RestartableServer, tmp_path: Path) -> None:
-    """Read back from the bytes of its request: inputs, and what is one token ahead of them.
+    """Its request has the inputs, and targets that are one token ahead of them.
 
     Groups without signal have no data; another temperature than 1 is refused.
     """

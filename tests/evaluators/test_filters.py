@@ -40,7 +40,7 @@ REFUSED: dict[str, str] = PATHS["refused"]
 @pytest.mark.parametrize("path", REFUSED)
 @pytest.mark.parametrize("change", [TEXT, None], ids=["written", "removed"])
 def test_changes_to_protected_paths_are_refused(path: str, change: FileChange | None) -> None:
-    """Written or removed, with a reason; the rest of the patch is kept."""
+    """Neither writing nor removing is allowed; the rest of the patch is kept."""
     kept, refused = filter_patch(Patch({path: change, "bill.py": TEXT}, ("a note",)), RULES)
     assert kept == Patch({"bill.py": TEXT}, ("a note",))
     assert list(refused) == [path]
@@ -48,7 +48,7 @@ def test_changes_to_protected_paths_are_refused(path: str, change: FileChange | 
 
 
 def test_other_paths_are_kept() -> None:
-    """Names that only look alike, modules below the top, and other languages' files."""
+    """Names that only look alike, modules below the top and other languages' files are kept."""
     patch = Patch(dict.fromkeys(PATHS["kept"], TEXT))
     assert filter_patch(patch, RULES) == (patch, {})
 
@@ -92,7 +92,7 @@ def test_editable_paths_are_not_protected() -> None:
 
 @pytest.mark.parametrize(("path", "pattern", "matches"), PATHS["patterns"])
 def test_patterns_match_as_documented(path: str, pattern: str, matches: bool) -> None:  # noqa: FBT001
-    """Names at any depth, folders with their content, paths relative to the workdir."""
+    """A pattern is a name at any depth, a folder, or a path relative to the workdir."""
     assert (find_match(PurePosixPath(path), [pattern]) == pattern) is matches
 
 

@@ -145,7 +145,7 @@ def pytest_collection_modifyitems(items):
 
 
 def test_node_ids_of_files_that_are_not_python_are_found(tmp_path: Path) -> None:
-    """Documentation with doctests and files of plug-ins, in any folder: each id names a result."""
+    """Ids of doctests and of files of plug-ins, in any folder, name a result."""
     (tmp_path / "conftest.py").write_text(_PLUGIN, encoding="utf-8")
     for folder in ("", "docs", "two words", "pages/v1.2"):
         for name in ("usage.rst", "README.md", "notes.txt", "case.yaml", "fast.pyx", "mod.py"):

@@ -155,5 +155,5 @@ async def test_added_files_do_not_change_the_tests(
 async def test_added_files_do_not_change_the_tests_in_more_examples(
     tmp_path_factory: pytest.TempPathFactory, driver: Driver, way: str, added: Mapping[str, str]
 ) -> None:
-    """The same test, with more examples."""
+    """The tests are unchanged in more examples, too."""
     await assert_no_effect(tmp_path_factory, driver, way, added)

@@ -65,7 +65,9 @@ FSCK = "git -c safe.directory=* fsck --unreachable --no-reflogs"
 
 
 @pytest.mark.podman
-async def test_in_containers(tmp_path: Path, images: str, runtime: dict[str, Any]) -> None:
+async def test_the_toy_is_solved_in_containers(
+    tmp_path: Path, images: str, runtime: dict[str, Any]
+) -> None:
     """The reference patch earns 1, no patch 0; the agent has no later history.
 
     The repository is in the image, as in public data sets.

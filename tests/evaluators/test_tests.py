@@ -118,7 +118,7 @@ async def test_folders_are_as_the_agent_left_them(judge: Judge) -> None:
 
 
 async def test_removed_files_are_removed_for_the_tests(judge: Judge) -> None:
-    """Files of the repository, too."""
+    """Files of the repository that the agent removed are removed, too."""
     judge.base["gone"] = ""
     gone = TestsEvaluator(command="! [ -e gone ] && printf 'ok 1 - a\\n1..1\\n'", format="tap")
     assert (await judge(gone, {"gone": None})).reward.value == 1.0

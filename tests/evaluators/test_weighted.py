@@ -167,7 +167,7 @@ def test_needs_of_parts_are_combined() -> None:
     ],
 )
 def test_conflicting_folders_are_reported(parts: dict[str, Any], message: str) -> None:
-    """Two folders with one path, or hidden tests in the agent's sandbox."""
+    """Two folders with one path, or hidden tests that the agent would see, are errors."""
     with pytest.raises(ConfigError, match=message):
         WeightedEvaluator(parts=parts).mounts(make_task_with_files())
 

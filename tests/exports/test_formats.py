@@ -61,8 +61,8 @@ def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, Path
 
 
 @pytest.mark.parametrize("case", ROWS, ids=lambda case: case["shows"])
-def test_rows_of_a_session(tmp_path: Path, case: dict[str, Any]) -> None:
-    """Every field of every format."""
+def test_rows_have_every_field_of_their_format(tmp_path: Path, case: dict[str, Any]) -> None:
+    """Every field of every format is as in rows.json."""
     first, second = two_turns()
     if "messages" in case:
         messages = msgspec.convert(case["messages"], tuple[Message, ...])

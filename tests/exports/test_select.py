@@ -31,7 +31,7 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["shows"])
-def test_selections(case: dict[str, Any]) -> None:
+def test_a_selection_counts_what_it_leaves_out(case: dict[str, Any]) -> None:
     """Sessions that are left out are counted by reason."""
     sessions = []
     for name, fields in case["sessions"].items():

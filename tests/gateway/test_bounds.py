@@ -36,7 +36,7 @@ MAX_BODY = (1 << 20) + 16 * WINDOW
 async def test_a_body_larger_than_the_window_is_an_overflow(
     tmp_path: Path, dialect: Dialect
 ) -> None:
-    """Plain or compressed; it is neither parsed nor rendered, and the session continues."""
+    """A body, plain or compressed, is neither parsed nor rendered; the session continues."""
     plain = dialect.ask("x" * MAX_BODY)
     async with open_client(tmp_path) as client:
         packers = {"identity": bytes, "gzip": gzip.compress, "zstd": zstandard.compress}

@@ -58,7 +58,7 @@ def cut_at(text: str, cuts: list[int], slow: list[float]) -> Play:
 async def test_an_answer_is_complete_wherever_connections_break(
     text: str, cuts: list[int], leave_after: int | None
 ) -> None:
-    """Lost engines and a client that reconnects: the same text, each id sampled once."""
+    """Lost engines and a client that reconnects change no text, and each id is sampled once."""
     slow = [] if leave_after is None else [0.008]
     plays = cut_at(text, cuts, slow), cut_at(text, [], slow)
     with tempfile.TemporaryDirectory() as folder:

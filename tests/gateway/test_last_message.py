@@ -52,7 +52,7 @@ async def engine(folder: Path, mode: str) -> AsyncIterator[OpenSession]:
 @pytest.mark.parametrize("path", ["chat/completions", "responses"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
-async def test_it_is_a_closed_turn(
+async def test_an_assistants_last_message_is_a_closed_turn(
     tmp_path: Path,
     mode: str,
     path: str,
@@ -93,7 +93,7 @@ async def test_an_own_answer_is_continued_from_its_ids(tmp_path: Path) -> None:
 
 
 async def test_a_prefill_is_refused_where_the_api_continues_it(tmp_path: Path) -> None:
-    """Anthropic's and Google's; tokens can be counted."""
+    """Anthropic's and Google's APIs refuse it; its tokens can be counted."""
     contents = [{"role": "user", "parts": [{"text": "Hi"}]}]
     contents.append({"role": "model", "parts": [{"text": "Sure:"}]})
     async with open_session(tmp_path, reply_with("Hello.")) as session:

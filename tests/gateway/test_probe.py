@@ -158,7 +158,7 @@ def engine(window: int = 4096) -> ScriptedEngine:
 
 # --------------------------------------------------------------------------- sound engines
 async def test_the_scripted_engine_is_sound() -> None:
-    """Exact mode, overflow reported; certain tokens do not show what logprobs mean."""
+    """Exact mode works and overflow is reported; logprobs of certain tokens mean nothing."""
     async with serve(create_app(engine(2048), model_name="scripted")) as url:
         report = await probe(f"{url}/v1", "scripted")
     assert (report.engine, report.model, report.window) == ("embedded", "scripted", 2048)
@@ -218,7 +218,7 @@ async def test_an_unknown_server_is_probed_as_openai() -> None:
 
 
 async def test_a_missing_engine_or_model_is_one_clear_error() -> None:
-    """No engine there, no address given, no such model."""
+    """The error says whether engine, address or model is missing."""
     for ask in (probe("http://127.0.0.1:9"), connect(["http://127.0.0.1:9"])):
         with pytest.raises(EngineError, match=r"cannot reach the engine at .*127\.0\.0\.1:9"):
             await ask

@@ -38,7 +38,7 @@ def list_kinds(calls: Sequence[Call]) -> list[TraceKind]:
 
 
 async def test_crewai_leaves_out_the_text_of_answers_with_calls(tmp_path: Path) -> None:
-    """CrewAI 1.15: seven calls are one trace instead of seven, and the change is recorded."""
+    """Seven calls of CrewAI 1.15 are one trace, and the change is recorded."""
     calls = await replay(tmp_path, "crewai")
     assert [call.branch for call in calls] == [None] * 7
     changes = {call.echo_changes for call in calls[1:]}
@@ -47,7 +47,7 @@ async def test_crewai_leaves_out_the_text_of_answers_with_calls(tmp_path: Path) 
 
 
 async def test_continue_compacts_to_an_assistant_message(tmp_path: Path) -> None:
-    """Continue 1.5: the request with the system prompt and its summary is answered and trained."""
+    """Continue 1.5 sends the system prompt and its summary, which is answered and trained."""
     calls = await replay(tmp_path, "continue")
     kinds = [call.kind for call in calls]
     assert kinds == [*["main"] * 5, "compaction", "main", "main"]
@@ -58,7 +58,7 @@ async def test_continue_compacts_to_an_assistant_message(tmp_path: Path) -> None
 
 
 async def test_copilot_compacts_in_the_background_without_tools(tmp_path: Path) -> None:
-    """Copilot CLI 1.0: its summary with ``tool_choice: none`` is a compaction and trained.
+    """The summary of Copilot CLI 1.0 with ``tool_choice: none`` is a trained compaction.
 
     The conversation continues meanwhile as one trace, until the summary replaces it.
     """

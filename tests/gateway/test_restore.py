@@ -71,7 +71,7 @@ async def talk(session: OpenSession) -> None:
 
 @pytest.mark.parametrize("answers", [("Done and over.",), (CALL, CALL, "That is all of it.")])
 async def test_restored_turns_equal_the_live_ones(tmp_path: Path, answers: tuple[str, ...]) -> None:
-    """Tokens, digests and places in the tree."""
+    """Restored turns have the same tokens, digests and places in the tree."""
     play = reply_in_turn(*answers, delay_s=0.02)
     async with open_session(tmp_path, play, tuning=CallSettings(grace_s=0.01)) as session:
         await talk(session)
@@ -84,7 +84,7 @@ async def test_restored_turns_equal_the_live_ones(tmp_path: Path, answers: tuple
 
 
 async def test_restored_raw_prompts_equal_the_live_ones(tmp_path: Path) -> None:
-    """Prompts without messages, beside some with: extended, with two choices, another, repeated.
+    """Prompts without messages may be extended, repeated, or have two choices.
 
     Also the rest of an interrupted answer, and a prompt that extends it.
     """

@@ -70,7 +70,7 @@ encode = RENDERING.tokenizer.encode
 
 
 async def test_the_answer_is_the_text_as_it_was_sampled(tmp_path: Path) -> None:
-    """No template: the prompt is encoded as it is, and the answer is not parsed.
+    """The prompt is encoded as it is without a template, and the answer is not parsed.
 
     The reply and the record are those of one call.
     """
@@ -193,7 +193,7 @@ async def test_a_repeated_request_gets_the_rest_of_its_answer(tmp_path: Path) ->
 
 
 async def test_a_recording_answers_the_same_prompts(tmp_path: Path) -> None:
-    """Matched by their ids, in any order; another prompt gets an unused answer."""
+    """Prompts are matched by their ids, in any order; another prompt gets an unused answer."""
     async with client(tmp_path, reply_in_turn("One.", "Two.")) as me:
         texts = {prompt: (await me.ask(prompt)).choices[0].text for prompt in ("A", "AB")}
         path = me.opened.live.transcript.writer.path

@@ -81,7 +81,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 async def test_a_run_becomes_rollout_details(recipe: Any, engine: Any, tmp_path: Path) -> None:
-    """Prompts and sampled tokens, with logprobs, mask and versions, and a recording.
+    """The details have prompts and sampled tokens, with logprobs, mask and versions.
 
     The details are those of one run, which takes seconds.
     """
@@ -149,7 +149,7 @@ async def test_an_agent_that_is_stopped_keeps_what_it_sampled(
 
 
 async def test_trials_of_a_job_share_a_gateway(recipe: Any, engine: Any, tmp_path: Path) -> None:
-    """One port, for one firewall rule, and a session for each."""
+    """Trials share a port, for one firewall rule, and have a session each."""
     both = asyncio.Barrier(2)
     environments = [Environment(both.wait), Environment(both.wait)]
     agents = [recipe.ClaudeCode(tmp_path / name / "agent", **engine.options) for name in "ab"]

@@ -27,7 +27,7 @@ SGLANG = "# HELP sglang:num_queue_reqs x\nsglang:num_queue_reqs 2\nsglang:token_
     ],
 )
 def test_queue_and_kv_memory_are_read(page: str, waiting: float | None, kv: float) -> None:
-    """Summed over data-parallel engines; unknown pages report nothing."""
+    """Values are summed over data-parallel engines; unknown pages report nothing."""
     load = EngineLoad()
     load.update(page, 0.0)
     assert (load.waiting, load.kv) == (waiting, kv)
@@ -43,7 +43,9 @@ def test_queue_and_kv_memory_are_read(page: str, waiting: float | None, kv: floa
         ([(0, "tugline:forward_seconds_total 5"), (2, "tugline:forward_seconds_total 1")], 1),
     ],
 )
-def test_busy_time(pages: list[tuple[float, str]], seconds: float) -> None:
+def test_busy_time_is_measured_between_polls(
+    pages: list[tuple[float, str]], seconds: float
+) -> None:
     """Time with running requests between polls; an engine's own counter takes precedence."""
     load = EngineLoad()
     for at, text in pages:

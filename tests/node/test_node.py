@@ -379,7 +379,7 @@ async def test_a_session_begins_in_an_empty_folder(tmp_path: Path) -> None:
 
 
 async def test_a_node_reports_missing_sandboxes_when_it_registers(tmp_path: Path) -> None:
-    """Checked at each registration; the server shows the reason."""
+    """Sandboxes are checked at each registration, and the server shows the reason."""
     async with open_plane(tmp_path) as control:
         bench = Bench(tmp_path, control)
         problems = iter(["bwrap is not on the PATH", None])

@@ -114,7 +114,7 @@ def read_sizes(pools: Pools) -> tuple[int, int]:
 
 
 def test_evaluations_without_processors_lower_the_slots() -> None:
-    """Down to one per processor; evaluations that need not wait raise them again."""
+    """Slots fall to one per processor; evaluations that need not wait raise them again."""
     pools = Pools(NodeSettings(slots=10, memory_floor_mb=0), Admission(), processors=2)
     sizes = []
     for _ in range(8):

@@ -20,7 +20,7 @@ READER = ROOT / "examples" / "read_recording.py"
 
 
 def test_the_example_reads_the_whole_format(tmp_path: Path) -> None:
-    """A header, forks, images, events, sections and a torn tail."""
+    """The example reads a header, forks, images, events, sections and a torn tail."""
     path, calls = tmp_path / "a.rec", conversation(1)[:60]
     url = "data:image/png;base64," + "QUJD" * 500
     for number in (20, 40):

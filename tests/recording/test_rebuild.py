@@ -68,7 +68,7 @@ def test_rewards_per_trace_are_kept_for_the_same_builder(path: Path) -> None:
 
 
 def test_two_processes_write_the_same_bytes(path: Path, tmp_path: Path) -> None:
-    """Independent of the seed of Python's hashes."""
+    """The bytes do not depend on the seed of Python's hashes."""
     outputs = []
     for seed in ("1", "2"):
         env = {**os.environ, "PYTHONHASHSEED": seed}

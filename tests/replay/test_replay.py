@@ -324,7 +324,7 @@ MASKED = [json.loads(line) for line in LINES]
 
 @pytest.mark.parametrize(("first", "second"), MASKED)
 def test_run_dependent_text_is_masked(first: str, second: str) -> None:
-    """Dates, durations, ids, folders, processes and addresses; nothing else."""
+    """Dates, durations, ids, folders, processes and addresses are masked, and nothing else."""
     old = Normalizer(folder_patterns("/w/one", "/w/home"))
     new = Normalizer(folder_patterns("/v/two", "/v/home"))
     assert first != second

@@ -33,7 +33,7 @@ def load_page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_examples_of_pages_work_in_a_rollout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A harness and an evaluator, given as module:Class."""
+    """A harness and an evaluator of the pages are used as module:Class."""
     load_page("harnesses", monkeypatch)
     load_page("evaluators", monkeypatch)
     monkeypatch.setenv("PATH", f"{PROGRAMS}:/usr/bin:/bin")

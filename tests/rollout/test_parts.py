@@ -74,7 +74,7 @@ def test_other_hints_are_not_checked(kind: str) -> None:
 
 
 def test_integers_and_defaults_are_accepted() -> None:
-    """2 for a float, and null for a default of None."""
+    """A float may be given as 2, and a default of None as null."""
     Parts().runtime(PluginSpec("local", {"cache_gb": 2}))
     made: Any = Parts().harness(PluginSpec(MINE, {"folder": "/", "limit": None, "other": 3}))
     assert made.options == ("/", "", None, None, {"other": 3})

@@ -58,7 +58,7 @@ async def test_python_and_system_programs_are_available(sandbox: Sandbox) -> Non
 
 
 async def test_dangerous_system_calls_fail(sandbox: Sandbox) -> None:
-    """No user namespaces, mounts or keyrings, and no access to process 1."""
+    """Calls for user namespaces, mounts, keyrings and on process 1 fail."""
     script = """
         import ctypes, os
         libc = ctypes.CDLL(None, use_errno=True)

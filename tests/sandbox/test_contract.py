@@ -181,7 +181,7 @@ async def test_daemons_end_with_their_program(sandbox: Sandbox) -> None:
 
 
 async def test_diff_has_all_changes_of_the_workdir(sandbox: Sandbox) -> None:
-    """New, changed, removed and executable files and links, also of `put`."""
+    """New, changed, removed and executable files and links are found, also those of `put`."""
     await sandbox.put(sandbox.workdir, {"late": "x"})
     await sandbox.put(sandbox.home, {"not-in-it": "x"})
     script = "echo 2 >edit; rm drop; printf '\\377' >new; chmod +x new; ln -s edit link"
@@ -469,7 +469,7 @@ async def test_disk_usage_of_short_programs_is_limited(driver: Driver, tmp_path:
 
 # --------------------------------------------------------------------------- cleanup
 async def test_many_sessions_leave_nothing(driver: Driver, tmp_path: Path) -> None:
-    """Eight at a time, some with daemons and timeouts: no process, cgroup, mount or handle."""
+    """Eight at a time, with daemons and timeouts, leave no process, cgroup, mount or handle."""
     sleep, slots = unique_sleep(), asyncio.Semaphore(8)
 
     async def session(number: int) -> int:

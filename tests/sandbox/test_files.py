@@ -38,7 +38,7 @@ def names(directory: Path) -> list[str]:
 
 
 def test_files_are_written_unchanged(root: Path) -> None:
-    """Text, bytes, modes and links; new text keeps the mode; None removes."""
+    """Text, bytes, modes and links are written; new text keeps the mode; None removes."""
     write_files(
         root,
         {"a/b.sh": FileChange(b"#!/bin/sh\r\n", executable=True), "c": b"\0\xff", "d": "d\r\n"},
@@ -160,7 +160,7 @@ def test_errors_have_different_types(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small disk")
 def test_a_full_disk_and_a_read_only_one(root: Path) -> None:
-    """`DiskFull` and `SandboxError`; no partial file is left."""
+    """The errors are `DiskFull` and `SandboxError`, and no partial file is left."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", root], check=True)
     try:
         with pytest.raises(DiskFull, match="No space left"):

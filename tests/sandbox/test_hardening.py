@@ -79,7 +79,7 @@ def test_the_profile_is_text_for_docker_and_a_file_for_podman(
 def test_no_hardening_without_a_strict_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A missing profile, or one that allows unlisted calls."""
+    """A profile that is missing, or allows unlisted calls, is not used."""
     (tmp_path / "open").write_text(json.dumps({**PROFILE, "defaultAction": ALLOW}))
     monkeypatch.setattr(hardening, "_PROFILES", (str(tmp_path / "open"), str(tmp_path / "none")))
     assert hardening.find_hardening("docker", ["name=seccomp,profile=builtin"]) is None

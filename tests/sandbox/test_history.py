@@ -73,7 +73,7 @@ def test_a_shallow_clone_stays_one(clone: Clone, tmp_path: Path) -> None:
 
 
 def test_no_hook_is_run_and_no_link_followed(clone: Clone, tmp_path: Path) -> None:
-    """Nor a command of the repository's configuration."""
+    """Removing history runs nothing of the repository, not even a configured command."""
     ran, beyond = tmp_path / "ran", tmp_path / "beyond"
     beyond.mkdir()
     (beyond / "file").write_text("mine")

@@ -255,7 +255,7 @@ async def _skip_kill() -> None:
     """Do not kill anything."""
 
 
-async def test_disk_usage(tmp_path: Path) -> None:
+async def test_disk_usage_counts_blocks(tmp_path: Path) -> None:
     """Blocks count, not lengths; hard links once; empty files a little; deep trees too much."""
     (tmp_path / "a").write_bytes(b"x" * 100_000)
     os.link(tmp_path / "a", tmp_path / "b")
@@ -334,7 +334,7 @@ async def test_slow_measurements_are_less_frequent() -> None:
 
 
 def test_the_seccomp_filter_is_complete() -> None:
-    """Whole instructions of eight bytes on known processors, nothing on others."""
+    """The filter has whole instructions of eight bytes on known processors, nothing on others."""
     for machine in ("x86_64", "aarch64"):
         assert len(bpf_filter(machine)) % 8 == 0
         assert len(bpf_filter(machine)) > 300

@@ -115,7 +115,7 @@ def test_no_change_is_an_empty_patch(layer: OverlayWorkspace, way: Way) -> None:
 
 
 def test_every_kind_of_change_is_found(layer: OverlayWorkspace, way: Way) -> None:
-    """New, changed, removed, renamed, executable, linked and binary files."""
+    """Files that are new, changed, removed, renamed, executable, linked or binary are found."""
     script = """
     printf 'x = 2\\n' > a.py; rm pkg/b.py task.md; mv docs/deep docs/moved; chmod +x pkg/given.py
     ln -s /etc/passwd out; ln -s .. outdir; ln -sf pkg link; printf '\\0\\377' > bin
@@ -144,7 +144,7 @@ def test_every_kind_of_change_is_found(layer: OverlayWorkspace, way: Way) -> Non
 
 
 def test_replaced_folders_and_files_are_found(layer: OverlayWorkspace, way: Way) -> None:
-    """A recreated folder, a file in place of a folder, a folder in place of a file or link."""
+    """A file in place of a folder, or the reverse, and a recreated folder are found."""
     script = """
     rm -r docs; mkdir docs; echo 3 > docs/three.md; printf '1\\n' > docs/one.md
     rm -r pkg; echo file > pkg; rm a.py; mkdir a.py; echo in > a.py/in
@@ -262,7 +262,7 @@ def test_changes_that_keep_size_and_time_are_found(layer: OverlayWorkspace) -> N
     assert layer.diff() == Patch(changed)
 
 
-def test_without_a_base(make: Make) -> None:
+def test_changes_are_found_without_a_base(make: Make) -> None:
     """Changes are relative to the initial files; special files are noted, limits apply."""
     layer = make(None, FILES)
     layer.mount()

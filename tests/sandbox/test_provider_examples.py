@@ -175,7 +175,7 @@ async def test_environments_of_killed_nodes_are_stopped(provider: Provider, tmp_
 async def test_unsupported_specs_are_refused(
     provider: Provider, options: Any, spec: Any, error: Any, text: str, tmp_path: Path
 ) -> None:
-    """Workspaces, mounts, options, unknown environments and missing images."""
+    """Workspaces, mounts, options, environments and images that do not fit are errors."""
     with pytest.raises(error, match=text):
         async with provider.make(**options).open(tmp_path / "sandbox", provider.spec(**spec)):
             pass
@@ -191,7 +191,7 @@ async def test_unsupported_specs_are_refused(
     indirect=["provider"],
 )
 async def test_missing_providers_are_reported(provider: Provider, options: Any, text: str) -> None:
-    """An unreachable machine, or a provider without an account."""
+    """An unreachable machine, or a provider without an account, is named."""
     assert provider.make().check_available() is None
     assert text in provider.make(**options).check_available()
 

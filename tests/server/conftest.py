@@ -124,12 +124,12 @@ async def control(open_control: Open) -> AsyncIterator[ControlPlane]:
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[RunningServer]:
     """An empty server on SQLite."""
-    async with serve(f"sqlite:{tmp_path / 'tugline.db'}", tmp_path) as served:
-        yield served
+    async with serve(f"sqlite:{tmp_path / 'tugline.db'}", tmp_path) as started:
+        yield started
 
 
 @pytest.fixture
 async def server_of_each(store_url: str, tmp_path: Path) -> AsyncIterator[RunningServer]:
     """An empty server on SQLite and on PostgreSQL."""
-    async with serve(store_url, tmp_path) as served:
-        yield served
+    async with serve(store_url, tmp_path) as started:
+        yield started

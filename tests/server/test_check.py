@@ -71,7 +71,7 @@ async def test_a_damaged_database_is_an_error(tmp_path: Path) -> None:
 
 
 async def test_recordings_are_checked(tmp_path: Path) -> None:
-    """Those in the given folders."""
+    """The recordings in the given folders are checked, too."""
     await work(tmp_path / "node")
     (path,) = (tmp_path / "node").glob("*.rec")
     async with serve_in(tmp_path):

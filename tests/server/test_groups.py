@@ -48,7 +48,7 @@ async def test_enough_usable_samples_end_a_group(control: ControlPlane) -> None:
 
 
 async def test_a_deadline_releases_a_group(open_control: Open) -> None:
-    """Within a second; samples of a lost node do not delay it."""
+    """The group is released within a second; samples of a lost node do not delay it."""
     async with open_control(lease_s=0.5) as control:
         await IdleNode.at_work(control, make_task("t", 3, group=Group(deadline_s=0.4)), room=1)
         page = await asyncio.wait_for(control.results(ResultQuery(groups=True, wait_s=20)), 20)

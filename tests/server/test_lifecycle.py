@@ -307,5 +307,5 @@ def test_lifecycle_on_sqlite(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", [100, 101])
 def test_lifecycle_on_postgres(postgres_url: str, seed: int) -> None:
-    """A few of the same sequences on PostgreSQL."""
+    """A few of the same sequences hold on PostgreSQL."""
     _run(Postgres(postgres_url), seed, 80)

@@ -126,7 +126,7 @@ async def test_recently_changed_sessions_come_first(control: ControlPlane) -> No
 
 
 async def test_notes_are_stored_and_searched(control: ControlPlane) -> None:
-    """Together with the failure's text, whichever came first; an empty note is deleted."""
+    """A note is found beside the failure's text; an empty note is deleted."""
     write = control.database.write
     await write(fill)
     await write(sessions.write_note, "a-1", "ask Ann")

@@ -79,7 +79,7 @@ async def test_idle_tenants_earn_no_credit(database: Database) -> None:
 
 
 async def test_higher_priority_goes_first(database: Database) -> None:
-    """Among tasks of about the same age; then the older one."""
+    """Priority decides among tasks of about the same age; else the older one goes first."""
     await _submit(database, make_task("low", 2, priority=-1), make_task("normal", 2))
     await _submit(database, make_task("high", 2, priority=1), at=NOW + 30)
     assert await _lease(database, 6) == ["high"] * 2 + ["normal"] * 2 + ["low"] * 2
@@ -135,7 +135,7 @@ async def test_waiting_at_a_limit_earns_no_credit(database: Database) -> None:
 
 
 async def test_default_applies_to_each_tenant_without_an_entry(database: Database) -> None:
-    """Limits and weight, to each tenant separately; an entry is not merged with it."""
+    """Each such tenant has the default limits and weight; an entry is not merged with them."""
     names = ("a", "b", "default", "own")
     await _submit(database, *(make_task(name, 40, tenant=name) for name in names))
     limited = _settings(default={"sessions": 2}, own={"weight": 2.0})

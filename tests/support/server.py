@@ -209,10 +209,10 @@ class RestartableServer:
     async def start(self) -> None:
         """Start it with what is in the folder."""
         store = f"sqlite:{self.folder / 'server.db'}"
-        served = await self._stack.enter_async_context(
+        server = await self._stack.enter_async_context(
             serve(store, self.folder, port=self.port, lease_s=10.0)
         )
-        self.url, self.app, self.control = served.url, served.app, served.control
+        self.url, self.app, self.control = server.url, server.app, server.control
         self.port = int(self.url.rpartition(":")[2])
 
     async def stop(self) -> None:

@@ -154,7 +154,7 @@ def test_test_names_of_r2e(tmp_path: Path) -> None:
 
 
 def test_the_reference_solution(tmp_path: Path) -> None:
-    """The row's reference patch, applied by git; none if the row has none."""
+    """The solution applies the row's reference patch with git; a row without one has none."""
     rows = make_repository(tmp_path)
     taskset = SweTaskSet(path=str(tmp_path / "rows.jsonl"), repos="{repo}")
     solution = taskset.solution(tasks(taskset)[1])

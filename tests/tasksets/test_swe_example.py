@@ -52,7 +52,7 @@ def test_cluster_settings_are_valid(size: str) -> None:
 
 
 def test_the_paper_configuration_matches_the_paper() -> None:
-    """293 tasks, 16 samples, 4 groups a batch, one epoch, Adam at 1e-6, TIS, prefix merging."""
+    """The configuration has the paper's 293 tasks, samples, groups, epoch, optimizer and loss."""
     settings = read_values(EXAMPLE / "paper.yaml")
     assert (settings["select"]["limit"], settings["template"]["samples"]) == (293, 16)
     assert settings["template"]["builder"] == {"name": "prefix_merging"}

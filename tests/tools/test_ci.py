@@ -300,7 +300,7 @@ def test_a_suite_without_tests_has_failed(checkout: Path, tests: str, last: str)
 def test_a_failure_besides_the_tests_counts(
     checkout: Path, script: str, line: str, *, passes: bool
 ) -> None:
-    """A check of the code, or an installation."""
+    """A failed check of the code, or a failed installation, fails the run."""
     (checkout / "test.sh").write_text(script)
     passed, lines = run(checkout, RED, GREEN, BLUE)
     assert (passed, without_times(lines)[0]) == (passes, line)
@@ -344,7 +344,7 @@ def test_a_suite_that_hangs_is_stopped(checkout: Path) -> None:
 
 @pytest.mark.parametrize(("tests", "last"), [(PASSES, "1 passed"), (FAILS, "1 failed")])
 def test_the_exit_status_is_honest(clone: Path, tests: str, last: str, tmp_path: Path) -> None:
-    """The script and its table in a bare clone, with a Makefile of ours and no input."""
+    """The script in a bare clone exits as its suites do, with a Makefile of ours and no input."""
     for folder in (".ci", "tools/ci"):
         shutil.copytree(ROOT / folder, clone / folder)
     names = ["test", "test-browser", *(f"test-{suite.name}" for suite in REAL.suites)]

@@ -88,7 +88,7 @@ def test_wilson_is_symmetric_and_contains_the_rate(counts: tuple[int, int]) -> N
 
 
 def test_intervals() -> None:
-    """Wilson's if each task is solved or not; otherwise narrower with less spread."""
+    """The interval is Wilson's if each task is solved or not; less spread makes it narrower."""
     solved = estimate(np.array([1.0] * 31 + [0.0] * 65))
     assert (solved.low, solved.high) == wilson(31, 96)
     even = estimate(np.full(96, 0.3))
@@ -100,7 +100,7 @@ def test_intervals() -> None:
 
 
 def test_intervals_cover_the_true_rate() -> None:
-    """About 95 % of them, for tasks of mixed difficulty with four attempts each."""
+    """About 95 % of them do, for tasks of mixed difficulty with four attempts each."""
     random = np.random.default_rng(0)
     covered = 0
     for _ in range(400):

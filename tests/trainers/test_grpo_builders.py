@@ -87,7 +87,7 @@ def test_builders_give_tokens_the_same_weight(
     stale: int | None,
     limit: int | None,
 ) -> None:
-    """Exactly the same tokens, advantages and weights, and the same ledger."""
+    """Tokens, advantages, weights and the ledger are exactly the same."""
     chosen = {"advantage": advantage, "normalisation": normalisation, "max_staleness": stale}
     config = from_mapping(reward | chosen, GrpoConfig)
     seen, ledgers, orders = [], [], []

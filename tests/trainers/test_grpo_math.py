@@ -75,13 +75,13 @@ def test_noise_in_rewards_is_not_amplified() -> None:
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
 @pytest.mark.parametrize("rewards", [[], [1.0], [0.1, 0.1, 0.1], [0.3, 0.1 + 0.2]])
 def test_equal_rewards_have_no_advantage(estimator: str, rewards: list[float]) -> None:
-    """Exact zeros, without rounding errors or division by zero."""
+    """Advantages are exact zeros, without rounding errors or division by zero."""
     got = group_advantages(np.array(rewards), estimator, 0.0)  # type: ignore[arg-type]
     assert got.tolist() == [0.0] * len(rewards)
 
 
 def test_several_rewards_of_a_session_are_weighted_by_tokens() -> None:
-    """Rewards 1 (1 token) and 0 (3 tokens) against a session of 0.5: means 1/4 and 1/2.
+    """Rewards 1 (1 token) and 0 (3 tokens) against a session of 0.5 have means 1/4 and 1/2.
 
     The centre is 3/8; the variance of a token's reward is the mean of (1/4 (5/8)^2 + 3/4 (3/8)^2)
     and (1/8)^2, which is 7/64.
@@ -165,7 +165,7 @@ def test_the_corrected_penalty_has_the_gradient_of_the_divergence(
 
 
 @pytest.mark.parametrize("row", LOSSES, ids=lambda row: row["shows"])
-def test_losses(row: dict[str, Any]) -> None:
+def test_the_loss_is_clipped_and_weighted(row: dict[str, Any]) -> None:
     """The clip is one-sided and asymmetric; importance scales the loss, not the ratio.
 
     Old over behaviour is 1.25 and 5, then 0.2 and 1; geometric means over the two traces: 2.5 and

@@ -39,7 +39,7 @@ def sampled_at(model: torch.nn.Module, *distributions: Distribution) -> list[Tra
 
 # --------------------------------------------------------------------------- sampling parameters
 def test_calls_may_have_different_temperatures() -> None:
-    """Those of a session at 0.5, 1 and 2, and one with raw logprobs."""
+    """Sessions at 0.5, 1 and 2, and one with raw logprobs, have no mismatch."""
     at = [
         *(Distribution(temperature=temperature) for temperature in (0.5, 1.0, 2.0)),
         Distribution(temperature=0.5, top_p=0.9, logprobs=LogprobMeaning.RAW),
@@ -66,7 +66,7 @@ def test_truncated_distributions_are_not_trained(distribution: Distribution) -> 
 
 # --------------------------------------------------------------------------- the distribution
 def test_mismatch_describes_the_distribution() -> None:
-    """99 differences of 0.01 and one of -1, computed by hand."""
+    """Figures of 99 differences of 0.01 and one of -1 equal those computed by hand."""
     got = Mismatch.of(np.array([0.01] * 99 + [-1.0, math.nan, math.inf]))
     assert (got.tokens, got.non_finite) == (100, 2)
     assert got.max_abs == 1

@@ -91,7 +91,7 @@ def test_learning_rate_follows_its_schedule(
 
 # --------------------------------------------------------------------------- rewards and ledger
 def test_tokens_that_are_not_trained_have_a_reason() -> None:
-    """Those of failed sessions, groups without signal, and stale ones; the ledger balances."""
+    """Failed sessions, groups without signal and stale tokens are named; the ledger balances."""
     model = tiny()
     rng = np.random.default_rng(2)
     old = trace(model, rng)

@@ -128,5 +128,5 @@ def test_the_gradient_is_that_of_trl(
     for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert float((own.grad - other.grad).abs().max()) < 1e-7
     assert (abs(report.ratio_mean - 1) < 1e-5) is (config.importance is not None)
-    # `test_losses` of test_grpo_math.py has both sides of the clip
+    # `test_the_loss_is_clipped_and_weighted` of test_grpo_math.py has both sides of the clip
     assert max(report.clip_fraction, report.importance_bounded) > 0.1

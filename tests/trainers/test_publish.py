@@ -102,7 +102,7 @@ async def test_failed_requests_are_errors() -> None:
 async def test_a_refused_model_is_an_error_that_names_its_tensors(
     tmp_path: Path, message: str, named: str
 ) -> None:
-    """Those that the engine mentions, or the first ones."""
+    """The error has the tensors that the engine mentions, or the first ones."""
     tensors = {name: torch.zeros(1) for name in ("a.weight", "model.b.weight")}
     save_file(tensors, tmp_path / "model.safetensors")
     for updater, path in (

@@ -242,7 +242,7 @@ def test_an_adapter_is_added_to_the_trained_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=4)])
 def test_an_interrupted_run_has_the_same_result(tmp_path: Path, lora: Lora | None) -> None:
-    """Exactly the same weights; a run with other settings is refused."""
+    """The weights are exactly the same; a run with other settings is refused."""
     config = msgspec.structs.replace(write_run(tmp_path), lora=lora)
     run(config, tmp_path / "whole")
     for at in (3, 5, 8):

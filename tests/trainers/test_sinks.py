@@ -103,7 +103,7 @@ def test_figures_that_cannot_be_sent_are_logged(
 
 
 def test_tensorboard(tmp_path: Path) -> None:
-    """Scalars by step, without those of lost steps; an alarm is a scalar and a text."""
+    """Scalars by step leave out lost steps; an alarm is a scalar and a text."""
     log_steps(tmp_path, PluginSpec("tensorboard"), steps=(1, 2, 3), after=0)
     log_steps(tmp_path, PluginSpec("tensorboard"), steps=(3, 4), after=2)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -144,8 +144,8 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert alerts == [("no_signal", f"step 2: {CAUSE}", "warn")]
 
 
-def test_plots(tmp_path: Path) -> None:
-    """A PNG file, also for a run without evaluations."""
+def test_a_run_is_plotted(tmp_path: Path) -> None:
+    """A run with or without evaluations becomes a PNG file."""
     log_steps(tmp_path, PluginSpec("plots"), steps=(1, 2), after=0)
     assert (tmp_path / PLOT).read_bytes().startswith(b"\x89PNG")
 

@@ -145,7 +145,7 @@ async def test_groups_are_read_again_until_slime_has_saved(
 
 
 async def test_other_batches_are_refused(live: RestartableServer, recipe: Any) -> None:
-    """Groups of another size, and evaluations."""
+    """Groups of another size, and evaluations, are errors."""
     await finish(live, a=[1.0, 0.0])
     args = arguments(1, 8)
     with closing(recipe.TuglineGroups(args)) as source:

@@ -36,14 +36,14 @@ async def main(path: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         async with (
-            serve(f"sqlite:{folder / 'server.db'}", folder) as served,
+            serve(f"sqlite:{folder / 'server.db'}", folder) as server,
             chromium(folder / "profile") as tab,
         ):
-            await fill(served)
-            await served.control.database.write(spread)
+            await fill(server)
+            await server.control.database.write(spread)
             size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
             await tab.send("Emulation.setDeviceMetricsOverride", **size)
-            await tab.visit(f"{served.url}/#token={TOKENS.read}")
+            await tab.visit(f"{server.url}/#token={TOKENS.read}")
             await tab.until("document.querySelector('.connection .live')")
             await tab.until("document.querySelector('.figure svg') && document.querySelector('tr')")
             await asyncio.to_thread(path.write_bytes, await tab.picture())

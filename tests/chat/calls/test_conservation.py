@@ -234,7 +234,7 @@ def test_a_repeated_or_nameless_parameter_makes_the_call_malformed(
     ],
 )
 def test_json_of_llama_is_a_call_only_as_a_whole(sampled: str, *, call: bool) -> None:
-    """A declared tool and nothing else; all other JSON is an answer in JSON."""
+    """Only a declared tool and nothing else is a call; all other JSON is an answer in JSON."""
     for malformed in MalformedCalls:
         message = parse("llama-3", sampled, malformed=malformed)
         assert (len(message.tool_calls), message.content) == (

@@ -68,7 +68,7 @@ def test_every_route_has_one_dialect(row: dict[str, Any]) -> None:
 
 @every_wire
 def test_the_secret_is_read_from_the_places_of_its_api(wire: Wire) -> None:
-    """A bearer token in every API, and the header or query parameter of Anthropic and Google."""
+    """Every API takes a bearer token; Anthropic and Google also a header or parameter."""
     for row in TABLES["secrets"]:
         if row.get("dialect") in {None, wire.dialect.name}:
             assert wire.dialect.find_secret(row["headers"], row["query"]) == row["secret"], row
@@ -174,7 +174,7 @@ def test_requests_with_a_common_beginning_are_parsed_correctly() -> None:
 
 @pytest.mark.parametrize("case", REQUESTS, ids=lambda case: case["name"])
 def test_requests_are_parsed_into_neutral_requests(case: dict[str, Any]) -> None:
-    """Every field of the neutral request; equivalent bodies are parsed alike."""
+    """Every field of the neutral request is parsed, and equivalent bodies alike."""
     wire = ALL_WIRES[case["dialect"]]
     meant = msgspec.convert({"model": "m", **case["means"]}, Request)
     for body in case["bodies"]:
@@ -189,7 +189,7 @@ def test_requests_are_parsed_into_neutral_requests(case: dict[str, Any]) -> None
     "row", UNDERSTOOD, ids=lambda row: "-".join((row["dialect"], *row["means"]))
 )
 def test_fields_set_their_part_of_the_neutral_request(row: dict[str, Any]) -> None:
-    """Tool choice, sampling, formats and threads; an unknown field changes nothing."""
+    """Tool choice, sampling, formats and threads are set; an unknown field changes nothing."""
     wire = ALL_WIRES[row["dialect"]]
     body = wire.write([Message(Role.USER, "Hi")])
     body |= {"tools": wire.tools} if isinstance(wire, TalkWire) else {}
@@ -344,7 +344,7 @@ def test_the_list_of_models_has_the_window(wire: Wire) -> None:
     ids=lambda part: part if isinstance(part, str) else f"{part['error']}-{part['status']}",
 )
 def test_errors_have_the_original_shape(dialect: str, row: dict[str, Any]) -> None:
-    """Status, text and type, also in a stream; clients do not retry where that cannot help."""
+    """Status, text and type are the API's; clients do not retry where that cannot help."""
     wire, options = ALL_WIRES[dialect], row.get("with", {})
     error = getattr(errors, row["error"])("no", **options)
     found, headers, body = wire.dialect.encode_error(error)

@@ -15,8 +15,8 @@ WIRE = WIRES["google"]
 GOOGLE = WIRE.dialect
 
 
-def test_error_details() -> None:
-    """The field at fault, and when to come back."""
+def test_errors_name_the_field_and_when_to_retry() -> None:
+    """The details of an error have the field at fault and when to come back."""
     body = GOOGLE.encode_error(RequestError("wrong", param="contents[0]"))[2]
     (detail,) = json.loads(body)["error"]["details"]
     assert detail["fieldViolations"] == [{"field": "contents[0]", "description": "wrong"}]

@@ -49,7 +49,7 @@ def test_tools_that_come_as_an_item() -> None:
 
 # --------------------------------------------------------------------------- replies
 def test_a_reply_is_the_sdks_and_repeats_its_request() -> None:
-    """The official SDK's model of a response, validated strictly; also the last of a stream."""
+    """The official SDK's model validates a response strictly, also the last of a stream."""
     repeated = {"tools": TOOLS[:2], "instructions": "Be brief.", "metadata": {"k": "v"}}
     request = parse(temperature=0.5, text={"format": {"type": "text"}}, **repeated)
     calls = (ToolCall("a", "read", '{"p": 1}'), ToolCall("b", "patch", '{"input": "+x"}'))
@@ -64,7 +64,7 @@ def test_a_reply_is_the_sdks_and_repeats_its_request() -> None:
 
 
 def test_a_cut_answer_is_incomplete() -> None:
-    """The response and its last message, streamed too; reasoning is sealed only if asked for."""
+    """The response and its last message say so; reasoning is sealed only if asked for."""
     cut = Message(Role.ASSISTANT, "Loo", reasoning="Hm.")
     reply = WIRE.whole(parse(), cut, finish=Finish.LENGTH)
     assert reply["status"] == "incomplete"

@@ -224,7 +224,7 @@ def test_tokens_of_text_only_answers_are_counted() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_prompt_too_long_is_a_context_overflow(name: str) -> None:
-    """Each engine words it differently; the error has the numbers."""
+    """The error has the numbers, however the engine words it."""
     status, body = RECORDED[name]["overflow"]
     error = parse_engine_error(status, body.encode(), None)
     assert isinstance(error, ContextOverflow)
@@ -233,7 +233,7 @@ def test_a_prompt_too_long_is_a_context_overflow(name: str) -> None:
 
 
 def test_an_overflow_inside_a_stream_is_one_too() -> None:
-    """SGLang answers 200 and puts the refusal into the stream."""
+    """The refusal is read from the stream, where SGLang puts it after a status of 200."""
     reader = SglangGenerate().make_reader()
     with pytest.raises(ContextOverflow):
         reader.read_events([RECORDED["sglang_generate"]["overflow_stream"].encode()])
@@ -267,7 +267,7 @@ def test_engine_requests_have_the_documented_body(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("row", PAYLOADS["constrained"], ids=lambda row: row["wire"])
 def test_structured_output_is_requested_in_each_engines_format(row: dict[str, Any]) -> None:
-    """A schema, or any JSON object."""
+    """The request has a schema, or asks for any JSON object."""
     expected = sent(row)
     for name, fields in row["asks"].items():
         expected[name] = expected.get(name, {}) | fields

@@ -40,7 +40,7 @@ async def test_a_forged_record_removes_no_container(container: Container, tmp_pa
 async def test_programs_have_few_capabilities_and_no_network(
     container: Container, tmp_path: Path
 ) -> None:
-    """No raw sockets, devices or mounts, no new privileges, nothing but loopback."""
+    """Programs have no raw sockets, devices, mounts or new privileges, and only loopback."""
     script = "grep -E 'CapBnd|NoNewPrivs|Seccomp:' /proc/self/status; ls /sys/class/net"
     async with container.open(tmp_path / "sandbox") as sandbox:
         await run_shell(sandbox, script)

@@ -31,7 +31,7 @@ DOCS = Path(__file__).resolve().parents[3] / "docs" / "api.md"
 
 
 async def test_a_task_is_submitted_once(server_of_each: RunningServer) -> None:
-    """201 the first time, also twice in a batch, 200 for a repetition, 409 for a conflict.
+    """The status is 201 the first time, 200 for a repetition, and 409 for a conflict.
 
     One conflict in a batch refuses all of it.
     """
@@ -50,7 +50,7 @@ async def test_a_task_is_submitted_once(server_of_each: RunningServer) -> None:
 
 
 async def test_tasks_and_sessions_can_be_read(server: RunningServer) -> None:
-    """A task's state, its body as submitted, its sessions."""
+    """A task has its state, its body as submitted, and its sessions."""
     changes = {"samples": 3, "tags": {"set": "a"}, "tenant": "lab"}
     await server.submit(**changes)
     task = (await server.ask("GET", "/v1/tasks/t", "read")).json
@@ -62,7 +62,7 @@ async def test_tasks_and_sessions_can_be_read(server: RunningServer) -> None:
 
 # --------------------------------------------------------------------------- results
 async def test_a_result_is_committed_once_and_read_in_every_form(server: RunningServer) -> None:
-    """View, packed and JSON trajectory; repeating a commit is fine, another result is not.
+    """Repeating a commit is fine, another result is not; every form has the trajectory.
 
     Its version is that of the weights when it was leased.
     """
@@ -124,7 +124,7 @@ async def test_files_of_the_server_are_private(server: RunningServer, tmp_path: 
 
 # --------------------------------------------------------------------------- nodes
 async def test_a_node_over_http(server: RunningServer) -> None:
-    """Register, lease, renew, release, drain."""
+    """A node registers, leases, renews, releases and drains over HTTP."""
     node, epoch = await server.start("worker")
     (seen,) = (await server.ask("GET", "/v1/nodes", "read")).json
     expected = {"name": "worker", "state": "live", "slots": 8, "running": 1}
@@ -141,7 +141,7 @@ async def test_a_node_over_http(server: RunningServer) -> None:
 
 # --------------------------------------------------------------------------- the server
 async def test_health_status_and_metrics(server: RunningServer) -> None:
-    """Health without a token, status and metrics with one; requests are counted by route."""
+    """Health needs no token, status and metrics do; requests are counted by route."""
     await server.submit(samples=2)
     await server.join()
     assert (await server.ask("GET", "/healthz", None)).json == {"status": "ok"}

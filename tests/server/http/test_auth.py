@@ -67,7 +67,7 @@ async def _send_all(
 
 
 async def test_only_the_holding_node_writes_to_a_session(server: RunningServer) -> None:
-    """Result, log and release; neither before the lease nor after its end."""
+    """Result, log and release are refused before the lease and after its end."""
     await server.submit()
     node, other = await server.join(), await server.join("other")
     refused = [(409, "fenced")] * 3

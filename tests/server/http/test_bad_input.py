@@ -73,7 +73,7 @@ def _fields(mistakes: Sequence[FieldError | Invalid]) -> list[str]:
 
 
 async def test_all_mistakes_of_a_body_are_reported_at_once(server: RunningServer) -> None:
-    """First those of the types, then those of validation; the client raises one error."""
+    """Mistakes of types come before those of validation; the client raises one error."""
     wrong = [dict(TASK, samples=0, limits={"agent_s": "x"}), dict(TASK, id="u", priority="x")]
     problem = (await server.ask("POST", "/v1/tasks", json=wrong)).problem
     assert _fields(problem.errors) == ["0.samples", "0.limits.agent_s", "1.priority"]
@@ -123,6 +123,6 @@ GOOD: list[dict[str, Any]] = [
 
 
 def test_unusual_tasks_are_accepted() -> None:
-    """Callbacks to any web address; several kinds of workspace."""
+    """Callbacks may go to any web address, and a workspace may be of several kinds."""
     for change in GOOD:
         check_task(replace(SOUND, **change))

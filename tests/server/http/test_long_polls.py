@@ -47,15 +47,15 @@ async def test_disconnected_clients_are_dropped(
 async def test_shutdown_does_not_wait_for_clients(live: RestartableServer) -> None:
     """Long polls get 503, streams end, and the server is down within two seconds."""
     async with aiohttp.ClientSession() as http:
-        served = RunningServer(live.url, live.app, live.control, http)
-        node = await served.join()
+        server = RunningServer(live.url, live.app, live.control, http)
+        node = await server.join()
         lease = f"/v1/nodes/{node.node}/lease"
         asking = [
             asyncio.create_task(one)
             for one in (
-                served.ask("GET", "/v1/results?wait_s=60"),
-                served.ask("POST", lease, node.token, json={"capacity": 1}),
-                *(served.ask("GET", "/v1/events", headers=SSE) for _ in range(5)),
+                server.ask("GET", "/v1/results?wait_s=60"),
+                server.ask("POST", lease, node.token, json={"capacity": 1}),
+                *(server.ask("GET", "/v1/events", headers=SSE) for _ in range(5)),
             )
         ]
         await until(lambda: live.app.waits.open == len(asking))
