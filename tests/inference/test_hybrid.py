@@ -20,6 +20,7 @@ from inference.tiny_model import VOCAB, prompt, truth
 from support.models import HYBRID, SMALL, make_kind, make_mistral
 from support.polling import until
 from tugline.errors import UsageError
+from tugline.inference import sampling
 from tugline.inference.base import GenerateRequest, SampledChunk, join
 
 TEXT = [name for name in HYBRID if "images" not in name]
@@ -71,6 +72,18 @@ async def test_a_next_turn_computes_only_its_tail() -> None:
     assert last - after == 60 - 1, "only the state at the end of the prompt is a beginning of it"
     assert max_error(model, following, second) < TOLERANCE
     assert max_error(model, fork, third) < TOLERANCE
+
+
+@pytest.mark.parametrize("together", [7, 1000])
+async def test_a_score_is_that_of_a_plain_forward_pass(
+    monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    """Also in several pieces."""
+    monkeypatch.setattr(sampling, "SCORED_TOGETHER", together)
+    model, ids = hybrid(), prompt(50)
+    async with make(model) as engine:
+        scored = await engine.score(ids, 1.0)
+    assert float(np.abs(truth(model, ids[:1], ids[1:]) - scored).max()) < TOLERANCE
 
 
 async def test_keep_recomputes_states_with_the_new_weights() -> None:

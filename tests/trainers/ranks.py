@@ -15,10 +15,12 @@ from msgspec.structs import replace
 from torch.nn.parallel import DistributedDataParallel
 
 from trainers.sessions import VERSION, groups, recaptured, session, tiny, trace, weights
+from tugline.inference.load import load
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.distributed import gather_tensors, shard
 from tugline.trainers.grpo.train import Grpo, StepReport
+from tugline.trainers.lora import write_trained
 from tugline.types import Trajectory
 
 STEPS, SAVED = 5, 2
@@ -112,6 +114,13 @@ def resume(name: str, share: slice, folder: Path) -> torch.Tensor:
     return train_rest(other, share)
 
 
+def publish(folder: Path, model: torch.nn.Module) -> None:
+    """Write a model in the names of ``source``, and a checkpoint."""
+    trainer = Grpo(model, CONFIG, source=folder / "source")
+    write_trained(folder / "published", model, trainer.source)
+    checkpoint.save(folder / "saved", trainer, step=1, version=VERSION)
+
+
 def work(rank: int, folder: Path) -> None:
     """One of two ranks: train every case, and write weights and reports to `folder`."""
     torch.set_num_threads(1)
@@ -124,6 +133,10 @@ def work(rank: int, folder: Path) -> None:
     for name in RESUMED:
         share = slice(1) if rank == 0 else slice(1, None)
         results[f"resumed {name}"] = (resume(name, share, folder / name), [])
+    (folder / "published").mkdir(exist_ok=True)
+    experts = load(folder / "source", dtype=torch.float32)[0]
+    shard(experts)
+    publish(folder, experts)
     whole = gather_tensors(checkpoint.unique_weights(fsdp()))
     results["gathered"] = (torch.tensor(sum(each.numel() for each in whole.values())), [])
     torch.save(results, folder / f"{rank}.pt")

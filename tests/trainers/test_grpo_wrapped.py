@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -10,8 +11,21 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from trainers.ranks import CASES, CONFIG, RESUMED, SAVED, batches, lora, train, train_rest, work
+from trainers.ranks import (
+    CASES,
+    CONFIG,
+    RESUMED,
+    SAVED,
+    batches,
+    lora,
+    publish,
+    train,
+    train_rest,
+    work,
+)
 from trainers.sessions import VERSION, tiny, weights
+from trainers.test_hub import make_source, read
+from tugline.inference.load import load
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.train import Grpo, StepReport
 
@@ -35,6 +49,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(home: Path) -> Ranks:
     """Results of both ranks, by case."""
+    make_source(home / "source", "qwen3_moe")
     mp.spawn(work, args=(home,), nprocs=2)
     return [torch.load(home / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
@@ -77,6 +92,21 @@ def test_a_resumed_run_has_the_same_weights(ranks: Ranks, home: Path, name: str)
     resumed = [each[f"resumed {name}"][0] for each in ranks]
     for trained in (train_rest(alone, slice(None)), *resumed):
         assert float((trained - expected).abs().max()) < 1e-5
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_sharded_model_is_written_as_a_whole_one(home: Path, tmp_path: Path) -> None:
+    """In the names of its source, with the same bytes; a checkpoint, too."""
+    alone = tmp_path / "alone"
+    (alone / "published").mkdir(parents=True)
+    shutil.copytree(home / "source", alone / "source")
+    publish(alone, load(alone / "source", dtype=torch.float32)[0])
+    name = "model.safetensors"
+    whole = (alone / "published" / name).read_bytes()
+    assert whole == (home / "published" / name).read_bytes()
+    assert read(home / "published").keys() == read(home / "source").keys()
+    saved = Path("saved", "step-000001", name)
+    assert (alone / saved).read_bytes() == (home / saved).read_bytes()
 
 
 def test_only_rank_0_holds_gathered_tensors(ranks: Ranks) -> None:

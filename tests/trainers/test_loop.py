@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from support import training
+from support.models import make_kind
 from support.training import write_config
 from tugline.errors import ConfigError, EngineError, UsageError
 from tugline.inference.load import load
@@ -33,12 +34,12 @@ from tugline.trainers.sinks import METRICS, make_sinks, read_lines
 MODEL = Path("none")
 
 
-async def run(config: Path, folder: Path) -> TrainSummary:
+async def run(config: Path, folder: Path, report: Callable[[str], object] = str) -> TrainSummary:
     """Train in this process."""
     settings = read_config(config, MODEL)
     sinks = make_sinks(settings.metrics, Console(quiet=True))
     batches = TaskBatches(settings, config.parent)
-    return await train(settings, batches, folder, sinks, lambda _text: None)
+    return await train(settings, batches, folder, sinks, report)
 
 
 def rows(folder: Path, key: str) -> list[dict[str, Any]]:
@@ -137,6 +138,33 @@ async def test_a_finished_run_continues_with_more_steps(tmp_path: Path) -> None:
     assert all(torch.equal(model.state_dict()[name], trained[name]) for name in trained)
     with pytest.raises(UsageError, match="other values of schedule"):
         await run(write_config(tmp_path, schedule=plan | {"samples": 3}), folder)
+
+
+@pytest.mark.engine
+async def test_a_hybrid_with_images_trains(tmp_path: Path) -> None:
+    """Its engine and trainer agree, and its trained model has what was not trained."""
+    plan = {"steps": 2, "tasks_per_step": 2, "samples": 2}
+    config = write_config(tmp_path, schedule=plan, heldout=None)
+    source = tmp_path / "model"
+    model = make_kind("qwen3_5_with_images")
+    model.resize_token_embeddings(1400, mean_resizing=False)
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(source)
+    notes: list[str] = []
+    await run(config, tmp_path / "run", notes.append)
+    assert "packing: prefixes that traces share are computed once" in notes
+    steps = rows(tmp_path / "run", "update/mismatch/total/max_abs")
+    published = rows(tmp_path / "run", "publish/version")
+    assert len(steps) + len(published) > 2
+    assert all(row["update/mismatch/total/max_abs"] < 1e-4 for row in steps)
+    assert all(row["publish/max_abs_dlogprob"] < 1e-4 for row in published)
+    before, after = (
+        load_file(each / "model.safetensors") for each in (source, tmp_path / "run" / RESULT)
+    )
+    assert before.keys() == after.keys()
+    vision = {name for name in before if ".visual." in name}
+    assert vision
+    assert {name for name in before if torch.equal(before[name], after[name])} == vision
 
 
 @pytest.mark.engine

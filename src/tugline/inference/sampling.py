@@ -93,7 +93,7 @@ def score(model: PreTrainedModel, ids: Ids, temperature: float) -> Logprobs:
     writes the engine's KV cache, so the result does not depend on earlier requests.
     """
     whole = torch.from_numpy(ids.astype(np.int64)).to(model.device)
-    cache = DynamicCache()
+    cache = DynamicCache(config=model.config.get_text_config())
     parts = []
     for start in range(0, len(ids) - 1, SCORED_TOGETHER):
         piece = whole[start : min(start + SCORED_TOGETHER, len(ids) - 1)]
