@@ -62,7 +62,7 @@ async def test_a_consumer_resumes_at_its_acknowledged_position(database: Databas
         assert (await database.write(results.ack, "grpo", cursor)).acked == kept
         assert await database.read(results.read_acked, "grpo") == kept
     for wrong in (-1, latest + 1):
-        with pytest.raises(Invalid, match=f"cursor is {wrong}, the latest position is {latest}"):
+        with pytest.raises(Invalid, match=rf"cursor is {wrong}, .* \(at most {latest}\)"):
             await database.write(results.ack, "grpo", wrong)
     await database.write(results.ack, "eval", 1)
     known = await database.read(results.list_consumers)
