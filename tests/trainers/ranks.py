@@ -14,6 +14,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from torch.nn.parallel import DistributedDataParallel
 
+from random_models import make_kind
 from trainers.sessions import VERSION, groups, recaptured, session, tiny, trace, weights
 from tugline.inference.load import load
 from tugline.trainers.grpo import checkpoint
@@ -68,6 +69,18 @@ def fsdp(seed: int = 0) -> torch.nn.Module:
     return model
 
 
+def hybrid() -> torch.nn.Module:
+    """A model with gated delta nets."""
+    return make_kind("qwen3_5")
+
+
+def hybrid_fsdp() -> torch.nn.Module:
+    """A sharded model with gated delta nets."""
+    model = hybrid()
+    shard(model)
+    return model
+
+
 def lora_fsdp(seed: int = 0) -> torch.nn.Module:
     """A sharded model with adapters."""
     model = lora(seed)
@@ -94,10 +107,13 @@ CASES: dict[str, tuple[Callable[[], torch.nn.Module], slice, slice, dict[str, ob
     "fsdp, all on one rank": (fsdp, slice(None), slice(0), {"gradient_checkpointing": True}),
     "fsdp, small passes": (fsdp, slice(None, 4), slice(4, None), {"micro_tokens": 1}),
     "lora": (lora_fsdp, slice(None, 1), slice(1, None), {}),
+    "hybrid": (hybrid_fsdp, slice(None, 1), slice(1, None), {"gradient_checkpointing": True}),
 }
 """The model, the part of a step's sessions of each rank, and changes of the configuration."""
 
 
+ALONE: dict[str, Callable[[], torch.nn.Module]] = {"lora": lora, "hybrid": hybrid}
+"""The model that one process trains, by case; `tiny` for the others."""
 RESUMED: dict[str, Callable[[int], torch.nn.Module]] = {"fsdp": fsdp, "lora": lora_fsdp}
 """Models that are saved after `SAVED` steps and loaded into others."""
 

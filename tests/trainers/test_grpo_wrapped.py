@@ -12,6 +12,7 @@ import torch
 import torch.multiprocessing as mp
 
 from trainers.ranks import (
+    ALONE,
     CASES,
     CONFIG,
     RESUMED,
@@ -58,7 +59,7 @@ def ranks(home: Path) -> Ranks:
 def test_two_processes_train_as_one(ranks: Ranks, case: str) -> None:
     """Both ranks have the weights and reports of one process, also with uneven or no data."""
     _, _, _, changes = CASES[case]
-    alone = lora() if case == "lora" else tiny()
+    alone = ALONE.get(case, tiny)()
     start = weights(alone).clone()
     expected = train(alone, msgspec.structs.replace(CONFIG, **changes), slice(None))
     assert float((weights(alone) - start).abs().max()) > 1e-4
@@ -67,16 +68,19 @@ def test_two_processes_train_as_one(ranks: Ranks, case: str) -> None:
     assert (last.importance_bounded if "importance" not in changes else last.clip_fraction) > 0.1
     for results in ranks:
         trained, encoded = results[case]
-        assert float((trained - weights(alone)).abs().max()) < 1e-5
+        # the trees of both differ: AdamW makes more of differences in gradients near zero
+        within = 5e-5 if case == "hybrid" else 1e-5
+        assert float((trained - weights(alone)).abs().max()) < within
         for data, other in zip(encoded, expected, strict=True):
             report = msgspec.json.decode(data, type=StepReport)
             assert (report.updates, report.ledger) == (other.updates, other.ledger)
             assert report.skipped_because_of == other.skipped_because_of
             for name in ("loss", "grad_norm", "importance_bounded", "clip_fraction", "ratio_mean"):
-                assert getattr(report, name) == pytest.approx(getattr(other, name), abs=1e-5)
+                expected_value = pytest.approx(getattr(other, name), rel=1e-5, abs=1e-5)
+                assert getattr(report, name) == expected_value
             assert report.mismatch.total.tokens == other.mismatch.total.tokens
             assert report.mismatch.total.max_abs == pytest.approx(
-                other.mismatch.total.max_abs, abs=1e-5
+                other.mismatch.total.max_abs, rel=1e-5, abs=1e-5
             )
 
 

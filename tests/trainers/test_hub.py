@@ -20,6 +20,7 @@ from tugline.inference.load import load
 from tugline.trainers.config import Lora
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.hub import read_weights
 from tugline.trainers.grpo.train import Grpo
 from tugline.trainers.lora import merge_adapter
 from tugline.trainers.models import model_folder, prepare
@@ -136,6 +137,21 @@ def test_a_merged_adapter_is_published_in_the_names_of_the_source(
     merged = merge_adapter(trainer.model)
     for name, tensor in mine.state_dict().items():
         assert torch.equal(tensor, merged[name].to(BF16).float())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_in_the_names_of_the_model_are_read(tmp_path: Path, kind: str) -> None:
+    """As in checkpoints of earlier versions, which have only what is trained."""
+    model, _, _ = load(make_source(tmp_path / "source", kind), dtype=torch.float32)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(expected, tmp_path / "model.safetensors")
+    found = dict(read_weights(tmp_path, model))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    del expected["model.norm.weight"]
+    save_file(expected, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"differ in 1 weights, such as model\.norm\.weight"):
+        next(read_weights(tmp_path, model))
 
 
 def test_files_and_types_are_those_of_the_source(tmp_path: Path) -> None:
