@@ -156,3 +156,23 @@ def test_reported_mistakes_are_bounded() -> None:
     with pytest.raises(ConfigError) as caught:
         decode([{"learning_rate": 0, f"x{n}": 1} for n in range(10_000)], list[Optimizer])
     assert len(caught.value.problems) == MAX_PROBLEMS
+
+
+def test_values_are_changed_by_dotted_key(tmp_path: Path) -> None:
+    """Changes are merged into the tables of the file and are checked as strictly as the file."""
+    file = tmp_path / "run.yaml"
+    file.write_text("name: a\noptimizer:\n  kind: sgd\n", encoding="utf-8")
+    changed = load(file, Settings, {"steps": 5, "optimizer.learning_rate": 0.1})
+    assert (changed.name, changed.steps) == ("a", 5)
+    assert (changed.optimizer.kind, changed.optimizer.learning_rate) == ("sgd", 0.1)
+    assert load(file, Settings, {"optimizer": {}}).optimizer.kind == "adamw"
+    for changes, message in (
+        ({"stepz": 5}, "--set: unknown key 'stepz'.*steps"),
+        ({"steps": "many"}, "--set: steps is 'many', must be an integer"),
+        ({"name.first": "b"}, "--set name.first: name is 'a', must be a table"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(file, Settings, changes)
+    file.write_text("stepz: 1\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"run\.yaml"):
+        load(file, Settings, {"steps": 5})

@@ -9,6 +9,7 @@ import math
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,10 +33,38 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 C = TypeVar("C", bound=Config)
 
 
-def load(path: Path | str, kind: type[C]) -> C:
-    """Read the file at `path` as `kind`. Raises `ConfigError`, one line."""
+NO_CHANGES: Mapping[str, Any] = MappingProxyType({})
+
+
+def load(path: Path | str, kind: type[C], changes: Mapping[str, Any] = NO_CHANGES) -> C:
+    """Read the file at `path` as `kind`, with `changes` (`change`). Raises `ConfigError`."""
     values = read_values(Path(path))
-    return from_mapping({} if values is None else values, kind, source=str(path))
+    values = {} if values is None else values
+    if not changes:
+        return from_mapping(values, kind, source=str(path))
+    from_mapping(values, kind, source=str(path))  # so that errors of the file name the file
+    return from_mapping(change(values, changes), kind, source="--set")
+
+
+def change(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of `values` with the value of each dotted key replaced, or added.
+
+    Raises `ConfigError` if a part of a key is not a table.
+    """
+    changed = dict(values)
+    for key, value in changes.items():
+        table = changed
+        *parents, last = key.split(".")
+        for number, name in enumerate(parents):
+            below = table.get(name, {})
+            if not isinstance(below, Mapping):
+                where = ".".join(parents[: number + 1])
+                msg = f"--set {key}: {where} is {reprlib.repr(below)}, must be a table"
+                raise ConfigError(msg, where)
+            table[name] = dict(below)
+            table = table[name]
+        table[last] = value
+    return changed
 
 
 def from_mapping(values: Any, kind: type[C], source: str = "configuration") -> C:

@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 from msgspec.structs import replace
 
-from tugline.cli.options import DEMO_MODEL
+from tugline.cli.key_values import parse_options
+from tugline.cli.options import DEMO_MODEL, Changes
 from tugline.cli.output import echo
 from tugline.errors import UsageError
 from tugline.launch.settings import Flags, Settings, load_settings
@@ -40,6 +41,7 @@ class NodeOptions:
     """Use an API that reports no token ids."""
     slots: int | None = None
     """Number of concurrent agents."""
+    changes: Changes = None
     log_file: Annotated[Path | None, Parameter("--log")] = None
     """File to write the log to, as JSON lines."""
 
@@ -59,7 +61,13 @@ class NodeOptions:
             "mode": Mode.TEXT.value if self.messages_only else None,
         }
         node = {"slots": self.slots, "name": name, "processes": processes}
-        settings = load_settings(self.config, server=server or {}, node=node, engine=engine)
+        settings = load_settings(
+            self.config,
+            server=server or {},
+            node=node,
+            engine=engine,
+            changes=parse_options(self.changes, "--set"),
+        )
         if self.model is None:
             return settings
         if settings.engine.urls:

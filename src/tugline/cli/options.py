@@ -24,6 +24,10 @@ Required = Annotated[str, Parameter(required=True)]
 Json = Annotated[bool, Parameter("--json", help="Print JSON.")]
 DATA = Path("tugline-data")
 Folder = Annotated[Path, Parameter("--dir", help="Folder of all data.")]
+Changes = Annotated[
+    list[str] | None,
+    Parameter("--set", help="Set a value of the configuration, such as node.slots=4; repeatable."),
+]
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "warm_start_model"
 """Tiny model that is served or trained by default."""
 _DEADLINE_S = 10.0

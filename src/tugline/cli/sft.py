@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tugline.cli.options import Json
+from tugline.cli.key_values import parse_options
+from tugline.cli.options import Changes, Json
 from tugline.cli.output import save_report
 from tugline.cli.training_run import (
     SUMMARY,
@@ -22,7 +23,13 @@ from tugline.cli.training_run import (
 
 
 def sft(
-    config: Path, /, *, out: TrainingFolder = None, resume: Resume = False, as_json: Json = False
+    config: Path,
+    /,
+    *,
+    out: TrainingFolder = None,
+    resume: Resume = False,
+    changes: Changes = None,
+    as_json: Json = False,
 ) -> None:
     """Fine-tune a model on accepted conversations or traces; resumable at any point.
 
@@ -35,13 +42,14 @@ def sft(
         from tugline.trainers.config import CONFIG, MODEL  # noqa: PLC0415 - the same
         from tugline.trainers.sft import read_config, train  # noqa: PLC0415 - the same
 
-        settings = read_config(config)
+        settings = read_config(config, parse_options(changes, "--set"))
         if is_follower():
             train(settings, None, sinks.Sinks(()), lambda _: None)
             return
         figures = sinks.make_sinks(settings.metrics, console)
         folder = choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
-        with keep_resumable(folder, f"sft {shlex.quote(str(config))}", console):
+        command = ["sft", str(config), *(f"--set={each}" for each in changes or ())]
+        with keep_resumable(folder, shlex.join(command), console):
             end = train(settings, folder, figures, console.print)
     save_report(folder / SUMMARY, end, as_json=as_json)
     where = folder / MODEL

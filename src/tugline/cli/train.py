@@ -9,7 +9,8 @@ from pathlib import Path
 import uvloop
 from rich.console import Console
 
-from tugline.cli.options import DEMO_MODEL, Json
+from tugline.cli.key_values import parse_options
+from tugline.cli.options import DEMO_MODEL, Changes, Json
 from tugline.cli.output import save_report
 from tugline.cli.training_run import (
     SUMMARY,
@@ -30,6 +31,7 @@ def train(
     resume: Resume = False,
     server: str | None = None,
     engine: list[str] | None = None,
+    changes: Changes = None,
     dry_run: bool = False,
     as_json: Json = False,
 ) -> None:
@@ -46,7 +48,13 @@ def train(
         from tugline.trainers import batches, loop, models, sinks  # noqa: PLC0415 - needs the extra
         from tugline.trainers.config import CONFIG, read_config  # noqa: PLC0415 - the same
 
-        settings = read_config(config, DEMO_MODEL, server=server, engines=engine or ())
+        settings = read_config(
+            config,
+            DEMO_MODEL,
+            server=server,
+            engines=engine or (),
+            changes=parse_options(changes, "--set"),
+        )
         if is_follower():
             if not dry_run:
                 with models.open_models(settings) as opened:
@@ -60,7 +68,8 @@ def train(
             print(batches.describe(settings, tasks, folder))
             return
         report = sinks.make_report(console)
-        with keep_resumable(folder, f"train {shlex.quote(str(config))}", console):
+        command = ["train", str(config), *(f"--set={each}" for each in changes or ())]
+        with keep_resumable(folder, shlex.join(command), console):
             summary = uvloop.run(loop.train(settings, tasks, folder, figures, report))
     save_report(folder / SUMMARY, summary, as_json=as_json)
     console.print(f"done after {summary.state.elapsed_s:.0f} s: {folder}")

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from tugline.config import Config, from_mapping
+from tugline.config import NO_CHANGES, Config, change, from_mapping
 from tugline.node.settings import NodeSettings
 from tugline.schema import NonNegativeFloat, Port, PositiveFloat, PositiveInt, read_values
 from tugline.server.settings import ServerSettings
@@ -94,10 +94,23 @@ Flags = Mapping[str, object]
 """Values of a command's flags by configuration key; None for a flag that is not given."""
 
 
-def load_settings(config: Path | None, *, server: Flags, node: Flags, engine: Flags) -> Settings:
-    """Load the file at `config`, if any, and override it with flags. Raises `ConfigError`."""
+def load_settings(
+    config: Path | None,
+    *,
+    server: Flags,
+    node: Flags,
+    engine: Flags,
+    changes: Mapping[str, object] = NO_CHANGES,
+) -> Settings:
+    """Load the file at `config`, if any, and override it. Raises `ConfigError`.
+
+    `changes` override values by dotted key, then flags those of their tables.
+    """
     values = (read_values(config) if config else None) or {}
     from_mapping(values, Settings, source=str(config))
+    if changes:
+        values = change(values, changes)
+        from_mapping(values, Settings, source="--set")
     merged = {table: dict(keys) for table, keys in values.items()}
     for table, overrides in (("server", server), ("node", node), ("engine", engine)):
         flags = {key: value for key, value in overrides.items() if value is not None}

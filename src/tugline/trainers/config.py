@@ -4,7 +4,7 @@ A run stores its configuration in its folder and cannot be resumed with a differ
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from tugline.atomic import read_or_make, write_file
-from tugline.config import Config, load
+from tugline.config import NO_CHANGES, Config, load
 from tugline.datasets.files import TaskSelection
 from tugline.errors import ConfigError, UsageError
 from tugline.launch.settings import EngineSettings, GatewaySettings
@@ -172,13 +172,18 @@ class TrainConfig(Config, frozen=True, kw_only=True):
 
 
 def read_config(
-    path: Path, default_model: Path, *, server: str | None = None, engines: Sequence[str] = ()
+    path: Path,
+    default_model: Path,
+    *,
+    server: str | None = None,
+    engines: Sequence[str] = (),
+    changes: Mapping[str, Any] = NO_CHANGES,
 ) -> TrainConfig:
     """Read the file at `path` with its paths made absolute. Raises `ConfigError`.
 
-    `server` and `engines` override the addresses in the file.
+    `changes` override values of the file by dotted key, `server` and `engines` its addresses.
     """
-    config = load(path, TrainConfig)
+    config = load(path, TrainConfig, changes)
     folder = path.absolute().parent
     model = default_model if config.model is None else folder / config.model.expanduser()
     given = decode({"urls": engines}, EngineSettings, source="--engine")

@@ -30,7 +30,7 @@ from msgspec.structs import replace
 from tugline.chat.dialects.openai_chat import parse_conversation
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
-from tugline.config import Config, load
+from tugline.config import NO_CHANGES, Config, load
 from tugline.datasets.rows import read_rows
 from tugline.errors import ConfigError, RequestError, UsageError
 from tugline.inference.load import load as load_model
@@ -99,9 +99,12 @@ class SftRunConfig(Config, frozen=True, kw_only=True):
     """Folder of the run, relative to the current directory; None: given by `--out`."""
 
 
-def read_config(path: Path) -> SftRunConfig:
-    """Read the file at `path` with its paths made absolute. Raises `ConfigError`."""
-    config = load(path, SftRunConfig)
+def read_config(path: Path, changes: Mapping[str, Any] = NO_CHANGES) -> SftRunConfig:
+    """Read the file at `path` with its paths made absolute. Raises `ConfigError`.
+
+    `changes` override values of the file by dotted key.
+    """
+    config = load(path, SftRunConfig, changes)
     folder = path.absolute().parent
     data = tuple(folder / part.expanduser() for part in config.data)
     return replace(config, model=folder / config.model.expanduser(), data=data)
