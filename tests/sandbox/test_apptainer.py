@@ -52,7 +52,7 @@ async def test_missing_seccomp_is_a_weakness(
     monkeypatch.setenv("NO_SECCOMP", "1")
     async with driver.runtime.open(tmp_path / "sandbox", driver.spec()) as sandbox:
         assert (await run_shell(sandbox, "exit 3")).code == 3
-    expected = "the shell that runs it, so forge its exit code: FATAL: seccomp is not built in"
+    expected = "the shell that runs it, and so forge its exit code: FATAL: seccomp is not built in"
     assert any(expected in line for line in driver.runtime.list_weaknesses())
 
 

@@ -105,7 +105,9 @@ async def test_unavailable_workspaces_are_reported(
     """The error names repository and commit, but no secrets of the URL."""
     commit = "0123456789012345678901234567890123456789"
     cases = {
-        "has no 'v9': give a full hash, a tag": Workspace(repo=str(repo.folder), commit="v9"),
+        "has no tag or branch 'v9'; give a full hash, or a tag": Workspace(
+            repo=str(repo.folder), commit="v9"
+        ),
         f"has no commit '{commit}'": Workspace(repo=f"file://{repo.folder}", commit=commit),
         "none' is not a folder on this node": Workspace(repo=str(tmp_path / "none"), commit="v9"),
         "git says: .*does not appear to be a git": Workspace(repo=str(tmp_path), commit="v1"),
@@ -128,9 +130,12 @@ async def test_unavailable_workspaces_are_reported(
 @pytest.mark.parametrize(
     ("workspace", "expected"),
     [
-        (Workspace(repo="/r", folder="/f"), "must be left out beside `repo`"),
-        (Workspace(commit="x"), "workspace.commit is 'x', must be left out without `repo`"),
-        (Workspace(folder="/f", commit="x"), "workspace.commit is 'x', must be left out beside"),
+        (Workspace(repo="/r", folder="/f"), "must be left out if `repo` is set"),
+        (Workspace(commit="x"), "workspace.commit is 'x', must be left out if neither `repo`"),
+        (
+            Workspace(folder="/f", commit="x"),
+            "workspace.commit is 'x', must be left out if `folder` is set",
+        ),
         (Workspace(folder="a"), "workspace.folder is 'a', must be an absolute path"),
         (Workspace(folder="/"), "the root of the node cannot be a workspace"),
         (Workspace(repo="a/b"), "workspace.repo is 'a/b', must be a URL or an absolute path"),

@@ -239,7 +239,7 @@ async def test_files_are_put_and_read_in_own_folders_only(sandbox: Sandbox) -> N
     for path in ("/etc/passwd", f"{sandbox.workdir}/../etc/passwd"):
         with pytest.raises(UsageError):
             await sandbox.get(PurePosixPath(path))
-    with pytest.raises(UsageError, match="not under /etc"):
+    with pytest.raises(UsageError, match="not below /etc"):
         await sandbox.put(PurePosixPath("/etc"), {"x": "1"})
 
 

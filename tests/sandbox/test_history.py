@@ -103,14 +103,14 @@ def test_broken_tags_are_removed(clone: Clone) -> None:
 
 def test_another_commit_is_an_error(clone: Clone) -> None:
     """A repository that is not at the given commit is not changed."""
-    with pytest.raises(WorkspaceError, match=f"the clone has no commit '{clone.future}' in the"):
+    with pytest.raises(WorkspaceError, match=f"the clone: commit '{clone.future}' is not in the"):
         end_at(clone, clone.future)
     assert "future" in clone.git("log", "--all", "--format=%s")
 
 
 def test_no_repository_is_an_error(tmp_path: Path) -> None:
     """A folder without a repository or a checked out commit is an error."""
-    with pytest.raises(WorkspaceError, match="it is no git repository, so "):
+    with pytest.raises(WorkspaceError, match="it is not a git repository, so "):
         asyncio.run(end_history(tmp_path, "HEAD", "it"))
     (tmp_path / ".git").mkdir()
     with pytest.raises(WorkspaceError, match="has no commit checked out"):
