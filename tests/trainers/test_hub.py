@@ -12,9 +12,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from support.models import HYBRID, KINDS, make_kind
+from support.models import HYBRID, KINDS, log_probabilities, make_kind
 from support.tokenizer import make_tokenizer
-from trainers.sessions import VERSION, groups, weights
+from trainers.sessions import PROMPT, VERSION, groups, weights
 from tugline.errors import ConfigError
 from tugline.inference.load import load
 from tugline.trainers.config import Lora
@@ -137,6 +137,21 @@ def test_a_merged_adapter_is_published_in_the_names_of_the_source(
     merged = merge_adapter(trainer.model)
     for name, tensor in mine.state_dict().items():
         assert torch.equal(tensor, merged[name].to(BF16).float())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_of_all_layers_is_merged(tmp_path: Path, kind: str) -> None:
+    """Also those of fused experts: the published model computes what the trainer computes."""
+    source = make_source(tmp_path / "source", kind)
+    trainer = train(source, lora=Lora(rank=2))
+    result = publish(trainer, tmp_path / "model", "float32")
+    mine, _, _ = load(result, dtype=torch.float32)
+    with torch.no_grad():
+        after = log_probabilities(mine, PROMPT)
+        before = log_probabilities(load(source, dtype=torch.float32)[0], PROMPT)
+    assert float((before - after).abs().max()) > 1e-2
+    assert float((torch.from_numpy(trainer.score(PROMPT)) - after).abs().max()) < 1e-4
+    assert merge_adapter(trainer.model).keys() == mine.state_dict().keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,8 +21,10 @@ def add_adapter(model: Any, lora: Lora, seed: int) -> torch.nn.Module:
         r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM"
     )
     torch.manual_seed(seed)
-    # PEFT 0.21 uses a deprecated name of transformers
+    # PEFT 0.21 uses a deprecated name of transformers, and does not find its own patterns for
+    # fused experts, which it applies
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern", RuntimeWarning)
         return get_peft_model(model, settings)
 
 
@@ -33,16 +35,28 @@ def merge_adapter(model: Any) -> dict[str, torch.Tensor]:
 
 def find_trained(model: Any) -> dict[str, torch.Tensor]:
     """Return the weights that training changes, by name, as they are without the adapter."""
-    names = {
-        f"{name}.weight"
-        for name, part in get_base_model(model).named_modules()
-        if hasattr(part, "base_layer")
-    }
+    adapted = _find_adapted(get_base_model(model))
     return {
         name: tensor
         for name, tensor in _merge(model, merged=False)
-        if tensor.requires_grad or name in names
+        if tensor.requires_grad or name in adapted
     }
+
+
+def _find_adapted(base: torch.nn.Module) -> dict[str, Any]:
+    """Return PEFT's layer of each adapted weight, by the weight's name without the adapter.
+
+    Layers are nested if several weights of a module are adapted, such as those of fused experts.
+    """
+    return {
+        f"{_strip(name)}.{getattr(part, 'parameter_name', 'weight')}": part
+        for name, part in base.named_modules()
+        if hasattr(part, "base_layer")
+    }
+
+
+def _strip(name: str) -> str:
+    return name.replace(".base_layer", "")
 
 
 def merge_trained(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -57,14 +71,13 @@ def _merge(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield weights by their names without the adapter, whose product is added if `merged`."""
     base = get_base_model(model)
-    adapted = {name: part for name, part in base.named_modules() if hasattr(part, "base_layer")}
+    adapted = _find_adapted(base) if merged else {}
     for name, tensor in get_weights(base).items():
-        layer, inner, weight = name.partition(".base_layer.")
-        plain = f"{layer}.{weight}" if inner else name
+        plain = _strip(name)
         if ".lora_" in name or (only is not None and plain not in only):
             continue
-        if merged and inner and weight == "weight":
-            yield plain, tensor + adapted[layer].get_delta_weight("default")
+        if plain in adapted:
+            yield plain, tensor + adapted[plain].get_delta_weight("default")
         else:
             yield plain, tensor
 
