@@ -12,7 +12,6 @@ under; KV of older weights is never matched), I7 (only the new tokens of a turn 
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 
 from tugline.errors import UsageError
 from tugline.inference.base import EngineStats, GenerateRequest
-from tugline.inference.kv import Cut, KVPool, PrefixTable
+from tugline.inference.kv import Cut, PrefixTable, make_pool
 from tugline.inference.sampling import sample, uniforms
 from tugline.types import Finish, Ids, shared_prefix
 
@@ -106,7 +105,7 @@ class Batch:
         self._parked_prefixes = PrefixTable(max_parked, max_model_len)
         self._parked: OrderedDict[int, Cut] = OrderedDict()
         """KV by slot in `_parked_prefixes`, least recently used first."""
-        self._pool = _pool_for(model)
+        self._pool = make_pool(model)
         self._updates: dict[Sequence, None] = {}
         self._stats = EngineStats()
 
@@ -355,50 +354,6 @@ class Batch:
             slot, _ = self._parked.popitem(last=False)
         self._parked[slot] = self._pool.cut(row, length)
         self._parked_prefixes.put(slot, self.running[row].ids[:length])
-
-
-def _pool_for(model: PreTrainedModel) -> KVPool:
-    """Return a pool with the shape of the model's own cache. Raises `UsageError` if unsupported."""
-    with torch.inference_mode():
-        probe = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
-    layers = dict(enumerate(getattr(getattr(probe, "cache", None), "layers", ())))
-    full = [number for number, layer in layers.items() if type(layer).__name__ == "DynamicLayer"]
-    states = _find_states(model, layers)
-    shapes = {
-        tuple(tensor.shape[1::2])
-        for number in full
-        for tensor in (layers[number].keys, layers[number].values)
-    }
-    if {*full, *states} != {*layers} or len(shapes) != 1:
-        kinds = sorted({type(layer).__name__ for layer in layers.values()})
-        raise UsageError(
-            f"model type {model.config.model_type!r} caches {', '.join(kinds) or 'nothing'}"
-            f" of {len(shapes)} shapes; the embedded engine serves models whose layers all have"
-            " full attention of one shape (Qwen2, Qwen3, Llama...), or are gated delta nets beside"
-            " it (Qwen3-Next, Qwen3.5): serve this model with vLLM"
-        )
-    try:
-        model.set_attn_implementation("sdpa")
-    except ValueError as error:
-        msg = f"model type {model.config.model_type!r} has no sdpa attention: serve it with vLLM"
-        raise UsageError(msg) from error
-    heads, dim = shapes.pop()
-    return KVPool(
-        layers=full, heads=heads, dim=dim, device=model.device, dtype=model.dtype, states=states
-    )
-
-
-def _find_states(
-    model: PreTrainedModel, layers: Mapping[int, Any]
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the states of each gated delta net by its number, from a cache."""
-    nets = [each for each in model.modules() if type(each).__name__.endswith("GatedDeltaNet")]
-    numbers = {int(net.layer_idx) for net in nets if isinstance(net.layer_idx, int)}
-    return {
-        number: (layers[number].conv_states[0], layers[number].recurrent_states[0])
-        for number in sorted(numbers & {*layers})
-        if len(layers[number].conv_states) == 1
-    }
 
 
 def _check_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:

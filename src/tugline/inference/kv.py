@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from tugline.errors import UsageError
 from tugline.types import Ids
 
 
@@ -214,3 +216,47 @@ class PrefixTable:
     def length(self, row: int) -> int:
         """Return the number of tokens in `row`."""
         return int(self._lengths[row])
+
+
+def make_pool(model: PreTrainedModel) -> KVPool:
+    """Return a pool with the shape of the model's own cache. Raises `UsageError` if unsupported."""
+    with torch.inference_mode():
+        probe = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
+    layers = dict(enumerate(getattr(getattr(probe, "cache", None), "layers", ())))
+    full = [number for number, layer in layers.items() if type(layer).__name__ == "DynamicLayer"]
+    states = _find_states(model, layers)
+    shapes = {
+        tuple(tensor.shape[1::2])
+        for number in full
+        for tensor in (layers[number].keys, layers[number].values)
+    }
+    if {*full, *states} != {*layers} or len(shapes) != 1:
+        kinds = sorted({type(layer).__name__ for layer in layers.values()})
+        raise UsageError(
+            f"model type {model.config.model_type!r} caches {', '.join(kinds) or 'nothing'}"
+            f" of {len(shapes)} shapes; the embedded engine serves models whose layers all have"
+            " full attention of one shape (Qwen2, Qwen3, Llama...), or are gated delta nets beside"
+            " it (Qwen3-Next, Qwen3.5): serve this model with vLLM"
+        )
+    try:
+        model.set_attn_implementation("sdpa")
+    except ValueError as error:
+        msg = f"model type {model.config.model_type!r} has no sdpa attention: serve it with vLLM"
+        raise UsageError(msg) from error
+    heads, dim = shapes.pop()
+    return KVPool(
+        layers=full, heads=heads, dim=dim, device=model.device, dtype=model.dtype, states=states
+    )
+
+
+def _find_states(
+    model: PreTrainedModel, layers: Mapping[int, Any]
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the states of each gated delta net by its number, from a cache."""
+    nets = [each for each in model.modules() if type(each).__name__.endswith("GatedDeltaNet")]
+    numbers = {int(net.layer_idx) for net in nets if isinstance(net.layer_idx, int)}
+    return {
+        number: (layers[number].conv_states[0], layers[number].recurrent_states[0])
+        for number in sorted(numbers & {*layers})
+        if len(layers[number].conv_states) == 1
+    }
