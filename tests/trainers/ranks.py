@@ -12,9 +12,9 @@ import peft
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
-from random_models import make_kind
 from torch.nn.parallel import DistributedDataParallel
 
+from support.models import make_kind
 from trainers.sessions import VERSION, groups, recaptured, session, tiny, trace, weights
 from tugline.inference.load import load
 from tugline.trainers.grpo import checkpoint
