@@ -63,5 +63,5 @@ def test_a_callback_without_a_signature_is_refused() -> None:
 )
 def test_invalid_secrets_are_refused(secret: str) -> None:
     """An empty or mistyped secret is an error."""
-    with pytest.raises(UsageError, match="must be whsec_ and 24 to 64 bytes"):
+    with pytest.raises(UsageError, match="must be whsec_ followed by 24 to 64 bytes"):
         verify(secret, {}, b"")

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from support.deployment import CALL, deploy, script_task
 from tugline.errors import UsageError
 from tugline.node.telemetry import ENDPOINTS, Rollout, Tracer, open_tracer
+from tugline.recording import file as recordings
 from tugline.types import Boundary, Call, Failure, Ledger, Session, Trajectory
 from tugline.types import Status as Stage
 from tugline.web.serve import serve
@@ -77,7 +78,8 @@ async def trace_session(folder: Path) -> tuple[Collector, Sequence[Call]]:
         tracer = tracer_to(url)
         async with deploy(folder, tracer=tracer) as deployment:
             await deployment.run(script_task("t", TWICE))
-            calls = deployment.gateway.read_calls("t-0")
+            (path,) = (folder / "recordings").glob("t-0.*.rec")
+            calls = recordings.read(path).calls
         await asyncio.to_thread(tracer.close)
     return collector, calls
 

@@ -86,7 +86,7 @@ def test_strided_views_are_encoded_in_their_own_order() -> None:
 @pytest.mark.parametrize("array", [np.zeros(2, dtype=np.int64), np.zeros((2, 2), dtype=np.int32)])
 def test_arrays_of_another_type_are_refused(array: Ids) -> None:
     """A wrong dtype or shape is an error, never a silent conversion."""
-    with pytest.raises(NotImplementedError, match="cannot encode ndarray"):
+    with pytest.raises(NotImplementedError, match="cannot encode a value of type ndarray"):
         encode(Arrays(array))
 
 

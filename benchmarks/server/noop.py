@@ -94,8 +94,8 @@ class MemorySandbox(Sandbox):
         """Return the URL unchanged."""
         return url
 
-    async def run(
-        self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float, log_name: str = ""
+    async def run_program(
+        self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float, log: Path
     ) -> Exit:
         """Make the model call."""
         url, key, model = argv

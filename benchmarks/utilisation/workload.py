@@ -246,13 +246,13 @@ class _Sandbox(Sandbox):
         """Return the URL unchanged."""
         return url
 
-    async def run(
+    async def run_program(
         self,
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
         timeout_s: float | PausableTimeout,
-        log_name: str = "agent",
+        log: Path,
     ) -> Exit:
         """Play the agent's turns."""
         async with enforce_timeout(timeout_s):
@@ -294,6 +294,9 @@ class Gateway:
 
     async def write_result(self, session: str, result: RecordedResult) -> None:
         """Ignore the result."""
+
+    def forget(self, session: str) -> None:
+        """Do nothing: nothing is kept."""
 
     def describe(self, session: str) -> SessionState:
         """Return a state without engine errors and limits."""

@@ -67,7 +67,7 @@ async def test_a_tested_program_changes_what_decides(arena: Arena, attack: str) 
     half = f"({BY_THE_PROGRAM[attack]}) > /dev/null 2>&1\ncase $1$2 in {answers} esac\n"
     verdict = await give_verdict(arena, evaluator, BASE, {"total.sh": half})
     assert verdict.reward.value == 0.0, verdict.report
-    assert "files that decide" in verdict.report["reason"], verdict.report
+    assert "files that determine the verdict" in verdict.report["reason"], verdict.report
 
 
 @pytest.mark.parametrize("attack", ADDED)
@@ -76,7 +76,7 @@ async def test_a_tested_program_adds_what_a_runner_loads(arena: Arena, attack: s
     evaluator = TestsEvaluator(command=COMMAND, format="tap", files=CHECKS, timeout_s=20)
     verdict = await give_verdict(arena, evaluator, BASE, {"total.sh": f"{ADDED[attack]}\n{RIGHT}"})
     assert (verdict.reward.value, verdict.report["passed"]) == (0.0, 3), verdict.report
-    assert "files that decide" in verdict.report["reason"], verdict.report
+    assert "files that determine the verdict" in verdict.report["reason"], verdict.report
     outputs = "mkdir -p out build .cache; touch out/x build/y.o .cache/z checks/w tests/log.txt\n"
     verdict = await give_verdict(arena, evaluator, BASE, {"total.sh": f"{outputs}{RIGHT}"}, "right")
     assert verdict.reward.value == 1.0, verdict.report

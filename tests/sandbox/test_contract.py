@@ -490,7 +490,7 @@ async def test_many_sessions_leave_nothing(driver: Driver, tmp_path: Path) -> No
     count = 100 if driver.name == "bubblewrap" else 8
     assert await asyncio.gather(*map(session, range(count))) == list(range(count))
     assert not running(sleep)
-    assert driver.left(tmp_path) == []
+    assert driver.list_leftovers(tmp_path) == []
     assert open_files() <= open_before + 1
     if driver.name == "bubblewrap":
         assert set(os.listdir(tmp_path / "7")) == {"home", "logs", "work"}  # noqa: PTH208
@@ -510,7 +510,7 @@ async def test_a_cancelled_session_leaves_nothing(driver: Driver, tmp_path: Path
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(after_s), sandbox as opened:
                 await run_shell(opened, "sleep 9")
-    assert driver.left(tmp_path) == []
+    assert driver.list_leftovers(tmp_path) == []
     assert open_files() <= open_before + 1
 
 
@@ -539,10 +539,10 @@ async def test_a_killed_node_leaves_nothing(driver: Driver, tmp_path: Path) -> N
         assert bool(groups) is (has_own and find_cgroup_parent() != Cgroup())
         if driver.isolated:
             await wait_until_gone(sleep)
-        left = [*groups, *running(sleep), *driver.left(folder)]
+        left = [*groups, *running(sleep), *driver.list_leftovers(folder)]
         ended = await reap()
         assert (ended > 0) is bool(left), (ended, left)
         assert await reap() == 0
-        assert [*filter(Path.exists, groups), *running(sleep), *driver.left(folder)] == []
+        assert [*filter(Path.exists, groups), *running(sleep), *driver.list_leftovers(folder)] == []
     finally:
         await reap()

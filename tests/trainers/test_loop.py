@@ -32,6 +32,8 @@ from tugline.trainers.metrics import TrainSummary
 from tugline.trainers.sinks import METRICS, make_sinks, read_lines
 
 MODEL = Path("none")
+BY_SAMPLE = {"evaluator": {"name": "function", "options": {"target": "support.training:by_sample"}}}
+"""Nodes in processes of their own run sessions in any order, so that chance may give no signal."""
 
 
 async def run(config: Path, folder: Path, report: Callable[[str], object] = str) -> TrainSummary:
@@ -69,7 +71,7 @@ def learners() -> Iterator[set[int]]:
         (1, "abort", {"lora": {"rank": 4}, "grpo": {"lr": 1e-2}}),
         (1, "keep", {}),
         (2, "wait", {}),
-        (1, "abort", {"node": {"slots": 4, "processes": 2}}),
+        (1, "abort", {"node": {"slots": 4, "processes": 2}, "template": BY_SAMPLE}),
     ],
 )
 async def test_a_run_trains_every_batch_within_its_staleness(
