@@ -24,5 +24,8 @@ async def test_engines_and_disk_of_a_node_beside_the_server_are_checked(tmp_path
         deployment.node.stats.disk_low = True
         checks = {check.component: check for check in await examine(client)}
         assert not checks["engine"].healthy
-        assert checks["disk"].detail == "a node does not accept sessions, because its disk is nearly full"
+        assert (
+            checks["disk"].detail
+            == "a node does not accept sessions, because its disk is nearly full"
+        )
         assert (await client.status()).queue == {}

@@ -103,14 +103,22 @@ GONE = "registry.invalid/nobody/nothing:1"
 @pytest.mark.parametrize(
     ("options", "image", "expected"),
     [
-        ({}, GONE, f"'{GONE}' cannot be pulled: .*registry.invalid.*load it into the engine by"),
-        ({"pull": "never"}, GONE, f"'{GONE}' is missing, and the option `pull` is 'never'$"),
-        ({}, "../../info?", r"'\.\./\.\./info\?': not a valid name of an image$"),
-        ({}, "a/../../../version", ": not a valid name of an image$"),
-        ({}, "a b", ": not a valid name of an image$"),
-        ({}, "x?all=1", ": not a valid name of an image$"),
-        ({}, "./a", ": not a valid name of an image$"),
-        ({"pull_s": 1.0}, "127.0.0.1:{port}/x:1", r": not finished within 1 s \(option pull_s\)$"),
+        (
+            {},
+            GONE,
+            f"^image '{GONE}' cannot be pulled: .*registry.invalid.*load it into the engine by",
+        ),
+        ({"pull": "never"}, GONE, f"^image '{GONE}' is missing, and the option `pull` is 'never'$"),
+        ({}, "../../info?", r"^'\.\./\.\./info\?' is not a valid image name$"),
+        ({}, "a/../../../version", "^'a/../../../version' is not a valid image name$"),
+        ({}, "a b", "^'a b' is not a valid image name$"),
+        ({}, "x?all=1", r"^'x\?all=1' is not a valid image name$"),
+        ({}, "./a", "^'./a' is not a valid image name$"),
+        (
+            {"pull_s": 1.0},
+            "127.0.0.1:{port}/x:1",
+            r"^image .*: not finished within 1 s \(option pull_s\)$",
+        ),
     ],
 )
 async def test_missing_images_are_reported(
@@ -122,7 +130,6 @@ async def test_missing_images_are_reported(
         output = await open_error(
             Container(engine=podman, **options), tmp_path, Workspace(image=name)
         )
-    assert output.startswith(f"image {name!r}")
     assert re.search(expected, output, re.DOTALL), output
 
 
