@@ -17,7 +17,6 @@ AWAITED = {
     "aio.py": "awaited where it is started",
     "evaluators/tests.py": "awaited where it is started",
     "gateway/completion.py": "its error ends the answers that read it",
-    "launch/programs.py": "waits for a program or for a signal",
     "launch/local.py": "`follow` raises its error",
     "log.py": "`start_task` itself",
     "node/app.py": "awaited where it is started",

@@ -6,10 +6,9 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from tugline.aio import finish
+from tugline.aio import finish, run_until_one_ends
 from tugline.errors import UsageError
 from tugline.launch.settings import Echo
 
@@ -38,7 +37,7 @@ async def keep_program(
             *command, env={**os.environ, **env}, start_new_session=True
         )
         try:
-            await _wait_for_either(program.wait(), stopped.wait())
+            await run_until_one_ends(program.wait(), stopped.wait())
             if stopped.is_set():
                 _send(program, signal.SIGTERM)
                 await program.wait()
@@ -51,15 +50,6 @@ async def keep_program(
         echo(f"{name} ended with code {program.returncode}; restarting it")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopped.wait(), AGAIN_S)
-
-
-async def _wait_for_either(*waits: Coroutine[Any, Any, object]) -> None:
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 async def _end(program: asyncio.subprocess.Process) -> None:
