@@ -94,6 +94,26 @@ def test_a_published_model_is_as_its_source(tmp_path: Path, kind: str) -> None:
     assert all(map(torch.equal, same, [before[name] for name in kept]))
 
 
+def test_a_tied_weight_that_is_stored_twice_is_written_twice(tmp_path: Path) -> None:
+    """Both names get the trained values; transformers unties names whose values differ."""
+    source = make_source(tmp_path / "source", "qwen3")
+    stored = read(source)
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    trainer = train(source)
+    result = publish(trainer, tmp_path / "model")
+    after = read(result)
+    assert after.keys() == stored.keys()
+    assert torch.equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
+    assert not torch.equal(after["lm_head.weight"], stored["lm_head.weight"])
+    model, _, _ = load(result, dtype=torch.float32)
+    assert torch.equal(weights(model), weights(trainer.model).to(BF16).float())
+    path = checkpoint.save(tmp_path, trainer, step=1, version=1)
+    resumed = make_trainer(source, seed=1)
+    checkpoint.load(path, resumed)
+    assert torch.equal(weights(resumed.model), weights(trainer.model))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_is_as_its_source_in_float32(tmp_path: Path, kind: str) -> None:
     """And training continues from it with the same weights."""

@@ -64,8 +64,10 @@ def create_files(folder: Path, tensors: Mapping[str, StoredTensor]) -> dict[str,
     File, type and shape are those of `tensors`. With several files there is an index.
     """
     places: dict[str, StoredTensor] = {}
-    for file in sorted({tensor.file for tensor in tensors.values()}):
-        own = {name: tensor for name, tensor in tensors.items() if tensor.file == file}
+    files: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        files.setdefault(tensor.file, {})[name] = tensor
+    for file, own in sorted(files.items()):
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         sizes = {}

@@ -90,16 +90,17 @@ def _choose_places(
     missing: list[str] = []
     for part in _group_layers((name, _on_meta(tensor)) for name, tensor in trained):
         for name, tensor in revert_weight_conversion(model, part).items():
-            place = stored.get(name)
-            if place is None:
+            names = tied.get(name, {name}) & stored.keys()
+            if not names:
                 missing.append(name)
-                continue
-            if place.shape != tuple(tensor.shape) or place.dtype not in _TYPES:
-                msg = f"{name} has shape {tuple(tensor.shape)} in the model, and {place.shape} and"
-                msg += f" type {place.dtype} in its files: it must be F32, BF16 or F16 of one shape"
-                raise ValueError(msg)
-            places[name] = place._replace(dtype=_NAMES[dtype] if dtype else place.dtype)
-    missing = [name for name in missing if not any(name in t and t & {*stored} for t in tied)]
+            for each in names:
+                place = stored[each]
+                if place.shape != tuple(tensor.shape) or place.dtype not in _TYPES:
+                    shape = tuple(tensor.shape)
+                    msg = f"{each} has shape {shape} in the model, and {place.shape} and type"
+                    msg += f" {place.dtype} in its files: it must be F32, BF16 or F16 of one shape"
+                    raise ValueError(msg)
+                places[each] = place._replace(dtype=_NAMES[dtype] if dtype else place.dtype)
     if missing:
         msg = f"{len(missing)} weights of the model are not in its files, such as {missing[0]};"
         msg += f" the files have {', '.join(sorted(stored)[:2])}"
@@ -107,13 +108,17 @@ def _choose_places(
     return places
 
 
-def _find_tied(model: Any) -> list[set[str]]:
-    """Return the names of weights that share their memory, as in files."""
+def _find_tied(model: Any) -> dict[str, set[str]]:
+    """Return the names of weights that share their memory, as in files, by each of these names.
+
+    A folder may have such a weight once, or by each of its names.
+    """
     by_weight: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in get_weights(model).items():
         by_weight.setdefault(id(tensor), {})[name] = _on_meta(tensor)
     shared = [names for names in by_weight.values() if len(names) > 1]
-    return [{*revert_weight_conversion(model, names)} for names in shared]
+    tied = [{*revert_weight_conversion(model, names)} for names in shared]
+    return {name: names for names in tied for name in names}
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,8 +138,9 @@ def _group_layers(weights: Weights) -> Iterator[dict[str, torch.Tensor]]:
 
 def _describe_model(model: Any) -> dict[str, StoredTensor]:
     """Return the tensors of a model without a source as of one file, tied weights once."""
-    first = {id(tensor): name for name, tensor in reversed(get_weights(model).items())}
-    unique = {name: _on_meta(get_weights(model)[name]) for name in reversed(first.values())}
+    own = get_weights(model)
+    first = {id(tensor): name for name, tensor in reversed(own.items())}
+    unique = {name: _on_meta(own[name]) for name in reversed(first.values())}
     return {
         name: StoredTensor(WEIGHTS, "F32", tuple(tensor.shape), 0, 0)
         for name, tensor in revert_weight_conversion(model, unique).items()
@@ -167,11 +173,12 @@ def write_weights(
         stored = _read_source(source) if source else _describe_model(model)
         places = create_files(folder, _choose_places(model, trained.items(), stored, dtype))
         written: set[str] = set()
+        tied = _find_tied(model)
         for part in _group_layers((name, gather_tensors(tensor)) for name, tensor in left):
             for name, tensor in revert_weight_conversion(model, part).items():
-                if name in places:
-                    write_tensor(folder, places[name], _get_bytes(tensor, places[name].dtype))
-                    written.add(name)
+                for each in tied.get(name, {name}) & places.keys() - written:
+                    write_tensor(folder, places[each], _get_bytes(tensor, places[each].dtype))
+                    written.add(each)
         for name in places.keys() - written:
             assert source is not None  # noqa: S101 - without a source, all weights are trained
             copy_tensor(source, stored[name], folder, places[name])
