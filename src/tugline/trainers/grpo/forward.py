@@ -42,8 +42,6 @@ FORWARD = "tugline_logprobs"
 _PROBE = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 6, 7, 8))
 """Rows with a common prefix, of ids that every model has."""
 
-_TREE = "prefixes that traces share are computed once"
-
 _RANDOM = ("dropout", "layerdrop", "jitter")
 """Parts of the names of numeric attributes that make a model random in training mode."""
 
@@ -72,9 +70,9 @@ class PolicyModel:
             self._run = getattr(root, FORWARD)
         disable_dropout(model.train())
         self._check_head()
-        self.packing = self._choose_packing(inner, config)
+        in_trees, self.packing = self._choose_packing(inner, config)
         """Sentence that says how traces are packed, and why."""
-        self.config = replace(config, tree_packing=self.packing == _TREE)
+        self.config = replace(config, tree_packing=in_trees)
         """Settings with the decision on `tree_packing`."""
         if config.gradient_checkpointing:
             _checkpoint_layers(inner)
@@ -149,16 +147,16 @@ class PolicyModel:
             msg = f"model {type(self.model).__name__} changes its logits after the output layer"
             raise ConfigError(msg)
 
-    def _choose_packing(self, inner: Any, config: UpdateConfig) -> str:
-        """Set up the model for trees if wanted and supported; return what was decided, and why.
+    def _choose_packing(self, inner: Any, config: UpdateConfig) -> tuple[bool, str]:
+        """Set up the model for trees if wanted and supported; return whether, and a reason.
 
         Raises `ConfigError` if trees are required and not supported.
         """
         if not config.tree_packing:
-            return "every trace is computed by itself: tree_packing is false"
+            return False, "every trace is computed by itself: tree_packing is false"
         problem = self._use_tree(inner)
         if problem is None:
-            return _TREE
+            return True, "prefixes that traces share are computed once"
         why = f"model {type(inner).__name__} {problem}"
         if config.tree_packing != "auto":
             msg = (
@@ -166,7 +164,7 @@ class PolicyModel:
                 "Set tree_packing to false to compute every trace by itself"
             )
             raise ConfigError(msg, "tree_packing")
-        return f"every trace is computed by itself: {why}"
+        return False, f"every trace is computed by itself: {why}"
 
     def _use_tree(self, inner: Any) -> str | None:
         """Set the model's layers to trees; return what is not supported, with nothing changed."""
