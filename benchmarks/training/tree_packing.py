@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tugline.trainers.grpo.batch import Row, pack
+from tugline.trainers.grpo.batch import Row
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.forward import PolicyModel
+from tugline.trainers.grpo.packing import Costs, pack
 from tugline.types import Ids, Sample
 
 VOCABULARY = 1400
@@ -92,7 +93,7 @@ def measure(samples: list[Sample], *, tree: bool) -> tuple[int, float, torch.Ten
     rows = [Row(sample, 1 / total) for sample in samples]
     tokens = 0
     began = time.process_time()
-    for micro in pack(rows, config, policy.device):
+    for micro in pack(rows, config, policy.device, Costs()):
         tokens += micro.computed - micro.padding
         loss = -(policy.logprobs(micro) * micro.advantage * micro.weight).sum()
         loss.backward()

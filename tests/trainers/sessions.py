@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3ForCausalLM
 
 from support.models import log_probabilities, make_qwen3
-from tugline.trainers.grpo.batch import Row, pack, plain_sample
+from tugline.trainers.grpo.batch import Row, plain_sample
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.forward import PolicyModel
+from tugline.trainers.grpo.packing import Costs, pack
 from tugline.trainers.grpo.update import split_by_sample
 from tugline.types import Ledger, Reason, Reward, Sample, Span, Status, Trace, Trajectory
 
@@ -122,7 +123,7 @@ def run_policy(model: torch.nn.Module, samples: Sequence[Sample], config: GrpoCo
     total = sum(int(each.loss_mask.sum()) for each in samples)
     rows = [Row(each, weight=1 / (total + number)) for number, each in enumerate(samples)]
     tokens, logprobs = 0, {}
-    for micro in pack(rows, config, policy.device):
+    for micro in pack(rows, config, policy.device, Costs()):
         tokens += micro.computed - micro.padding
         new = policy.logprobs(micro)
         (new * micro.weight * micro.advantage).sum().backward()

@@ -16,10 +16,11 @@ from trainers import ranks
 from trainers.sessions import run_policy, sample, tiny, weights
 from tugline.inference.base import GenerateRequest, join
 from tugline.inference.engine import Engine
-from tugline.trainers.grpo.batch import Row, pack
+from tugline.trainers.grpo.batch import Row
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.distributed import shard
 from tugline.trainers.grpo.forward import PolicyModel, make_probe
+from tugline.trainers.grpo.packing import Costs, pack
 from tugline.types import Ids, Sample
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -107,7 +108,7 @@ async def test_engine_and_trainer_have_the_same_log_probabilities() -> None:
     policy = PolicyModel(model, config)
     for prompt, output in rows:
         row = Row(make_probe(np.concatenate([prompt, output.ids])))
-        for micro in pack([row], config, policy.device):
+        for micro in pack([row], config, policy.device, Costs()):
             with torch.no_grad():
                 new = policy.logprobs(micro).cpu().numpy()[-len(output.ids) :]
         worst = max(worst, float(np.abs(new - output.logprobs).max()))

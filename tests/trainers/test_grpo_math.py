@@ -17,9 +17,10 @@ from tugline.config import from_mapping
 from tugline.errors import ConfigError
 from tugline.schema import read_jsonl
 from tugline.trainers.grpo.advantage import SessionReward, baselines, turn_shares
-from tugline.trainers.grpo.batch import Row, pack
+from tugline.trainers.grpo.batch import Row
 from tugline.trainers.grpo.config import Deviation, Estimator, GrpoConfig
 from tugline.trainers.grpo.loss import TokenTerms, token_terms, token_weights
+from tugline.trainers.grpo.packing import Costs, pack
 from tugline.trainers.grpo.train import StepReport
 from tugline.types import Sample
 
@@ -138,7 +139,7 @@ def terms(
         row.logprobs[3:], row.advantages[3:] = captured[part], advantages[part]
         rows.append(Row(row, old=old[part]))
     new = (torch.from_numpy(old) + torch.tensor(ratios).log()).requires_grad_()
-    (micro,) = pack(rows, GrpoConfig(tree_packing=False), torch.device("cpu"))
+    (micro,) = pack(rows, GrpoConfig(tree_packing=False), torch.device("cpu"), Costs())
     return token_terms(new, micro, None, GrpoConfig(**options))
 
 
@@ -157,7 +158,7 @@ def test_the_corrected_penalty_has_the_gradient_of_the_divergence(
     row = trained("a", len(new))
     row.logprobs[3:] = sampler.log_softmax(-1).numpy()
     rows = [Row(row, old=old.log_softmax(-1).float().numpy())]
-    (micro,) = pack(rows, GrpoConfig(tree_packing=False), torch.device("cpu"))
+    (micro,) = pack(rows, GrpoConfig(tree_packing=False), torch.device("cpu"), Costs())
     config = GrpoConfig(kl=1.0, kl_correction=True, importance=importance, importance_high=1e9)
     loss = token_terms(new, micro, fixed, config).loss  # without advantages: the penalty alone
     (got,) = torch.autograd.grad((sampler.softmax(-1) * loss).sum(), logits)

@@ -18,9 +18,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, JambaConfig, JambaForCausa
 from support.models import SMALL, make_kind, make_mistral
 from trainers.sessions import VERSION, captured, groups, run_policy, sample, session, tiny, weights
 from tugline.errors import CaptureError, ConfigError
-from tugline.trainers.grpo.batch import Row, pack
+from tugline.trainers.grpo.batch import Row
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.forward import PolicyModel
+from tugline.trainers.grpo.packing import Costs, pack
 from tugline.trainers.grpo.train import Grpo
 from tugline.types import Sample, Span, Trace
 
@@ -85,7 +86,7 @@ def test_micro_tokens_bounds_the_tokens_of_a_tree() -> None:
     samples = [make_sample([*prompt, own, 1, 2], [False] * 30 + [True] * 3) for own in range(20)]
     rows = [Row(each) for each in samples]
     trees, plain = (
-        list(pack(rows, replace(each, micro_tokens=60), torch.device("cpu")))
+        list(pack(rows, replace(each, micro_tokens=60), torch.device("cpu"), Costs()))
         for each in (TREE, PLAIN)
     )
     assert [len(micro.rows) for micro in trees] == [10, 10]

@@ -6,7 +6,7 @@ Errors name the missing part: torch, the folder, a file in it, or a supported ar
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import UsageError
@@ -25,6 +25,33 @@ def load(
     With `dtype` None, the model has the type of its checkpoint. Remote code is never run. Raises
     `UsageError` with a message of one line.
     """
+    model = _load_model(folder, dtype=dtype or "auto")
+    tokenizer = Tokenizer.load(folder)
+    return model, tokenizer, _eos_ids(model, tokenizer)
+
+
+def load_empty(
+    folder: Path, *, dtype: torch.dtype
+) -> tuple[PreTrainedModel, Tokenizer, frozenset[int]]:
+    """Return what `load` does, in training mode and with the model's weights on the meta device.
+
+    Buffers that are not in the files, such as those of rotary embeddings, have their values.
+    """
+    accelerate = import_extra("accelerate", "train", "loading a model by rank")
+    described = _load_model(folder, dtype=dtype, device_map="meta")
+    with accelerate.init_empty_weights():
+        model = type(described)(described.config)
+    own = dict(described.named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(own[name].dtype)
+    model.tie_weights()
+    model._weight_conversions = described._weight_conversions  # noqa: SLF001 - no public name
+    model.generation_config = described.generation_config
+    tokenizer = Tokenizer.load(folder)
+    return model, tokenizer, _eos_ids(model, tokenizer)
+
+
+def _load_model(folder: Path, **options: Any) -> PreTrainedModel:
     if not folder.is_dir():
         msg = f"{folder} is not a folder; give a model folder with config.json and *.safetensors"
         raise UsageError(msg)
@@ -35,14 +62,13 @@ def load(
     transformers = import_extra("transformers", "train", "the embedded engine")
     transformers.utils.logging.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False
+        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **options
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(f"cannot load the model in {folder}: {reason}") from error
-    tokenizer = Tokenizer.load(folder)
-    return model, tokenizer, _eos_ids(model, tokenizer)
+    return model
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:

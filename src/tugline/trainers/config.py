@@ -166,6 +166,17 @@ class TrainConfig(Config, frozen=True, kw_only=True):
             raise ConfigError(msg, "grpo.max_staleness")
 
     @property
+    def context(self) -> int | None:
+        """Context window of the run in tokens: of the engine in this process, or of the harness."""
+        options = self.template.get("harness", {}).get("options", {})
+        return self.window or options.get("context_window")
+
+    @property
+    def updates(self) -> GrpoConfig:
+        """Settings of the updates; forward passes are as long as the context window by default."""
+        return replace(self.grpo, micro_tokens=self.grpo.micro_tokens or self.context)
+
+    @property
     def publishes_adapter(self) -> bool:
         """Whether engines receive the adapter alone."""
         return self.lora is not None and self.lora.publish == "adapter"

@@ -84,6 +84,7 @@ async def open_replicas(
                 connection = await stack.enter_async_context(open_engine(named, slots=slots))
             yield Replicas(connection, {each.url: each.update for each in remotes})
         return
+    assert models.served is not None  # noqa: S101 - loaded if there are no URLs
     text = models.served.config.get_text_config()
     engine = Engine(
         models.served,

@@ -55,6 +55,11 @@ def _find_adapted(base: torch.nn.Module) -> dict[str, Any]:
     }
 
 
+def find_base_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of a model without its adapter's, by their names without an adapter."""
+    return dict(_merge(model, merged=False))
+
+
 def _strip(name: str) -> str:
     return name.replace(".base_layer", "")
 

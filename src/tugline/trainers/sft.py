@@ -33,7 +33,6 @@ from tugline.chat.tokenizer import Tokenizer
 from tugline.config import NO_CHANGES, Config, load
 from tugline.datasets.rows import read_rows
 from tugline.errors import ConfigError, RequestError, UsageError
-from tugline.inference.load import load as load_model
 from tugline.launch.engine import make_rendering
 from tugline.launch.folder_lock import folder_lock
 from tugline.launch.settings import EngineSettings
@@ -43,9 +42,10 @@ from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.batch import MicroBatch, Row, plain_sample
 from tugline.trainers.grpo.config import UpdateConfig
 from tugline.trainers.grpo.distributed import add_up, gather, join_ranks
+from tugline.trainers.grpo.hub import get_base_model
 from tugline.trainers.grpo.update import Update, Updater
 from tugline.trainers.lora import write_trained
-from tugline.trainers.models import model_folder, prepare
+from tugline.trainers.models import Placement, load_model, model_folder
 from tugline.trainers.sinks import Sinks
 from tugline.types import Ids, Mask, PluginSpec, Sample
 
@@ -244,11 +244,10 @@ def train(
         device = stack.enter_context(join_ranks(config.device))
         shared = next(filter(None, gather([folder])))
         report("loading the model")
-        model, tokenizer, _ = load_model(config.model, dtype=torch.float32)
-        model.to(device)  # type: ignore[arg-type]  # its stub is of a wrapper
+        placement = Placement.of(device, config.sft, fsdp=config.fsdp)
+        model, tokenizer, _ = load_model(config.model, placement, config.lora, config.sft.seed)
         trained, heldout = _read_data(config, model, tokenizer, report)
-        policy = prepare(model, config.lora, config.sft.seed, fsdp=config.fsdp)
-        run = _SftRun(config, shared, policy, trained, heldout)
+        run = _SftRun(config, shared, model, trained, heldout)
         report(f"packing: {run.packing}")
         sinks.start(shared, msgspec.to_builtins(config, enc_hook=str), run.state.step)
         try:
@@ -256,7 +255,7 @@ def train(
         finally:
             sinks.close()
         with model_folder(config.model, folder / MODEL) if folder else nullcontext(Path()) as draft:
-            write_trained(draft, policy, config.model)
+            write_trained(draft, model, config.model)
         return run.state
 
 
@@ -264,7 +263,7 @@ def _read_data(
     config: SftRunConfig, model: Any, tokenizer: Tokenizer, report: Callable[[str], None]
 ) -> tuple[list[Sample], list[Sample]]:
     """Return the training and the held-out samples. Raises `UsageError` if none is to train."""
-    text = model.config.get_text_config()
+    text = get_base_model(model).config.get_text_config()
     window = config.window or int(text.max_position_embeddings)
 
     settings = EngineSettings(renderer=config.renderer)
@@ -303,7 +302,11 @@ class _SftRun:
         self.total = self._per_epoch * config.epochs
         until = config.decay_updates or max(self.total, config.warmup_updates + 1)
         self._trainer = trainer = Sft(
-            self.model, replace(config, decay_updates=until), self.config.model
+            self.model,
+            replace(
+                config, decay_updates=until, micro_tokens=config.micro_tokens or self.config.window
+            ),
+            self.config.model,
         )
         self.state = checkpoint.load_newest(
             self.folder / CHECKPOINTS, lambda at: checkpoint.load(at, trainer), SftState()

@@ -1,6 +1,6 @@
 """Conversion of samples to the tensors of forward passes.
 
-`pack` has two layouts. ``tree`` stores a prefix tree over the token ids of several traces as one
+There are two layouts. ``tree`` stores a prefix tree over the token ids of several traces as one
 sequence, so a shared prefix is computed once. Sharing depends on ids alone, because a causal model
 computes equal states after equal ids; each trace keeps its own loss terms. ``plain`` batches traces
 of similar length, padded on the right. With causal attention no token attends to the padding, so
@@ -8,7 +8,7 @@ the result for a trace is exactly that of the trace alone, without an attention 
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -16,12 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tugline.errors import CaptureError
-from tugline.trainers.grpo.config import UpdateConfig
-from tugline.trainers.grpo.distributed import rank_and_world
 from tugline.types import Ids, Logprobs, Mask, Sample, shared_prefix
 
 Index = npt.NDArray[np.int64]
+_KEYS_PER_TOKEN = 4
 
 
 # --------------------------------------------------------------------------- the tree
@@ -67,8 +65,8 @@ class TokenTree(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TreePaths:
-    """Concatenated paths of all runs, as inputs of the attention."""
+class PathGroup:
+    """Consecutive runs whose keys are gathered together."""
 
     gather: torch.Tensor
     """Positions of the keys of all paths, ``(k,)``."""
@@ -76,15 +74,39 @@ class TreePaths:
     """Number of tokens of each run."""
     keys: list[int]
     """Number of tokens of each path."""
+
+
+@dataclass(frozen=True)
+class TreePaths:
+    """The paths of all runs, as inputs of the attention."""
+
+    groups: list[PathGroup]
     branches: list[Branch]
     """Runs divided at forks, for layers with a state."""
 
     @classmethod
     def of(cls, tree: TokenTree, device: torch.device) -> Self:
-        """Return the paths of `tree` on `device`."""
-        queries, paths = zip(*tree.runs, strict=True)
-        gather = torch.from_numpy(np.concatenate(paths)).to(device)
-        return cls(gather, list(queries), [len(path) for path in paths], tree.list_branches())
+        """Return the paths of `tree` on `device`.
+
+        Runs are grouped so that a group has at most `_KEYS_PER_TOKEN` times as many keys as the
+        tree has tokens: together, the paths of forty turns have about twenty times as many.
+        """
+        most = _KEYS_PER_TOKEN * len(tree.ids)
+        groups: list[list[tuple[int, Index]]] = []
+        size = most
+        for run in tree.runs:
+            size += len(run[1])
+            if size > most:
+                groups.append([])
+                size = len(run[1])
+            groups[-1].append(run)
+        return cls([_join_paths(group, device) for group in groups], tree.list_branches())
+
+
+def _join_paths(runs: Sequence[tuple[int, Index]], device: torch.device) -> PathGroup:
+    queries, paths = zip(*runs, strict=True)
+    gather = torch.from_numpy(np.concatenate(paths)).to(device)
+    return PathGroup(gather, list(queries), [len(path) for path in paths])
 
 
 def prefix_order(ids: Ids) -> bytes:
@@ -187,62 +209,6 @@ def plain_sample(ids: Ids, mask: Mask, *, session: str = "", task: str = "") -> 
 
 EMPTY = plain_sample(np.zeros(1, np.int32), np.zeros(1, np.bool_))
 """Sample for a rank without rows, so that it takes part in collective operations."""
-
-
-def pack(rows: Sequence[Row], config: UpdateConfig, device: torch.device) -> Iterator[MicroBatch]:
-    """Yield forward passes of at most `micro_tokens` positions; a longer trace gets its own.
-
-    With `tree_packing` ``auto`` they are trees; `PolicyModel.config` has the decision for a model.
-    Each rank gets a part of the rows and the same number of passes. Raises `CaptureError` for a
-    trace whose first token is trained, because it has no context.
-    """
-    for row in rows:
-        if row.sample.loss_mask[0]:
-            msg = (
-                f"session {row.sample.session}: loss_mask[0] is True, but the first token has "
-                "no context to be predicted from"
-            )
-            raise CaptureError(msg)
-    rank, world = rank_and_world()
-    tree = bool(config.tree_packing)
-    divided = _divide(rows, world)
-    parts = [list(_split(part, config.micro_tokens, tree=tree)) for part in divided]
-    chunks = parts[rank] + [[Row(EMPTY)]] * (max(map(len, parts)) - len(parts[rank]))
-    for chunk in chunks:
-        yield collate(chunk, tree=tree, device=device)
-
-
-def _divide(rows: Sequence[Row], world: int) -> list[list[Row]]:
-    """Divide rows among ranks by tokens, in `prefix_order`, to keep common prefixes together."""
-    parts: list[list[Row]] = [[] for _ in range(world)]
-    total = sum(row.length for row in rows)
-    before = 0
-    for row in sorted(rows, key=lambda row: prefix_order(row.sample.input_ids)):
-        parts[world * (2 * before + row.length) // (2 * total)].append(row)
-        before += row.length
-    return parts
-
-
-def _split(rows: Sequence[Row], micro_tokens: int, *, tree: bool) -> Iterator[list[Row]]:
-    """Split rows before a forward pass would exceed `micro_tokens` positions.
-
-    Rows of a tree stay in `prefix_order`; other rows are sorted, the shortest first.
-    """
-    chunk: list[Row] = []
-    size = 0
-    for row in rows if tree else sorted(rows, key=lambda row: row.length):
-        ids = row.sample.input_ids
-        if tree and chunk:
-            size += row.length - shared_prefix(ids, chunk[-1].sample.input_ids)
-        else:
-            size = (len(chunk) + 1) * row.length
-        if chunk and size > micro_tokens:
-            yield chunk
-            chunk = []
-            size = row.length
-        chunk.append(row)
-    if chunk:
-        yield chunk
 
 
 def collate(rows: Sequence[Row], *, tree: bool, device: torch.device) -> MicroBatch:

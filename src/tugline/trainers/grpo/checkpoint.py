@@ -26,7 +26,8 @@ import torch
 from tugline.atomic import flush_path, write_file
 from tugline.errors import CheckpointError
 from tugline.trainers.grpo.distributed import gather_tensors, rank_and_world, shard_like
-from tugline.trainers.grpo.hub import get_base_model, get_weights, read_weights, write_weights
+from tugline.trainers.grpo.hub import get_base_model, get_weights, write_weights
+from tugline.trainers.grpo.loading import load_weights
 from tugline.trainers.grpo.update import Updater
 
 STATE = "state.json"
@@ -174,10 +175,7 @@ def load(path: Path, trainer: Updater) -> CheckpointState:
 @torch.no_grad()
 def _load_weights(path: Path, model: torch.nn.Module) -> None:
     if not hasattr(model, "peft_config"):
-        base = get_base_model(model)
-        weights = get_weights(base)
-        for name, whole in read_weights(path, base):
-            weights[name].copy_(shard_like(whole, weights[name]))
+        load_weights(path, get_base_model(model))
         return
     own = unique_weights(model)
     with safetensors.safe_open(path / ADAPTER, "pt") as stored:

@@ -22,14 +22,19 @@ class UpdateConfig(Config, frozen=True):
 
     sessions_per_update: PositiveInt = 64
     """Maximum sessions per optimizer update, each with all of its traces."""
-    micro_tokens: PositiveInt = 16_384
+    micro_tokens: PositiveInt | None = None
     """Maximum tokens per forward pass, including padding; tokens of a shared prefix count once. A
-    longer trace has a pass of its own."""
+    longer trace has a pass of its own. None: the context window of the run, or 16,384 if that is
+    not known."""
     tree_packing: bool | Literal["auto"] = "auto"
     """Compute a prefix shared by traces of a forward pass once; needs layers of full attention or
     gated delta nets. `auto`: if the model supports it, which the first lines of a run say."""
-    gradient_checkpointing: bool = False
-    """Recompute the activations of each layer in the backward pass instead of storing them."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute the activations of each layer in the backward pass instead of storing them. `auto`:
+    if the model has at least 500 million weights."""
+    offload_activations: bool = False
+    """Keep the inputs of the layers in the memory of the host until the backward pass; needs
+    `gradient_checkpointing`."""
     logits_chunk: PositiveInt = 1024
     """Number of tokens whose logits are in memory at the same time."""
     autocast: Literal["bfloat16"] | None = None
@@ -58,6 +63,9 @@ class UpdateConfig(Config, frozen=True):
     def __post_init__(self) -> None:
         """Check that options fit together. Raises `ConfigError`."""
         super().__post_init__()
+        if self.offload_activations and self.gradient_checkpointing is False:
+            msg = "offload_activations is true, which requires gradient_checkpointing: without it,"
+            raise ConfigError(f"{msg} layers keep more than their inputs", "offload_activations")
         if self.decay_updates is not None and self.decay_updates <= self.warmup_updates:
             msg = (
                 f"decay_updates is {self.decay_updates}, must be greater than warmup_updates, which"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 T = TypeVar("T")
@@ -82,14 +82,21 @@ def clip_gradient(model: torch.nn.Module, max_norm: float) -> float:
 
 
 # --------------------------------------------------------------------------- sharded models
-def shard(model: torch.nn.Module) -> None:
-    """Shard a Hugging Face or PEFT model over all ranks: each layer, then the rest."""
+def shard(model: torch.nn.Module, compute: torch.dtype | None = None) -> None:
+    """Shard a Hugging Face or PEFT model over all ranks: each layer, then the rest.
+
+    Weights are gathered and used in the type `compute`, by default their own. Their shards keep
+    their types, and gradients are summed over the ranks in float32.
+    """
+    policy = MixedPrecisionPolicy()
+    if compute is not None:
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     wrapped: Any = model
     base = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
     kinds = getattr(base, "_no_split_modules", None) or ()
     for layer in [each for each in base.modules() if type(each).__name__ in kinds]:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
 
 
 def gather_tensors(value: Any) -> Any:

@@ -11,8 +11,9 @@ selected in the model's config. Without paths it is transformers' own sdpa, so o
 model are not affected. Layers with a state are in `tugline.trainers.grpo.recurrence`.
 """
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from tugline.errors import ConfigError
-from tugline.trainers.grpo.batch import MicroBatch, Row, TreePaths, collate, plain_sample
+from tugline.trainers.grpo.batch import MicroBatch, PathGroup, Row, TreePaths, collate, plain_sample
 from tugline.trainers.grpo.config import UpdateConfig
+from tugline.trainers.grpo.packing import Costs
 from tugline.trainers.grpo.recurrence import restore_layers, use_tree_layers
 from tugline.types import Ids, Sample
 
@@ -42,6 +44,8 @@ FORWARD = "tugline_logprobs"
 _PROBE = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 6, 7, 8))
 """Rows with a common prefix, of ids that every model has."""
 
+_LARGE = 500_000_000
+"""Weights of a model whose layers are recomputed in the backward pass by default."""
 _RANDOM = ("dropout", "layerdrop", "jitter")
 """Parts of the names of numeric attributes that make a model random in training mode."""
 
@@ -56,7 +60,6 @@ class PolicyModel:
     def __init__(self, model: torch.nn.Module, config: UpdateConfig) -> None:
         self.model = model
         self._chunk = config.logits_chunk
-        self._autocast = config.autocast is not None
         root: Any = model.module if isinstance(model, DistributedDataParallel) else model
         inner = root.get_base_model() if hasattr(root, "get_base_model") else root
         self._root = root
@@ -64,18 +67,24 @@ class PolicyModel:
         self._head = inner.get_output_embeddings()
         self._run = self._compute
         self._sharded = isinstance(root, FSDPModule)
+        self._compute_type = get_compute_type(config)
+        """A sharded model computes in this type by itself, see `distributed.shard`."""
         if self._sharded:
             setattr(root, FORWARD, self._compute)
             register_fsdp_forward_method(root, FORWARD)
             self._run = getattr(root, FORWARD)
+        self.costs = count_operations(inner)
         disable_dropout(model.train())
         self._check_head()
         in_trees, self.packing = self._choose_packing(inner, config)
         """Sentence that says how traces are packed, and why."""
         self.config = replace(config, tree_packing=in_trees)
         """Settings with the decision on `tree_packing`."""
-        if config.gradient_checkpointing:
-            _checkpoint_layers(inner)
+        recompute = config.gradient_checkpointing
+        if recompute == "auto":
+            recompute = _count_weights(inner) >= _LARGE
+        if recompute or config.offload_activations:
+            _checkpoint_layers(inner, offload=config.offload_activations)
 
     @property
     def device(self) -> torch.device:
@@ -103,7 +112,8 @@ class PolicyModel:
         return torch.cat(parts)
 
     def _precision(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)
+        enabled = self._compute_type is not None and not self._sharded
+        return torch.autocast(self.device.type, self._compute_type, enabled=enabled)
 
     def _states(self, micro: MicroBatch) -> torch.Tensor:
         """Return the last hidden states of the pass's ids, shape ``(B, L, hidden)``."""
@@ -127,6 +137,12 @@ class PolicyModel:
         """Reshard parameters, which FSDP2 leaves gathered after a pass without gradient."""
         if self._sharded and not torch.is_grad_enabled():
             self._root.reshard()
+
+    @contextlib.contextmanager
+    def without_adapter(self) -> Iterator["PolicyModel"]:
+        """Leave the adapter out of forward passes, which gives the model before training."""
+        with self._root.disable_adapter():
+            yield self
 
     # ----------------------------------------------------------------- checks of the model
     @torch.no_grad()
@@ -196,7 +212,8 @@ class PolicyModel:
         return problem
 
     def _agree(self, first: torch.Tensor, other: torch.Tensor, within: float = 1e-4) -> bool:
-        exact = next(self.model.parameters()).dtype == torch.float32 and not self._autocast
+        types = {parameter.dtype for parameter in self.model.parameters()}
+        exact = types == {torch.float32} and self._compute_type in {None, torch.float32}
         return torch.allclose(first, other, rtol=0, atol=within if exact else 5e-2)
 
 
@@ -210,9 +227,43 @@ def disable_dropout(model: torch.nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def _checkpoint_layers(inner: Any) -> None:
+def get_compute_type(config: UpdateConfig) -> torch.dtype | None:
+    """Return the data type of forward passes; None: that of the weights."""
+    return None if config.autocast is None else getattr(torch, config.autocast)
+
+
+def _count_weights(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _count_experts(inner: torch.nn.Module) -> int:
+    """Return the number of weights of routed experts."""
+    return sum(w.numel() for name, w in inner.named_parameters() if ".experts." in name)
+
+
+def _find_used_share(config: Any) -> float:
+    """Return the share of the routed experts that a token uses; 1 for a model without experts."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    return float(config.num_experts_per_tok / count) if count else 1.0
+
+
+def count_operations(inner: Any) -> Costs:
+    """Return the floating-point operations of a transformers model's forward passes."""
+    config = inner.config.get_text_config()
+    vectors = inner.get_input_embeddings().weight.numel()
+    weights = _count_weights(inner.base_model) - vectors
+    weights -= int(_count_experts(inner) * (1 - _find_used_share(config)))
+    kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+    layers = sum(kind != "linear_attention" for kind in kinds)
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Costs(2.0 * weights, 4.0 * heads * width * layers, 2.0 * vectors)
+
+
+def _checkpoint_layers(inner: Any, *, offload: bool) -> None:
     try:
-        inner.activation_checkpointing_enable({"use_reentrant": False})
+        inner.activation_checkpointing_enable({"use_reentrant": False}, offload=offload)
     except ValueError as error:
         msg = f"gradient_checkpointing: {error}; set it to false"
         raise ConfigError(msg, "gradient_checkpointing") from error
@@ -249,17 +300,35 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
         query = query.to(dtype)
         key = key.to(dtype)
         value = value.to(dtype)
-    keys, values = (states.index_select(2, tree_paths.gather) for states in (key, value))
+    parts = []
+    queries = torch.split(query, [sum(group.queries) for group in tree_paths.groups], 2)
+    for part, group in zip(queries, tree_paths.groups, strict=True):
+        if len(queries) == 1:
+            parts.append(_attend(part, key, value, group, scaling))
+        else:  # gathered again in the backward pass, so that one group is in memory at a time
+            parts.append(checkpoint(_attend, part, key, value, group, scaling, use_reentrant=False))
+    return torch.cat(parts, 1), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    paths: PathGroup,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Compute the attention of a group of runs; the result has shape ``(1, n, heads, dim)``."""
+    keys, values = (states.index_select(2, paths.gather) for states in (key, value))
     ragged = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     attend = _attend_ragged if ragged else _attend_by_run
-    return attend((query, keys, values), tree_paths, scaling), None
+    return attend((query, keys, values), paths, scaling)
 
 
 _States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Queries of all tokens, and keys and values of all paths."""
+"""Queries of a group of runs, and keys and values of their paths."""
 
 
-def _attend_by_run(states: _States, paths: TreePaths, scaling: float | None) -> torch.Tensor:
+def _attend_by_run(states: _States, paths: PathGroup, scaling: float | None) -> torch.Tensor:
     lengths = (paths.queries, paths.keys, paths.keys)
     by_run = (torch.split(*each, 2) for each in zip(states, lengths, strict=True))
     parts = []
@@ -274,7 +343,7 @@ def _attend_by_run(states: _States, paths: TreePaths, scaling: float | None) -> 
     return torch.cat(parts, 2).transpose(1, 2)
 
 
-def _attend_ragged(states: _States, paths: TreePaths, scaling: float | None) -> torch.Tensor:
+def _attend_ragged(states: _States, paths: PathGroup, scaling: float | None) -> torch.Tensor:
     q, k, v = (each[0].transpose(0, 1) for each in states)
     out = varlen_attn(
         q,

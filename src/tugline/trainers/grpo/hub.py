@@ -4,31 +4,20 @@ transformers renames and fuses weights when it loads a model: the experts of a l
 tensor, and the text part of a model with images loses a prefix. Engines and other tools read the
 names of the folder. `write_weights` converts back with transformers' own rules, a layer at a time,
 and copies from the folder what was not trained (such as a vision tower) and ``config.json``.
-`read_weights` is its inverse.
+`tugline.trainers.grpo.loading` is its inverse.
 """
 
-import contextlib
 import copy
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import revert_weight_conversion
 
 from tugline.errors import ConfigError
 from tugline.trainers.grpo.distributed import gather_tensors, rank_and_world
@@ -202,76 +191,3 @@ def _write_config(folder: Path, model: Any, source: Path | None) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(folder)
-
-
-# --------------------------------------------------------------------------- reading
-def read_weights(folder: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights in a folder by their names in `model`; other tensors are left out.
-
-    Raises `OSError`, or before the first weight `ValueError` if one is missing or of another shape.
-    """
-    stored = read_places(folder)
-    converted = [*_convert(model, sorted(stored, key=dot_natural_key))]
-    shapes = {
-        name: tensor.shape
-        for _, convert in converted
-        for name, tensor in convert(lambda name: torch.empty(stored[name].shape, device="meta"))
-    }
-    own = get_weights(model)
-    found = {id(own[name]) for name in shapes}
-    different = [name for name, tensor in own.items() if id(tensor) not in found]
-    different += [name for name, shape in shapes.items() if shape != own[name].shape]
-    if different:
-        msg = f"its files and the model differ in {len(different)} weights, such as {different[0]}"
-        raise ValueError(msg)
-    with contextlib.ExitStack() as stack:
-        files = {
-            file: stack.enter_context(safetensors.safe_open(folder / file, "pt"))
-            for file in {place.file for place in stored.values()}
-        }
-        for _, convert in converted:
-            yield from convert(lambda name: files[stored[name].file].get_tensor(name))
-
-
-def _convert(
-    model: Any, names: Iterable[str]
-) -> Iterator[tuple[str, Callable[[Callable[[str], torch.Tensor]], Weights]]]:
-    """Yield each weight of `model` with a function that makes it from tensors of these names."""
-    own = get_weights(model)
-    rules = _find_rules(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    parts: dict[str, list[tuple[str, str | None]]] = {}
-    for name in names:
-        target, pattern = rename_source_key(
-            name, renamings, converters, model.base_model_prefix, own
-        )
-        if target not in own and name in own:
-            target, pattern = name, None
-        if target in own:
-            parts.setdefault(target, []).append((name, pattern))
-
-    def make(
-        target: str, part: list[tuple[str, str | None]], read: Callable[[str], torch.Tensor]
-    ) -> Weights:
-        pattern = part[0][1]
-        if pattern is None:
-            return [(target, read(part[0][0]))]
-        rule: Any = copy.deepcopy(by_pattern[pattern])
-        for name, each in part:
-            rule.add_tensor(target, name, each, read(name))
-        made = rule.convert(target, model=model, config=model.config)
-        return [(name, each[0] if isinstance(each, list) else each) for name, each in made.items()]
-
-    for target, part in parts.items():
-        yield target, partial(make, target, part)
-
-
-def _find_rules(model: Any) -> list[Any]:
-    """Return the rules with which a model was loaded, or would be."""
-    rules = getattr(model, "_weight_conversions", None)
-    if rules is not None:
-        return list(rules)
-    known = get_model_conversion_mapping(model, add_legacy=False)
-    return [rule for rule in known if not isinstance(rule, PrefixChange)]

@@ -53,6 +53,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Positions computed with gradient, without padding."""
     tokens_padding: int
     """Padding positions of the same passes."""
+    tokens_separate: int
+    """Positions that the same traces would need without shared prefixes."""
     loss: float
     """Mean over updates."""
     kl: float | None
@@ -73,7 +75,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Grpo(Updater):
-    """Trains `model` in place; the KL penalty is relative to `reference`."""
+    """Trains `model` in place; the KL penalty is relative to `reference`.
+
+    Without `reference`, it is relative to the model without its adapter.
+    """
 
     config: GrpoConfig
 
@@ -85,10 +90,13 @@ class Grpo(Updater):
         source: Path | None = None,
     ) -> None:
         """See `Updater`. Raises `ConfigError`."""
-        if config.kl > 0 and reference is None:
+        adapted = hasattr(model, "peft_config")
+        if config.kl > 0 and reference is None and not adapted:
             msg = f"kl is {config.kl}, which requires a reference model; give one, or set kl to 0"
             raise ConfigError(msg)
         super().__init__(model, config, source)
+        self._adapter_off = adapted and config.kl > 0 and reference is None
+        self._has_kl = self._adapter_off or reference is not None
         self.reference = PolicyModel(reference, self.config) if reference is not None else None
 
     def step(self, trajectories: Sequence[Trajectory], *, version: int) -> StepReport:
@@ -147,12 +155,19 @@ class Grpo(Updater):
 
     def token_losses(self, new: torch.Tensor, micro: MicroBatch, figures: Update) -> torch.Tensor:
         """Return the clipped policy loss of each token."""
-        with torch.no_grad():
-            reference = self.reference.logprobs(micro) if self.reference else None
+        reference = self._compute_reference(micro)
         terms = token_terms(new, micro, reference, self.config)
         for name in ("kl", "clipped", "bounded", "ratio"):
             figures.sums[name] += float(getattr(terms, name).sum())
         return terms.loss
+
+    @torch.no_grad()
+    def _compute_reference(self, micro: MicroBatch) -> torch.Tensor | None:
+        """Return the reference's log probabilities, shape ``(N,)``; None without a reference."""
+        if self._adapter_off:
+            with self.policy.without_adapter() as reference:
+                return reference.logprobs(micro)
+        return self.reference.logprobs(micro) if self.reference else None
 
     def _report(
         self,
@@ -177,8 +192,9 @@ class Grpo(Updater):
             tokens_trained=ledger.trained,
             tokens_forwarded=int(sum(update.sums["forwarded"] for update in updates)),
             tokens_padding=int(sum(update.sums["padding"] for update in updates)),
+            tokens_separate=int(sum(update.sums["separate"] for update in updates)),
             loss=sum(update.sums["loss"] for update in finite) / count,
-            kl=sum(update.sums["kl"] for update in finite) / tokens if self.reference else None,
+            kl=sum(update.sums["kl"] for update in finite) / tokens if self._has_kl else None,
             clip_fraction=sum(update.sums["clipped"] for update in finite) / tokens,
             importance_bounded=sum(update.sums["bounded"] for update in finite) / tokens,
             ratio_mean=sum(update.sums["ratio"] for update in finite) / tokens,

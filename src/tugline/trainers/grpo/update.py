@@ -24,11 +24,12 @@ import torch
 
 from tugline import log
 from tugline.errors import ConfigError
-from tugline.trainers.grpo.batch import MicroBatch, Row, pack
+from tugline.trainers.grpo.batch import MicroBatch, Row
 from tugline.trainers.grpo.config import UpdateConfig
 from tugline.trainers.grpo.distributed import add_up, clip_gradient
 from tugline.trainers.grpo.forward import PolicyModel
 from tugline.trainers.grpo.hub import check_names, get_base_model
+from tugline.trainers.grpo.packing import pack
 from tugline.trainers.lora import find_trained
 from tugline.types import Logprobs, Sample
 
@@ -49,7 +50,8 @@ class Update:
     sessions: frozenset[str]
     sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Sums over forward passes: ``tokens`` trained, ``forwarded`` positions without padding,
-    ``padding``, ``loss``, and the figures added by `Updater.token_losses`."""
+    ``padding``, ``separate`` (positions if traces shared none), ``loss``, and the figures added by
+    `Updater.token_losses`."""
     recomputed: list[Recomputed] = field(default_factory=list)
     culprits: tuple[str, ...] = ()
     """Sessions whose loss or gradient is not finite; the update was skipped if there are any."""
@@ -145,11 +147,12 @@ class Updater(ABC):
         figures.sums["tokens"] += len(new)
         figures.sums["forwarded"] += micro.computed - micro.padding
         figures.sums["padding"] += micro.padding
+        figures.sums["separate"] += sum(row.length for row in micro.rows)
         figures.sums["loss"] += float(loss.detach())
 
     def pack(self, rows: Sequence[Row]) -> Iterator[MicroBatch]:
         """Yield the forward passes of `rows`."""
-        return pack(rows, self.config, self.policy.device)
+        return pack(rows, self.config, self.policy.device, self.policy.costs)
 
 
 def split_by_sample(new: torch.Tensor, micro: MicroBatch) -> list[Recomputed]:
