@@ -212,7 +212,7 @@ async def test_attempts_end_with_the_evaluation(model: Model, outcome: SessionOu
 
 
 async def test_retry_after_is_honoured(model: Model, outcome: SessionOutcome) -> None:
-    """The next attempt is not earlier."""
+    """The next attempt is not made before the time in `Retry-After`."""
     model.script, model.retry_after = [429], "1"
     began = time.monotonic()
     await model.judge().evaluate(outcome)
