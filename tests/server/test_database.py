@@ -135,7 +135,7 @@ async def test_a_closed_store_refuses_operations(store_url: str) -> None:
 
 
 async def test_servers_can_start_at_the_same_time_on_postgres(postgres_url: str) -> None:
-    """One creates the tables, the others find them."""
+    """One server creates the tables, and the others find them."""
     async with contextlib.AsyncExitStack() as stack:
         opened = [open_database(postgres_url) for _ in range(3)]
         await asyncio.gather(*map(stack.enter_async_context, opened))
@@ -307,7 +307,7 @@ async def test_a_full_disk_fails_writes_until_there_is_room(tmp_path: Path) -> N
 
 
 def test_a_full_disk_error_has_advice(tmp_path: Path) -> None:
-    """An error of a full disk, here the operating system's, says to free some space."""
+    """An error of a full disk, here the operating system's, advises to free some space."""
     database = open_database(f"sqlite:{tmp_path / 'a.db'}")
     error = OSError(errno.ENOSPC, "No space left on device")
     assert "free some space" in str(database._driver.explain(error))

@@ -23,7 +23,7 @@ async def finish_tasks(control: ControlPlane, *names: str) -> int:
 
 
 async def test_acknowledged_tasks_are_deleted(control: ControlPlane) -> None:
-    """Old tasks go with sessions and results once all have acknowledged them; counts stay."""
+    """Old tasks go with their results once all consumers have acknowledged them; counts stay."""
     read, write = control.database.read, control.database.write
     position = await finish_tasks(control, "a", "b")
     await control.submit([make_task("open")])
