@@ -92,7 +92,7 @@ async def test_headings_do_not_overlap_in_narrow_windows(tab: Tab, server: Runni
 
 
 async def test_pass_rates_of_each_problem_over_time(tab: Tab, server: RunningServer) -> None:
-    """Submissions of a problem are one row, the hardest first; its line has a point for each."""
+    """A problem's submissions are one row, the hardest first, with a line through their rates."""
     node = await server.join("gamma")
     for step, rewards in enumerate(([0.0, 0.0], [1.0, 0.0], [1.0, 1.0])):
         for name, values in (("learned", rewards), ("hopeless", [0.0, 0.0])):

@@ -107,7 +107,7 @@ def test_a_folder_is_removed_only_with_all_that_it_has() -> None:
 
 
 def test_an_empty_folder_is_no_module() -> None:
-    """An empty folder hides no module, but it is one that programs look for."""
+    """An empty folder is refused only where an import would find it, as with `org`."""
     folder = FileChange(b"", folder=True)
     patch = Patch(dict.fromkeys(["logs", "json", "html", "src/data", "org", "org/python"], folder))
     kept, refused = filter_patch(patch, RULES)

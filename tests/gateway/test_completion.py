@@ -222,7 +222,7 @@ async def test_an_immediate_retry_joins_the_answer_in_flight(tmp_path: Path) -> 
 
 
 async def test_the_same_turn_without_a_stream_is_not_sampled_again(tmp_path: Path) -> None:
-    """Claude Code falls back to an unstreamed request for a turn that it streamed."""
+    """An unstreamed request for a streamed turn, as from Claude Code, gets the same answer."""
     async with open_session(tmp_path, reply_with("Done.")) as session:
         streamed = text_of(await session.read())
         whole = await session.ask(stream=False)

@@ -269,7 +269,7 @@ async def test_a_sound_engine_is_connected_in_its_best_mode(tmp_path: Path) -> N
 
 
 async def test_replicas_that_differ_are_refused() -> None:
-    """Replicas must be alike, since a conversation may continue on another one."""
+    """Replicas with different windows are an error, since a conversation may move between them."""
     apps = [create_app(engine(window), model_name="scripted") for window in (4096, 2048)]
     async with serve(apps[0]) as one, serve(apps[1]) as other:
         with pytest.raises(UsageError, match=r"same window, but it is 4096 at .* and 2048 at "):

@@ -92,7 +92,7 @@ async def test_retries_end_before_the_stream_is_opened(tmp_path: Path) -> None:
 async def test_an_error_in_the_engines_stream_before_a_token_has_a_status(
     tmp_path: Path, dialect: Dialect
 ) -> None:
-    """Some engines send headers at once and then refuse in the stream, as its first event."""
+    """An error as the first event of an engine's stream becomes the status of the reply."""
 
     async def refuse(_: Request) -> Response:
         async def events() -> AsyncIterator[bytes]:
@@ -111,7 +111,7 @@ async def test_an_error_in_the_engines_stream_before_a_token_has_a_status(
 async def test_headers_are_sent_soon_after_an_acceptance_and_late_without_one(
     tmp_path: Path,
 ) -> None:
-    """An engine that sends its headers at once has accepted; one that holds them has not (yet)."""
+    """A stream opens soon after the engine's headers, or after a time limit without them."""
     released = asyncio.Event()
 
     async def accept(_: Request) -> Response:

@@ -142,7 +142,7 @@ echo '{"bin": %s}' > package.json"""
 async def test_the_program_is_the_one_that_the_package_declares(
     programs: Programs, declared: str
 ) -> None:
-    """The program's name differs between versions: that of qwen-code was ``cli.js`` once."""
+    """The package declares its program, whose file name differs between versions of qwen-code."""
     programs(PACKAGE % declared)
     package = Npm("x", "x", "1.2.3")
     await package.install(no_trial)
@@ -170,7 +170,7 @@ async def test_pip_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Monk
 async def test_libraries_are_added_to_an_existing_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Python that needs libraries has its standard library in the same folder, ``lib``."""
+    """Libraries are copied into ``lib``, which also has Python's standard library."""
     library = tmp_path / "libown.so.1"
     library.write_bytes(b"ELF")
     (tmp_path / "python/lib/python3.11").mkdir(parents=True)

@@ -100,7 +100,7 @@ def test_an_instruction_longer_than_any_argument_is_read_from_a_file(name: str) 
 def test_each_dialect_is_spoken_where_it_is_served(
     dialect: str, of_pi: tuple[str, str], of_opencode: tuple[str, str]
 ) -> None:
-    """Programs append a part of the path, which differs between their APIs."""
+    """The base URL has the part of the path that a program does not append, by API."""
     made = launch("pi", dialect=dialect, tools=["read", "edit"])
     provider = json.loads(made.files[".pi/agent/models.json"])["providers"]["tugline"]
     assert (provider["api"], provider["baseUrl"]) == (of_pi[0], CONTEXT.base_url + of_pi[1])

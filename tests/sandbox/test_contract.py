@@ -379,7 +379,7 @@ async def use_and_close(driver: Driver, folder: Path, use: str) -> weakref.ref[S
 async def test_closed_sandboxes_are_freed_without_a_collection(
     driver: Driver, tmp_path: Path, use: str
 ) -> None:
-    """A node that is never idle collects no cycles: it excludes old objects from collections."""
+    """A closed sandbox is in no reference cycle, since a node that is never idle collects none."""
     await use_and_close(driver, tmp_path / "first", "programs")
     gc.collect()
     gc.disable()

@@ -256,7 +256,7 @@ async def _skip_kill() -> None:
 
 
 async def test_disk_usage_counts_blocks(tmp_path: Path) -> None:
-    """Blocks count, not lengths; hard links once; empty files a little; deep trees too much."""
+    """Blocks count, not lengths; hard links once; empty files a little; a too deep tree is over."""
     (tmp_path / "a").write_bytes(b"x" * 100_000)
     os.link(tmp_path / "a", tmp_path / "b")
     with (tmp_path / "sparse").open("wb") as file:

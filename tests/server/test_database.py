@@ -176,7 +176,7 @@ async def test_a_second_server_on_the_same_file_is_refused(tmp_path: Path) -> No
 
 
 async def test_a_damaged_database_is_refused_at_start(tmp_path: Path) -> None:
-    """SQLite alone would read a page of zeros as an empty table."""
+    """A page of zeros is an error, though SQLite alone would read it as an empty table."""
     path = tmp_path / "a.db"
     async with open_database(f"sqlite:{path}"):
         pass

@@ -56,7 +56,7 @@ async def test_the_id_of_a_deleted_task_can_be_reused(control: ControlPlane) -> 
 
 
 async def test_tasks_with_undelivered_callbacks_are_kept(control: ControlPlane) -> None:
-    """Pending and dead callbacks still need their result."""
+    """A task is kept while a pending or dead callback needs its result."""
     write = control.database.write
     await finish_tasks(control, "plain")
     insert = "INSERT INTO outbox (id, task, kind, url, host, state, next_try)"

@@ -283,7 +283,7 @@ def test_a_good_call_after_a_bad_one_is_a_call() -> None:
 
 @pytest.mark.parametrize("unit", ["<tool_call>", "</tool_call>", "<tool_call></tool_call>x"])
 def test_thousands_of_tags_are_parsed_at_once(unit: str) -> None:
-    """An answer of nothing but tags costs no more than its length."""
+    """An answer of thousands of tags is text as it was sampled, within the time limit."""
     made: Rendering = make_rendering("qwen3.5")
     parameter = "<parameter=path>\n</parameter>\n"
     many = "<tool_call>" * 20_000 + unit + "</tool_call>" * 20_000

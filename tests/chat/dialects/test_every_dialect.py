@@ -362,7 +362,7 @@ def test_errors_have_the_original_shape(dialect: str, row: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("row", TABLES["overflows"], ids=lambda row: row["dialect"])
 def test_an_overflow_is_worded_as_clients_expect_it(row: dict[str, Any]) -> None:
-    """Claude Code compacts on "prompt is too long"; OpenAI's clients look at the code."""
+    """The message has the words on which an API's clients, such as Claude Code, compact."""
     prompt, window = row["counts"]
     error = ContextOverflow("no room", prompt=prompt, window=window)
     body = ALL_WIRES[row["dialect"]].dialect.encode_error(error)[2]

@@ -247,7 +247,7 @@ def test_late_system_messages_keep_their_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "qwen3-vl"])
 def test_images_are_refused_by_name(name: str) -> None:
-    """Images are not dropped silently."""
+    """An image is an error that names images; it is not dropped silently."""
     picture = Message(Role.USER, "See", images=(Image("data:image/png;base64,AA"),))
     with pytest.raises(Unsupported, match="images") as caught:
         make_rendering(name).render((picture,), ())
