@@ -30,7 +30,7 @@ AWAITED = {
     "trainers/loop.py": "`_finish_evaluation` awaits it",
     "web/serve.py": "awaited when the block ends",
 }
-"""Files that start tasks without `log.start_task`, and who learns of their errors."""
+"""Files that start tasks without `log.start_task`, and where their errors are raised."""
 
 
 def starts_tasks(file: Path) -> bool:

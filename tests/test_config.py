@@ -70,7 +70,7 @@ def test_yaml_and_toml_are_interchangeable(tmp_path: Path) -> None:
     "row", Path(__file__).with_name("wrong_settings.txt").read_text().splitlines()
 )
 def test_mistakes_are_reported_in_one_line(tmp_path: Path, row: str) -> None:
-    """File, key, value and what would be right."""
+    """The line has the file, the key, the value and what would be right."""
     text, message = codecs.decode(row, "unicode_escape").split("  =>  ")
     with pytest.raises(ConfigError) as caught:
         load(_write(tmp_path, "demo.yaml", text), Settings)
@@ -122,7 +122,7 @@ def test_long_values_are_shortened_in_errors() -> None:
 
 
 def test_all_mistakes_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
-    """Unknown keys, wrong values at any depth and missing fields, each with its own path."""
+    """Each unknown key, wrong value at any depth, and missing field has its own path."""
     text = """
         stepz: 3
         seed: many

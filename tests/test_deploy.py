@@ -119,7 +119,7 @@ def test_the_manifests_are_valid() -> None:
 
 
 def test_the_kustomization_is_complete() -> None:
-    """What it names exists, and it names all manifests."""
+    """The kustomization names all manifests, and no file that does not exist."""
     folder = DEPLOY / "kubernetes"
     own = yaml.safe_load((folder / "kustomization.yaml").read_text())
     settings = [file.partition("=")[2] for each in own["configMapGenerator"]

@@ -18,7 +18,7 @@ NAMES = [
 
 
 def test_only_public_names_can_be_imported() -> None:
-    """These can be imported, and no others."""
+    """The public names can be imported, and no others."""
     assert dir(tugline) == sorted(NAMES)
     for name in NAMES:
         assert getattr(tugline, name).__name__ == name

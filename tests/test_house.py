@@ -62,7 +62,7 @@ def _docstring_lines(path: Path) -> int:
 
 # --------------------------------------------------------------------------- sizes
 def test_everything_is_within_its_budget() -> None:
-    """Files, functions, docstrings and package faces stay small; who is over is printed."""
+    """Files, functions, docstrings and package faces are small; the error lists larger ones."""
     functions = [pair for path in SOURCES for pair in _functions(path)]
     files = [(_name(path), _lines(path)) for path in SOURCES]
     faces = [path for path in SOURCES if path.name == "__init__.py"]
@@ -181,7 +181,7 @@ def _configs() -> list[type[Config]]:
 
 
 def test_every_config_key_is_documented() -> None:
-    """The tables of docs/configuration.md are what the code says; no row stands there twice."""
+    """The tables of docs/configuration.md equal those made from the code, without repeated rows."""
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     tables = re.findall(r"<!-- keys of (\w+) -->\n(.*?)<!-- end -->", page, re.DOTALL)
     models = {model.__name__: model for model in _configs()}
@@ -196,7 +196,7 @@ def test_every_config_key_is_documented() -> None:
 
 @pytest.mark.parametrize("kind", BUILT_IN)
 def test_every_plugin_is_documented(kind: str) -> None:
-    """A built-in name that nobody can read about does not exist."""
+    """docs/configuration.md has the name of each built-in plug-in."""
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert [name for name in BUILT_IN[kind] if f"`{name}`" not in page] == []
 
@@ -270,7 +270,7 @@ def test_every_page_has_its_place() -> None:
 
 
 def test_documented_make_targets_exist() -> None:
-    """What the docs tell people to type is in the Makefile."""
+    """Each `make` command in the docs has its target in the Makefile."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
     typed = set(re.findall(r"(?:^|`|\$ )make ([a-z][a-z0-9-]*)", _docs(), re.MULTILINE))
@@ -291,7 +291,7 @@ def test_markers_are_applied_where_a_test_is() -> None:
 
 # --------------------------------------------------------------------------- nothing private
 def test_no_path_of_one_machine_is_committed() -> None:
-    """Tracked files name no home, work or root folder of whoever wrote them."""
+    """Tracked files name no home, work or root folder of their author."""
     listed = run_program("git", "ls-files", "-z", cwd=ROOT, check=True)
     private = re.compile(r"(?<![\w.])/(?:work|root|Users|home/\w+|tmp/exp)/")
     found = []

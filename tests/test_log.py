@@ -66,7 +66,7 @@ async def test_events_of_a_session_have_its_ids(lines: Lines, tmp_path: Path) ->
 
 
 async def test_bound_ids_reach_tasks_and_threads(lines: Lines) -> None:
-    """Those started inside the block have the ids; later events do not."""
+    """Tasks and threads that are started inside the block have the ids; later events do not."""
     say = log.get("test").info
 
     async def script_task() -> None:
@@ -147,7 +147,7 @@ def test_events_go_to_the_current_stderr(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_full_log_is_rotated(tmp_path: Path) -> None:
-    """The last three are kept; no event is lost or split, also if two processes write."""
+    """The last three files are kept; no event is lost or split, also if two processes write."""
     path = tmp_path / "log.jsonl"
     files = [log.RotatingFile(path, max_bytes=1000) for _ in range(2)]
     for number in range(400):

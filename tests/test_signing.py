@@ -19,7 +19,7 @@ def test_signatures_follow_standard_webhooks() -> None:
 
 
 def test_a_genuine_callback_is_verified() -> None:
-    """Header names in any case; several signatures while a secret is being replaced."""
+    """Header names may be in any case; one right signature of several suffices."""
     now, body = int(time.time()), b"{}"
     right = sign(key_of(SECRET), "x_1", now, body)
     other = sign(key_of(new_secret()), "x_1", now, body)
@@ -53,7 +53,7 @@ def test_changed_or_old_callbacks_are_refused(
 
 
 def test_a_callback_without_a_signature_is_refused() -> None:
-    """The error says which header is missing."""
+    """The error names the missing header."""
     with pytest.raises(BadSignature, match="Missing"):
         verify(SECRET, {}, b"{}")
 

@@ -98,7 +98,7 @@ async def test_a_killed_consumer_resumes_at_its_last_acknowledgement(
     await finish(live, c=[1.0, 0.0])
     assert await read_line(second) == "c c-0 c-1"
     await acknowledge(second)
-    await finish(live, d=[1.0])  # read once c is acknowledged
+    await finish(live, d=[1.0])  # is read once c is acknowledged
     assert await read_line(second) == "d d-0"
     second.send_signal(signal.SIGKILL)
     await second.wait()

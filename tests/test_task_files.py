@@ -101,7 +101,7 @@ def test_texts_can_be_read_from_files(tmp_path: Path) -> None:
 def test_mistakes_have_file_field_and_value(
     tmp_path: Path, name: str, text: str, expected: str
 ) -> None:
-    """The error says in one line what is wrong, and what would be right."""
+    """The error has in one line what is wrong, and what would be right."""
     path = make_file(tmp_path, name, text)
     with pytest.raises(ConfigError) as raised:
         load_tasks([path])
@@ -152,7 +152,7 @@ def test_paths_of_a_workspace_are_relative_to_the_file(tmp_path: Path) -> None:
 
 
 def test_ids_are_unique(tmp_path: Path) -> None:
-    """An id may occur once in all files together; the error names both."""
+    """An id may occur once in all files together; the error names both places."""
     make_file(tmp_path, "a.yaml", YAML.format(id="t"))
     make_file(tmp_path, "b.yaml", YAML.format(id="t"))
     with pytest.raises(ConfigError, match=r"b\.yaml: id 't' is already used by .*a\.yaml"):

@@ -149,14 +149,14 @@ def failed_rollout() -> Rollout:
 async def test_an_unreachable_collector_does_not_block() -> None:
     """Exporting returns at once, closing within its bound."""
     rollout = failed_rollout()
-    before = set(threading.enumerate())  # of other tracers in this process
+    before = set(threading.enumerate())  # threads of other tracers
     tracer = tracer_to("http://127.0.0.1:9")
     async with asyncio.timeout(10):
         for epoch in range(200):
             session = structs.replace(SESSION, epoch=epoch)
             await asyncio.to_thread(tracer.export, structs.replace(rollout, session=session))
         await asyncio.to_thread(tracer.close)
-    # Nothing goes on trying.
+    # No thread of the tracer tries on.
     for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("Otel"):
             await asyncio.to_thread(thread.join, 5.0)

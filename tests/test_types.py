@@ -92,7 +92,7 @@ def test_arrays_of_another_type_are_refused(array: Ids) -> None:
 
 @pytest.mark.parametrize("payload", [b"", b"x1234", b"i123", b"f\x00\x00\x80\x3f", "text", 5, None])
 def test_damaged_arrays_are_decode_errors(payload: object) -> None:
-    """Garbage, a cut buffer and floats in place of ids."""
+    """Garbage, a cut buffer, and floats in place of ids are errors."""
     with pytest.raises(msgspec.DecodeError):
         decode(msgspec.msgpack.encode({"ids": payload}), Arrays)
 

@@ -24,7 +24,7 @@ def outside(tmp_path: Path) -> Path:
 
 
 def assert_untouched(outside: Path) -> None:
-    """Check that nothing was written there."""
+    """Check that the node's folder has only its own file, unchanged."""
     assert [entry.name for entry in outside.iterdir()] == ["secret"]
     assert (outside / "secret").read_text() == "the node's own"
 

@@ -47,7 +47,7 @@ async def victim(arena: Arena, secret: str) -> AsyncIterator[Path]:
 
 
 async def test_read_another_sessions_files(any_arena: Arena) -> None:
-    """Neither their path on the node nor /proc of any process leads to them."""
+    """Files of another session cannot be read by their path on the node or through /proc."""
     secret = token()
     async with victim(any_arena, secret) as folder, any_arena.open() as sandbox:
         result = await python(sandbox, READ, secret, folder)
@@ -76,7 +76,7 @@ async def test_read_another_sessions_environment(any_arena: Arena) -> None:
 
 
 async def test_read_the_nodes_files(any_arena: Arena) -> None:
-    """Neither its tokens nor its user's home is readable."""
+    """Neither the node's tokens nor its user's home is readable."""
     secret = token()
     (any_arena.folder / "node").mkdir()
     (any_arena.folder / "node" / "token").write_text(secret)

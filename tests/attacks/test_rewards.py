@@ -68,7 +68,7 @@ async def earned(
 
 @pytest.mark.parametrize("attack", ON_FILES)
 async def test_earn_a_reward_without_the_work(arena: Arena, attack: str) -> None:
-    """The evaluator runs in a new sandbox, on the task's files and the filtered patch."""
+    """An attack earns 0: a new sandbox evaluates the task's files and the filtered patch."""
     evaluator = HASTY_EVALUATOR if attack == "run for ever" else EVALUATOR
     assert await earned(arena, ON_FILES[attack], evaluator) == 0.0
 
@@ -164,7 +164,7 @@ LOADED = ("an installed plug-in in other case", "modules that the runner looks f
 async def test_loaded_before_the_tests(
     arena: Arena, repository: Workspace, tmp_path: Path, attack: str
 ) -> None:
-    """What `python3 -m pytest` loads is the image's, by a command and by a Harbor script."""
+    """`python3 -m pytest` loads the image's modules, in a command and in a Harbor script."""
     command = "python3 -m pytest -q -p no:cacheprovider -p no:schemathesis tests/test_bill.py"
     by_script = script_of(tmp_path, command)
     by_command = TestsEvaluator(command=command, format="pytest")
@@ -191,7 +191,7 @@ async def test_settings_and_plugins_of_a_script_that_runs_pytest(
 async def test_earn_a_reward_on_a_repository(
     arena: Arena, repository: Workspace, by_command: Evaluator, attack: str
 ) -> None:
-    """The evaluator runs on the commit and the filtered patch."""
+    """An attack on a repository earns 0: the commit and the filtered patch are evaluated."""
     assert await earned(arena, ON_A_REPOSITORY[attack], by_command, repository) == 0.0
 
 
@@ -225,7 +225,7 @@ async def test_earn_a_reward_by_the_tested_program(
 
 
 async def test_an_isolated_script_rewards_honest_work(arena: Arena, isolated: Evaluator) -> None:
-    """Much output is no obstacle; without isolation the tests would be readable."""
+    """An isolated script rewards a right program, even if it prints much."""
     assert await earned(arena, HONEST, isolated) == 1.0
     loud = f"{HONEST}; echo 'import sys; sys.stderr.write(\"x\" * 300000)' >> bill.py"
     assert await earned(arena, loud, isolated) == 1.0

@@ -98,7 +98,7 @@ REFUSED = {"aio": 206, "key": 248}
 
 @pytest.mark.parametrize("quota", QUOTAS)
 async def test_take_all_of_a_quota(arena: Arena, quota: str) -> None:
-    """A sandbox beside it gets what it needs, unless the runtime says that it may not."""
+    """A sandbox beside the taker gets what it needs, or the runtime lists the weakness."""
     async with arena.open("taker") as taker, arena.open("honest") as honest:
         alone = await python(honest, NEED, quota)
         if arena.name == "container" and quota == "mark" and "not permitted" in alone.text:
@@ -119,7 +119,7 @@ async def test_take_all_of_a_quota(arena: Arena, quota: str) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the script has numbers of x86_64")
 @pytest.mark.parametrize("call", REFUSED)
 async def test_calls_with_a_quota_of_all_are_missing(arena: Arena, call: str) -> None:
-    """Programs see a kernel without them, for which they have a fallback."""
+    """Calls with a quota of the machine or user fail as in a kernel without these calls."""
     async with arena.open() as sandbox:
         result = await python(sandbox, NEED, call)
     assert "Function not implemented" in result.text or "not permitted" in result.text

@@ -63,7 +63,7 @@ async def test_take_the_processors_from_another_session(arena: Arena) -> None:
         many, own = await asyncio.gather(
             python(one, BUSY, 150, 5, timeout_s=60), python(two, BUSY, few, 3, timeout_s=60)
         )
-    # The many run alone for a part of their time.
+    # The 150 loops run without the others for a part of their time.
     assert float(own.text) > float(many.text) / 5, (own.text, many.text)
 
 
@@ -296,7 +296,7 @@ print(sorted(name for name in os.listdir("/dev") if stat.S_ISBLK(os.lstat("/dev/
 """
 OUT_OF_REACH = {
     "end the first process": (KILL, "lives\n"),
-    # Its memory and its descriptors; a program's own children can be debugged.
+    # Neither memory nor descriptors of the runner; a program's own children can be debugged.
     "take over the runner": (TAKE_OVER, "a child can be debugged\n"),
     # Process 1 keeps its limits and its priority: without open files it would end, as a fault of
     # the node. A program may change its own limits.
@@ -308,7 +308,7 @@ OUT_OF_REACH = {
 
 @pytest.mark.parametrize("attack", OUT_OF_REACH)
 async def test_reach_process_1_or_a_device(arena: Arena, attack: str) -> None:
-    """The script prints only what is harmless, and the sandbox stays usable."""
+    """An attack on process 1 or a device has only harmless output; the sandbox stays usable."""
     script, harmless = OUT_OF_REACH[attack]
     async with arena.open() as sandbox:
         assert (await python(sandbox, script)).text == harmless
@@ -415,7 +415,7 @@ if libc.unshare(0x10000000 | 0x20000) == 0:
 
 
 async def test_remount_read_only_folders_for_writing(arena: Arena, tmp_path: Path) -> None:
-    """Capabilities of a new user namespace do not help either."""
+    """Not even capabilities of a new user namespace make a read-only folder writable."""
     tools, name = tmp_path / "toolbox", token()
     tools.mkdir()
     mounts = (Mount("/opt/toolbox", str(tools)),)
@@ -447,7 +447,7 @@ except OSError: pass
 
 
 async def test_change_the_installed_programs(arena: Arena, tmp_path: Path) -> None:
-    """The programs of harnesses are shared by all sessions, so that none may change them."""
+    """A session cannot change the programs of harnesses, which all sessions share."""
     tools = tmp_path / "toolbox"
     tools.mkdir()
     (tools / "tool").write_text("sound")

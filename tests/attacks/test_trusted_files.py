@@ -60,7 +60,7 @@ async def give_verdict(
 
 @pytest.mark.parametrize("attack", BY_THE_PROGRAM)
 async def test_a_tested_program_changes_what_decides(arena: Arena, attack: str) -> None:
-    """The program passes the first test honestly, and the others only by changing them."""
+    """A program that passes tests by changing the files that decide earns 0, with the reason."""
     evaluator = TestsEvaluator(command=COMMAND, format="tap", files=CHECKS, timeout_s=20)
     own = "repository" in attack
     answers = f"23) echo 5 ;; 22) echo {4 if own else -1} ;; 42) echo {-1 if own else 6} ;;"
@@ -72,7 +72,7 @@ async def test_a_tested_program_changes_what_decides(arena: Arena, attack: str) 
 
 @pytest.mark.parametrize("attack", ADDED)
 async def test_a_tested_program_adds_what_a_runner_loads(arena: Arena, attack: str) -> None:
-    """The verdict is 0 even if all tests pass; outputs of other names do not matter."""
+    """Adding a file that a test runner loads earns 0; adding outputs of other names is allowed."""
     evaluator = TestsEvaluator(command=COMMAND, format="tap", files=CHECKS, timeout_s=20)
     verdict = await give_verdict(arena, evaluator, BASE, {"total.sh": f"{ADDED[attack]}\n{RIGHT}"})
     assert (verdict.reward.value, verdict.report["passed"]) == (0.0, 3), verdict.report
@@ -116,20 +116,24 @@ def by_setup(**options: Any) -> TestsEvaluator:
 async def test_setup_leaves_nothing_that_decides(
     arena: Arena, attack: str, *, hidden: bool
 ) -> None:
-    """The agent's code that `setup` runs; right work beside it earns 1."""
+    """Code of the agent that `setup` runs earns 0 for an attack; right work beside it earns 1."""
     files = {"tests/test_bill.py": TEST} if hidden else None
     texts = (f"{name}=$(cat <<'END'\n{text}\nEND\n)\n" for name, text in VARIABLES.items())
     script = f"{''.join(texts)}{BY_SETUP[attack]}\ntrue\n"
     verdict = await give_verdict(arena, by_setup(files=files), REPOSITORY, {"build.sh": script})
     assert verdict.reward.value == 0.0, verdict.report
-    if attack != "too many files":  # nothing of its outputs is used then
+    if attack != "too many files":  # no output of such a setup is used
         work = {"build.sh": script, "bill.py": BILL.replace("-", "+")}
         verdict = await give_verdict(arena, by_setup(files=files), REPOSITORY, work, "right")
         assert verdict.reward.value == 1.0, verdict.report
 
 
 async def test_setup_prepares_right_work(arena: Arena) -> None:
-    """What it makes of the work is there; at refused paths and outside, what it makes without."""
+    """What `setup` builds from right work is there for the tests.
+
+    At paths that a patch may not change, and outside of the workdir, there is what `setup` builds
+    without the work.
+    """
     build = (
         "mkdir -p build ~/lib tests/data; sed s/BODY/a+b/ bill.in > bill.py; cp bill.py build/\n"
         "ln -s bill.py link.py; echo '#!/bin/sh' > run; chmod +x run; rm -f old.txt\n"
@@ -220,7 +224,7 @@ async def test_a_program_that_forges_its_judges_report(arena: Arena, name: str) 
     assert verdict.reward.value == 1.0, verdict.report
     if arena.name == "bubblewrap" and kind is TestsEvaluator and name != "tap":
         beside = kind(**options, timeout_s=30)
-        for attempt in range(12):  # it does not always hit a system call
+        for attempt in range(12):  # the attack works only at a system call
             verdict = await give_verdict(arena, beside, base, attack, f"beside-{attempt}")
             if verdict.reward.value == 1.0:
                 break

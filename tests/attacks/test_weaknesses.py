@@ -25,7 +25,7 @@ async def test_weaknesses_of_local_are_logged_once(capsys: pytest.CaptureFixture
 
 
 async def test_weaknesses_of_a_sandbox(arena: Arena) -> None:
-    """Single lines, and none about what the attacks show to be isolated."""
+    """Weaknesses are single lines; none is about isolation that the attacks confirm."""
     lines = await asyncio.to_thread(arena.runtime.list_weaknesses)
     assert all(line and "\n" not in line for line in lines)
     assert not [line for line in lines if "network" in line or "files" in line]

@@ -91,7 +91,7 @@ def test_traces_without_trained_tokens_are_not_counted_as_forwarded(rows: Rows) 
 
 
 def test_the_synthetic_session_shows_the_effect_of_length(rows: Rows) -> None:
-    """Forty turns of 600 tokens after 8,000: forwarded once, or again for every request."""
+    """Forty turns of 600 tokens after 8,000 are forwarded once if merged, else every request."""
     row = rows["(synthetic)", ""]
     forwarded = row["forwarded"]
     assert forwarded["prefix_merging"] == forwarded["packed"] == 8000 + 40 * 600 - 300
@@ -110,7 +110,7 @@ def test_samples_of_a_task_share_prefixes(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_sessions_is_an_error(tmp_path: Path) -> None:
-    """Exit code 2 and one line that names the folder."""
+    """A folder without sessions is exit code 2 and one line that names the folder."""
     command = [sys.executable, str(ROOT / "builders" / "run.py"), "--sessions", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")

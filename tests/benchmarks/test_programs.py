@@ -21,14 +21,14 @@ def measure_trajectories() -> Any:
 
 
 def test_the_session_has_the_documented_length() -> None:
-    """8,000 tokens, then 600 a turn, of which 300 are sampled."""
+    """A session begins with 8,000 tokens and grows by 600 a turn, of which 300 are sampled."""
     figures = measure_trajectories()
     assert figures["unique_ids_100"] == 8000 + 600 * 100 - 300
     assert figures["sampled_100"] == 300 * 100
 
 
 def test_recording_size_is_linear_and_bounded() -> None:
-    """The limit is 1.5 times 1.4 bytes for each id and 4 for each logprob."""
+    """A recording has at most 1.5 times 1.4 bytes for each id and 4 for each logprob."""
     figures = measure_trajectories()
     limit = 1.5 * (figures["unique_ids_100"] * 1.4 + figures["sampled_100"] * 4)
     assert figures["sampled_100"] * 4 < figures["recording_bytes_100"] <= limit
@@ -94,7 +94,7 @@ def test_long_and_open_sessions_are_reported() -> None:
 
 @pytest.mark.slow
 def test_the_load_of_the_gateway_is_the_documented_one() -> None:
-    """A 16k-token prompt on average, 40 turns, 512 sampled tokens."""
+    """The load is 40 turns with 16k tokens of prompt on average and 512 sampled tokens."""
     load = measure_gateway()["conversation"]
     assert abs(load["mean_prompt_tokens"] - 16_384) < 100
     assert (load["turns"], load["sampled_tokens"]) == (40, 512)

@@ -92,7 +92,7 @@ async def test_headings_do_not_overlap_in_narrow_windows(tab: Tab, server: Runni
 
 
 async def test_pass_rates_of_each_problem_over_time(tab: Tab, server: RunningServer) -> None:
-    """Submissions of a problem are one row, the hardest first; its line has a point for each."""
+    """A problem's submissions are one row, the hardest first, with a line through their rates."""
     node = await server.join("gamma")
     for step, rewards in enumerate(([0.0, 0.0], [1.0, 0.0], [1.0, 1.0])):
         for name, values in (("learned", rewards), ("hopeless", [0.0, 0.0])):
@@ -118,7 +118,7 @@ async def test_pass_rates_of_each_problem_over_time(tab: Tab, server: RunningSer
 
 
 async def test_the_overview_has_the_latest_sessions(tab: Tab, server: RunningServer) -> None:
-    """Running and finished sessions by their last change, without queued ones."""
+    """Running and finished sessions are ordered by their last change; queued ones are not shown."""
     await tab.until(f"{ROWS}.length === 20")
     assert not await tab.js(f"{ROWS}.some(row => row.innerText.includes('queued'))")
     await server.submit(id="new")
@@ -246,7 +246,7 @@ async def test_a_failed_session_is_run_again_with_a_client_token(
 
 
 async def test_sessions_are_found_by_text(tab: Tab, server: RunningServer) -> None:
-    """The page and Ctrl-K search; a row says where the text was matched."""
+    """The page and Ctrl-K search the text of sessions; a row shows where it was matched."""
     await server.submit(id="words", instruction="Repair the flux capacitor", samples=2)
     await open_page(tab, server, "/sessions")
     await tab.key("/")

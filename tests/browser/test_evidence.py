@@ -89,7 +89,7 @@ async def open_page(tab: Tab, evidence: Evidence, path: str, ready: str) -> str:
 
 
 async def test_a_session_has_turns_ledger_and_tabs(tab: Tab, evidence: Evidence) -> None:
-    """The page also has outcome, reward, colours and messages."""
+    """The page of a session also has its outcome, reward, colours and messages."""
     work = await commit_group(evidence)
     name = work[0].session.id
     text = await open_page(
@@ -127,7 +127,7 @@ async def test_a_session_has_turns_ledger_and_tabs(tab: Tab, evidence: Evidence)
 
 
 def test_entropy_is_the_mean_surprise_around_a_token() -> None:
-    """The mean of up to eight tokens on either side in the same answer; context has no class."""
+    """Up to eight tokens on either side in the same answer are averaged; context has no class."""
     colours = Path(__file__).resolve().parents[2] / "console" / "src" / "lib" / "colours.ts"
     script = Path(__file__).with_name("entropy.mjs")
     node = Path(sys.executable).with_name("node")
@@ -138,7 +138,7 @@ def test_entropy_is_the_mean_surprise_around_a_token() -> None:
     assert classes[0] == classes[21] == 0
     assert classes[1:11] == [sum(mean > bound for bound in bounds) + 1 for mean in means]
     assert classes[11:21] == [5, *[6] * 9]
-    assert classes[22:] == [7, 7]  # both have the mean of both, 2.65
+    assert classes[22:] == [7, 7]  # two tokens share one mean, 2.65
     assert labels == ["context", *(f"≤ {bound} nats" for bound in bounds), "> 2 nats"]
 
 
@@ -177,7 +177,7 @@ async def test_every_page_is_accessible(tab: Tab, evidence: Evidence, theme: str
 
 
 async def test_a_session_without_its_recording_shows_ids(tab: Tab, evidence: Evidence) -> None:
-    """The ids are those of the trajectory, and the page says what is missing."""
+    """The ids are those of the trajectory, and the page names what is missing."""
     work = await commit_group(evidence)
     text = await open_page(tab, evidence, f"/sessions/{work[2].session.id}", DRAWN)
     assert "agent: agent timeout" in text
@@ -241,7 +241,7 @@ def answer(script: Script, ids: list[int], text: str) -> list[int]:
 
 
 async def test_a_comparison_has_the_first_divergence(tab: Tab, evidence: Evidence) -> None:
-    """Two sessions with the same first answer, whose second answers differ after one word."""
+    """The first divergent position is shown, and the words that differ behind it are marked."""
     work = await evidence.lease("pair", 2)
     prompt, shared = encode("You mend code."), "I read the file."
     seconds = ("now the agent writes with care", "now the tests fail because the agent reads")
@@ -295,7 +295,7 @@ async def report(
 async def test_training_shows_results_by_version(
     tab: Tab, evidence: Evidence, tmp_path: Path
 ) -> None:
-    """Pass rates with Wilson's intervals by version, groups, and the metrics of a run."""
+    """The page has pass rates with Wilson's intervals by version, groups, and a run's metrics."""
     trajectory = rebuild(read(small(tmp_path)))
     for version, rewards in enumerate([(0.0, 0.0, 1.0), (1.0, 1.0, 0.5)]):
         # Ends once the node has loaded the version, which it reports with its lease.

@@ -101,7 +101,7 @@ async def test_a_long_session_scrolls_with_few_elements(
 async def test_a_very_long_session_is_drawn_quickly(
     tab: Tab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The page of 250,000 tokens, from its decoded data until they are drawn."""
+    """A page of 250,000 tokens is drawn; the time from its decoded data on is printed."""
     file, session = write_page(long(tmp_path, length=300))
     length = session.view.traces[0].length
     assert length > 250_000
@@ -194,7 +194,7 @@ async def test_a_models_text_is_never_markup(tab: Tab) -> None:
 
 
 async def test_images_in_messages_are_visible(tab: Tab, tmp_path: Path) -> None:
-    """The content security policy allows those in the file."""
+    """The content security policy allows images that are in the file."""
     script = Script(tmp_path)
     images = (Image(PIXEL), Image("https://example.com/a.png"))
     script.call(encode("see"), "yes", messages=(Message(Role.USER, "see", images=images),))
@@ -254,7 +254,7 @@ async def test_search_steps_through_matches(tab: Tab, session: ViewedSession) ->
 
 
 async def test_the_page_can_be_used_by_keyboard(tab: Tab, session: ViewedSession) -> None:
-    """Turns, views, answers, theme and help."""
+    """Keys select turns and tokens, hide the details, change the theme and open the help."""
     for keys, chosen in (("jj", "2"), ("k", "1"), ("]", "2"), ("[", "1")):
         for key in keys:
             await tab.key(key)

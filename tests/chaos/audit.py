@@ -137,7 +137,7 @@ def _check_callbacks(log: StormLog, evidence: Evidence) -> Iterator[Row]:
     expected = {
         result["session"] for result in evidence.results if result["task"] in log.with_callback
     }
-    expected |= log.with_callback  # and of their release
+    expected |= log.with_callback  # a callback of their release, too
     subjects: dict[str, set[str]] = defaultdict(set)
     for delivery in evidence.delivered:
         subjects[delivery["id"]].add(_subject(delivery["body"]))

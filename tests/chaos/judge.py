@@ -8,7 +8,7 @@ class Answer(Evaluator):
     """Reward 1 for an agent that wrote its answer, else 0."""
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """Look at the changed files only."""
+        """Look only at the changed files."""
         change = outcome.patch.files.get("answer.txt")
         left = (change.text or "") if change else ""
         return Verdict(Reward(float(bool(left))), {"characters": len(left)})

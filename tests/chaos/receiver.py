@@ -1,4 +1,4 @@
-"""A receiver of callbacks: ``receiver.py PORT FILE``. It writes them down before it answers 204."""
+"""A receiver of callbacks: ``receiver.py PORT FILE``, which stores each before it answers 204."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ class Receiver(BaseHTTPRequestHandler):
     """Accept every POST."""
 
     def do_POST(self) -> None:
-        """Write its id and body down, then answer."""
+        """Write the callback's id and body to the file, then answer."""
         body = self.rfile.read(int(self.headers["content-length"]))
         with LOCK:
             LOG.write({"id": self.headers["webhook-id"], "body": json.loads(body)})

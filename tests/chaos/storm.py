@@ -192,7 +192,7 @@ class Storm:
         self._wait(lambda: bool(self.fleet.agents()), 30.0, "an agent to run")
         try:
             os.kill(self._draw.choice(self.fleet.agents()), signal.SIGKILL)
-        except (IndexError, ProcessLookupError):  # the last one, or this one, ended just now
+        except (IndexError, ProcessLookupError):  # the last agent, or this one, ended just now
             self._kill_agent()
             return
         self.log.strikes.append(Strike(time.time(), "agent", "killed"))

@@ -83,9 +83,9 @@ def launched(folder: Path) -> Iterator[Fleet]:
 
 
 def test_hostile_sessions_cost_honest_ones_nothing(tmp_path: Path) -> None:
-    """Honest sessions complete at the first attempt, and hostile ones have an end.
+    """Honest sessions complete at the first attempt, and hostile ones end.
 
-    Endless loops have verdicts, and no session is run again for the sake of one.
+    Endless loops have verdicts; neither they nor honest sessions are run again.
 
     It is one scenario, since all sessions must run at the same time.
     """
@@ -131,7 +131,7 @@ def test_hostile_sessions_cost_honest_ones_nothing(tmp_path: Path) -> None:
 
 
 def test_endless_loops_have_verdicts_on_overloaded_processors(tmp_path: Path) -> None:
-    """Ten on ten slots, in at most four times their limit each, and none is evaluated twice."""
+    """Ten loops on ten slots are evaluated once each, in at most about four times their limit."""
     loops = make_task("loop", 10, evaluator={"name": "tests", "options": LOOP})
     with launched(tmp_path) as fleet:
         fleet.api().post("/v1/tasks", loops)

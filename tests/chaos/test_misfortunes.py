@@ -69,7 +69,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_hanging_engine_fails_no_session(
     tmp_path: Path, silent_s: float, pause_s: float, *, noticed: bool
 ) -> None:
-    """SIGSTOP for longer than the agents' time limit, noticed before that or not."""
+    """An engine that is stopped for longer than the agents' time limit costs no attempt.
+
+    That holds whether or not the node notices the silence before the limit.
+    """
     with launched(tmp_path, silent_s=silent_s) as fleet:
         submit(fleet, "hung", pause_s=pause_s, limits={"agent_s": 20.0})
         until(lambda: len(fleet.agents()) == 4, "four agents to run")
@@ -116,7 +119,7 @@ def test_a_full_disk_refuses_tasks_and_loses_none(small_disk: Path, tmp_path: Pa
 
 
 def test_a_restored_store_mixes_no_two_runs(tmp_path: Path) -> None:
-    """Restored under a running node, sessions run again, each run with its own recording."""
+    """A store restored under a running node runs sessions again, with recordings of their own."""
     with launched(tmp_path) as fleet:
         submit(fleet, "again", pause_s=0.1)
         until(lambda: bool(fleet.agents()), "an agent to run")

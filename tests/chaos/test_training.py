@@ -149,7 +149,7 @@ def check(training: Training) -> None:
     assert [score["step"] for score in state["scores"]] == [0, 5, 10]
     check_reports(training, rows)
     items = training.fleet.api().get("/v1/results?limit=1000")["items"]
-    results = [item for item in items if ".g" in item["task"]]  # those of training sessions
+    results = [item for item in items if ".g" in item["task"]]  # of training sessions
     assert len(results) == STEPS * TASKS * SAMPLES
     assert all(result["status"] == "completed" for result in results)
     instances = Counter(result["task"].rpartition("-")[2] for result in results)

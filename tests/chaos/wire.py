@@ -66,7 +66,7 @@ class JsonLog:
         self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
 
     def write(self, *lines: dict[str, Any]) -> None:
-        """Add and sync."""
+        """Append a line and sync the file."""
         self._file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
         os.fsync(self._file)
 

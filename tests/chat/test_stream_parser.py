@@ -136,7 +136,7 @@ def test_an_answer_is_parsed_into_its_parts(
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_forbidden_calls_are_text(name: str) -> None:
-    """Each is counted and stays in the text as it was written, behind text and reasoning."""
+    """Each forbidden call is counted and stays as it was written, after the other text."""
     made = make_rendering(name)
     thought = "Hm" if made.markers.reasons or name == "inkling" else None
     text, paths = ("", ["a"]) if name == "llama-3" else ("Yes", ["a", "b"])

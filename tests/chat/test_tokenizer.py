@@ -23,7 +23,7 @@ def byte_level() -> Tokenizer:
 
 
 def pieces(*, stripping: bool) -> Tokenizer:
-    """One like that of Gemma, with byte fallback; as Llama 2's it also strips the first space."""
+    """A tokenizer like Gemma's, with byte fallback; like Llama 2's, it strips the first space."""
     words = ["▁", "a", "b", "c", "é", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a"]
     vocabulary = {word: i for i, word in enumerate(words)}
     backend = Backend(models.BPE(vocabulary, [("▁", "a")], byte_fallback=True))
@@ -42,5 +42,5 @@ def test_token_bytes_join_to_the_decoded_text(made: Tokenizer, text: str) -> Non
 
 
 def test_a_tokenizer_whose_ids_depend_on_each_other_has_no_bytes() -> None:
-    """The first word loses its space, so ids cannot be decoded one by one."""
+    """A first word that loses its space cannot be decoded id by id, so there are no bytes."""
     assert pieces(stripping=True).token_bytes is None

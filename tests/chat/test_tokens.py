@@ -15,7 +15,7 @@ IDS = st.lists(st.sampled_from([0, 1, 10, 11, 12, 101, 110, 151_643]), max_size=
 
 
 def array(ids: list[int]) -> Ids:
-    """As an engine's answer has them."""
+    """Ids as the array in which an engine's answer has them."""
     return np.array(ids, np.int32)
 
 

@@ -76,20 +76,20 @@ def test_the_main_help_has_each_command_in_its_group() -> None:
 
 @pytest.mark.parametrize("arguments", ["--version", "status --version", "task --version"])
 def test_the_version_is_that_of_tugline(arguments: str) -> None:
-    """Also after a command."""
+    """The option `--version` prints the version, also after a command."""
     done = run_command(*arguments.split())
     assert (done.returncode, done.stdout) == (0, f"tugline {tugline.__version__}\n")
 
 
 @pytest.mark.parametrize("arguments", ["", "-h", "--help"])
 def test_without_a_command_the_help_is_printed(arguments: str) -> None:
-    """It is the same with either option, and without any."""
+    """The help is the same with `-h`, with `--help` and without arguments."""
     assert run_command(*arguments.split()).stdout.startswith("Usage: tugline COMMAND\n")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts_have_every_command(shell: str) -> None:
-    """Commands of the main help, and subcommands."""
+    """Each script has the commands of the main help, and their subcommands."""
     done = run_command("--completion", shell)
     assert done.returncode == 0, done.stderr
     assert all(
@@ -109,7 +109,7 @@ def test_bash_completes() -> None:
 
 @pytest.mark.parametrize("arguments", ["task init --help", "-h"])
 def test_a_closed_pipe_ends_a_command_quietly(arguments: str) -> None:
-    """As when ``head`` has read enough."""
+    """A command whose reader has ended, such as ``head``, exits with 1 and prints no error."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as pipe:
@@ -119,7 +119,7 @@ def test_a_closed_pipe_ends_a_command_quietly(arguments: str) -> None:
 
 
 def test_stdout_may_be_closed_or_ascii(tmp_path: Path) -> None:
-    """As for a daemon, or on a terminal without UTF-8."""
+    """A command works without stdout, as in a daemon, and on a terminal without UTF-8."""
     small(tmp_path / "runs")
     closed = run_program("sh", "-c", 'exec "$0" --version >&-', TUGLINE)
     assert (closed.returncode, closed.stderr) == (0, "")
@@ -144,7 +144,7 @@ def test_table_cells_are_not_cut_in_files(
 
 
 def test_a_taken_port_is_the_only_line_on_stderr(tmp_path: Path) -> None:
-    """A start that fails logs and warns about nothing else."""
+    """A start that fails for a taken port prints the error and no log or warning beside it."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         done = run_program(TUGLINE, "up", "--no-node", "--port", port, cwd=tmp_path)

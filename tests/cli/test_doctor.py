@@ -36,7 +36,7 @@ async def test_reasons_why_no_session_runs(shell: Shell) -> None:
 
 
 def test_a_low_limit_of_open_files_is_reported() -> None:
-    """Hundreds of agents need thousands of open files."""
+    """The advice has the number of agents for which a limit of open files is enough."""
     limited = f"ulimit -n 999; exec {TUGLINE} doctor --runtimes --json"
     done = run_program("sh", "-c", limited, check=True)
     (advice,) = json.loads(done.stdout)["open files"]["weaknesses"]

@@ -10,7 +10,7 @@ from support.commands import run_command, run_python
 
 
 def test_the_summary_counts_every_filter(tmp_path: Path) -> None:
-    """As text and as JSON; exported and excluded sessions add up."""
+    """Exported and excluded sessions add up, as text and as JSON."""
     for i in range(8):
         tags = {"level": "hard" if i < 6 else "easy"}
         record(tmp_path / "in", f"s{i}", task=f"t{i // 2}", sample=i % 2, reward=i % 2, tags=tags)
@@ -35,7 +35,7 @@ def test_the_summary_counts_every_filter(tmp_path: Path) -> None:
 
 
 def test_without_pyarrow_the_extra_is_named() -> None:
-    """Chat exports need only the core; the error of table exports says what to install."""
+    """Chat exports need only the core; the error of table exports names the extra to install."""
     done = run_python(
         "import sys; sys.modules['pyarrow'] = None\n"
         "from tugline.plugins import find\n"

@@ -22,7 +22,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_harness_is_listed_with_its_version() -> None:
-    """Names, pinned versions and tested API dialects."""
+    """The list has names, pinned versions and tested API dialects."""
     done = tugline("list")
     assert done.returncode == 0
     rows = {line.split()[0]: line for line in done.stdout.splitlines()[1:] if line.strip()}
@@ -58,7 +58,7 @@ AGENT = Path(__file__).resolve().parents[2] / "examples" / "agents" / "openai_lo
 
 
 def test_a_harness_of_ones_own_is_checked() -> None:
-    """With the tool that runs a command; a real agent passes all checks."""
+    """An agent passes all checks if the options name the tool that runs a command."""
     options = json.dumps({"command": ["python3", str(AGENT)]})
     own = ("tugline.harnesses.shell:Shell", "--tool", "bash", "--options", options)
     done = tugline("check", *own, "--runtime", "local", "--json")
@@ -72,7 +72,7 @@ def test_a_harness_of_ones_own_is_checked() -> None:
 
 
 def test_a_check_without_a_tool_says_what_to_give() -> None:
-    """For a harness that is not a preset; wrong values are named."""
+    """A harness that is not a preset needs a tool; the error names what is missing or wrong."""
     name = "tugline.harnesses.shell:Shell"
     for given, error in (
         ((name,), f"harness '{name}' has no known shell tool"),

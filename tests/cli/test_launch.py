@@ -89,7 +89,7 @@ def test_a_run_has_one_job_at_a_time(run_here: Run, slurm: Path) -> None:
 def test_the_state_of_a_job(
     run_here: Run, slurm: Path, queue: str, accounting: str, line: str
 ) -> None:
-    """From the queue, or else from the accounting if the cluster has one."""
+    """The state comes from the queue, or else from the accounting if the cluster has one."""
     assert run_here(*COMMAND, "--submit").returncode == 0
     for name, text in (("queue", queue), ("accounting", accounting)):
         if text:
@@ -98,7 +98,7 @@ def test_the_state_of_a_job(
 
 
 async def test_the_server_of_a_running_job_is_reported(shell: Shell) -> None:
-    """Its address and state, once the job has written the address."""
+    """The address and state of the server are printed once the job has written the address."""
     (shell.folder / "queue").write_text("RUNNING|None|n[1-3]|9:59\n")
     run = shell.folder / "run"
     (run / "up").mkdir(parents=True)
@@ -123,7 +123,7 @@ async def test_the_server_of_a_running_job_is_reported(shell: Shell) -> None:
 
 
 def test_a_training_configuration_is_checked(run_here: Run, slurm: Path) -> None:
-    """As by `tugline train --dry-run`; the plan goes to stderr, a mistake is an error."""
+    """A training is checked as by `tugline train --dry-run`; its plan goes to stderr."""
     write_config(slurm, engine={"renderer": "qwen3", "tokenizer": "model"})
     start = ("launch", "slurm", "config.json")
     command = (*start, "--nodes=2", "--engines=2", "--engine-command=serve")
@@ -137,7 +137,7 @@ def test_a_training_configuration_is_checked(run_here: Run, slurm: Path) -> None
 
 
 def test_a_machine_without_slurm(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Submitting is an error; a dry run needs no SLURM."""
+    """Submitting without SLURM is an error; a dry run needs none."""
     monkeypatch.setenv("PATH", "")
     assert run_here(*COMMAND, "--dry-run").returncode == 0
     done = run_here(*COMMAND, "--submit")

@@ -11,7 +11,7 @@ from support.tasks import make_task
 
 
 async def test_a_log_is_printed_and_followed(shell: Shell) -> None:
-    """Printed unchanged; ``-f`` ends with the session."""
+    """A log is printed unchanged; ``-f`` ends with the session."""
     async with shell.lease(make_task("a")) as (node, [work]):
         epoch = work.session.epoch
         await node.log("a-0", epoch, 0, b"one\n")

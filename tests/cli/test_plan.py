@@ -16,7 +16,7 @@ PI = ("--harness", "pi")
 
 
 def test_a_plan_follows_from_the_constants(run_here: Run) -> None:
-    """The figures of four sessions of 1,000 tokens per second, computed by hand."""
+    """Four sessions of 1,000 tokens per second have the figures that were computed by hand."""
     plan = json.loads(run_here(*PLAN, *PI, "--json").stdout)
     assert plan["sessions_per_hour"] == pytest.approx(4 * 3600)
     assert plan["session_s"] == pytest.approx(0.8 + 10 * 0.034 + 10 * 1.0 + 10 * 1 + 10)

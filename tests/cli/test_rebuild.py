@@ -26,7 +26,7 @@ def test_a_folder_is_rebuilt_with_another_builder_and_its_options(tmp_path: Path
 
 
 def test_a_damaged_recording_is_named_with_exit_code_1(tmp_path: Path) -> None:
-    """The others are rebuilt."""
+    """A damaged recording does not stop the others from being rebuilt."""
     small(tmp_path / "in")
     (tmp_path / "in" / "b.0.rec").write_bytes(b"not a recording")
     done = run_command("rebuild", "in", "--out", "out", cwd=tmp_path)

@@ -42,7 +42,7 @@ async def test_a_session_of_the_server_is_read_by_its_id(shell: Shell) -> None:
 
 
 async def test_the_error_of_an_unknown_session_names_both_places(shell: Shell) -> None:
-    """The folder, and the server or why there is none; a remote node keeps its recordings."""
+    """The error names the folder and the server, or a remote node that has the recording."""
     await run_session(shell)
     asked = await shell.run("verify", "nobody")
     assert (asked.returncode, asked.stdout) == (2, "")
@@ -57,7 +57,7 @@ async def test_the_error_of_an_unknown_session_names_both_places(shell: Shell) -
 
 
 async def test_saved_results_with_recordings_can_be_exported(shell: Shell) -> None:
-    """Also without the server; a result whose recording is elsewhere is saved with a warning."""
+    """Saved results need no server; one whose recording is elsewhere is saved with a warning."""
     await run_session(shell)
     saved = await shell.run("results", "--out", "kept", "--recordings", "--task", "s")
     assert saved.returncode == 0, saved.stderr

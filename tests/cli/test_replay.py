@@ -30,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_session_is_replayed_by_its_id(run: Path) -> None:
-    """Requests as recorded: exit code 0, and no recording is left behind."""
+    """Requests as recorded exit with code 0, and no recording is left behind."""
     before = sorted(run.rglob("*.rec"))
     done = tugline("s1", cwd=run)
     assert done.returncode == 0, done.stderr
@@ -41,7 +41,7 @@ def test_a_session_is_replayed_by_its_id(run: Path) -> None:
 
 
 def test_a_difference_is_reported(run: Path, tmp_path: Path) -> None:
-    """As text with its place and both versions, and as JSON; exit code 1, kept with --keep."""
+    """A difference is exit code 1, with its place and both versions; --keep keeps the recording."""
     recording = run / "runs" / "one" / "recordings" / "s1.0.rec"
     changed = tampered(recording, tmp_path / "tampered", see_wallaby)
     done = tugline(changed)

@@ -48,7 +48,7 @@ def run_set(run_here: Run, *arguments: str, code: int = 0) -> dict[str, Any]:
 
 
 def test_run_writes_results_and_resumes(world: World) -> None:
-    """Results as lines and trajectories; the same command with another task runs only that."""
+    """Results are lines and trajectories; the same command with another task runs only that."""
     run = (*RUN, "--engine", world.engine())
     write(world.folder / "tasks.jsonl", [task("a")])
     (first,) = world.ask(*run)
@@ -66,7 +66,7 @@ def test_run_writes_results_and_resumes(world: World) -> None:
 
 
 def test_run_reports_that_no_session_completed(world: World) -> None:
-    """Exit code 1, and the end of the agent's output."""
+    """The command exits with code 1 and prints the end of the agent's output."""
     broken = task("a")
     broken["harness"]["options"] = {"command": "echo oh no; exit 3"}
     write(world.folder / "tasks.jsonl", [broken])
@@ -95,7 +95,7 @@ def test_an_evaluation_gets_more_samples_in_its_folder(world: World) -> None:
 
 @pytest.mark.engine
 def test_two_runs_are_compared_task_by_task(tmp_path: Path, run_here: Run) -> None:
-    """Three sessions of each of five tasks; a finished run is read, not repeated."""
+    """Two runs of three sessions per task are compared; a finished run is read, not repeated."""
     write_tasks(tmp_path)
     measure = partial(run_set, run_here, "eval", "set.json", "--out", "first", "--k", "3")
     first = measure()
@@ -116,7 +116,7 @@ def test_two_runs_are_compared_task_by_task(tmp_path: Path, run_here: Run) -> No
 
 @pytest.mark.engine
 def test_accepted_sessions_become_a_set_with_exact_ids(tmp_path: Path, run_here: Run) -> None:
-    """Repeated with another condition, the command makes another set without a model call."""
+    """With another condition, the same command makes another set without a model call."""
     write_tasks(tmp_path)
     options = ("--out", "run", "--samples", "2", "--price-out", "2")
     generate = partial(run_set, run_here, "generate", "set.json", *options)
@@ -221,7 +221,7 @@ async def test_an_api_with_a_key_and_without_token_ids(tmp_path: Path) -> None:
 async def test_a_missing_or_wrong_key_is_named(
     tmp_path: Path, command: str, key: str, message: str, *, lists_freely: bool
 ) -> None:
-    """Before a session is run; a wrong key that the API repeats is not printed."""
+    """A bad key is an error before any session; a key that the API repeats is not printed."""
     write_tasks(tmp_path)
     async with serve(make_api(lists_freely=lists_freely)) as url:
         done = await asyncio.to_thread(

@@ -43,7 +43,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[Deployment, str]]:
 
 
 async def test_a_server_a_task_and_a_session(shell: Shell) -> None:
-    """Printed as tables and as JSON; without a terminal --watch prints once."""
+    """Server, task and session are printed as tables and JSON; a pipe gets --watch once."""
     await shell.live.control.submit([make_task("a", samples=2), make_task("b")])
     await shell.live.finish(limit=2)
     whole = await shell.run("status", "--watch")
@@ -65,7 +65,7 @@ async def test_a_server_a_task_and_a_session(shell: Shell) -> None:
 
 
 async def test_an_overview_has_queue_stages_tasks_and_failures(tmp_path: Path) -> None:
-    """Read from a real server with a real node; a read token suffices, a wrong one is an error."""
+    """A read token of a real server with a real node suffices; a wrong one is an error."""
     async with served(tmp_path) as (deployment, url), Client(url, TOKENS.read) as client:
         async with Client(url, "wrong") as stranger:
             with pytest.raises(ServerError):
@@ -100,7 +100,7 @@ async def test_an_overview_has_queue_stages_tasks_and_failures(tmp_path: Path) -
 
 
 async def test_a_lost_node_is_listed_for_ten_minutes(shell: Shell) -> None:
-    """It is marked as gone; nodes that were lost earlier are left out."""
+    """A lost node is marked as gone; one that was lost earlier is left out."""
     for _ in range(2):
         registration = NodeRegistration(name="old", slots=1, capacity=1)
         await shell.live.control.dispatcher.register(registration)
@@ -113,7 +113,7 @@ async def test_a_lost_node_is_listed_for_ten_minutes(shell: Shell) -> None:
 
 
 async def test_watch_refreshes_a_terminal_until_interrupted(tmp_path: Path) -> None:
-    """Changes are drawn; Ctrl-C ends it with exit code 0."""
+    """Changes are drawn; Ctrl-C ends the command with exit code 0."""
     async with served(tmp_path) as (deployment, url):
         terminal, terminal_side = pty.openpty()
         program = await asyncio.create_subprocess_exec(

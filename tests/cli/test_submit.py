@@ -21,7 +21,7 @@ async def list_tasks(shell: Shell) -> list[str]:
 
 
 async def test_tasks_are_submitted_and_waited_for(shell: Shell) -> None:
-    """The final table has their outcomes; submitted again, the command ends at once."""
+    """The final table has the tasks' outcomes; submitted again, the command ends at once."""
     for name in ("a", "b"):
         (shell.folder / f"{name}.yaml").write_text(TASK.format(id=name))
     submitting = await shell.start("submit", ".", "--wait")
@@ -43,7 +43,7 @@ async def test_tasks_are_submitted_and_waited_for(shell: Shell) -> None:
 
 
 async def test_one_bad_task_prevents_the_submission(shell: Shell) -> None:
-    """A bad field of one task or an invalid id: exit code 2, and the server has no task."""
+    """A bad field or an invalid id of one task is exit code 2, and the server has no task."""
     (shell.folder / "a.yaml").write_text(TASK.format(id="a"))
     (shell.folder / "b.yaml").write_text(TASK.format(id="b") + "priority: 11\n")
     done = await shell.run("submit", "a.yaml", "b.yaml")
@@ -66,7 +66,7 @@ async def test_a_run_name_prefixes_the_ids(shell: Shell) -> None:
 
 
 async def test_an_interrupt_leaves_the_tasks_running(shell: Shell) -> None:
-    """The command says so and exits with 130."""
+    """The interrupted command states that its tasks run on, and exits with 130."""
     (shell.folder / "a.yaml").write_text(TASK.format(id="a"))
     submitting = await shell.start("submit", "a.yaml", "--wait")
     await until(lambda: list_tasks(shell))

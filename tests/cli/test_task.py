@@ -39,14 +39,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_init_writes_a_valid_task(tmp_path: Path) -> None:
-    """To the given path; test_examples.py has the default path."""
+    """The task is written to the given path; test_examples.py has the default path."""
     assert tugline("init", "mine.yaml", cwd=tmp_path).returncode == 0
     done = tugline("check", "mine.yaml", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "well-formed tasks: 1, sessions: 1\n")
 
 
 def test_each_mistake_is_reported_on_its_own_line(tmp_path: Path) -> None:
-    """Wrong types first; unknown plug-ins and senseless values once the types are right."""
+    """Wrong types come first; unknown plug-ins and bad values once the types are right."""
     text = "id: t\ninstruction: do\nharness: {name: pi}\nevaluator: {name: tests}\n"
     (tmp_path / "t.yaml").write_text(text + "sampels: 4\npriority: x\nlimits: {agent_s: 0}")
     done = tugline("check", "t.yaml", cwd=tmp_path)
@@ -86,7 +86,7 @@ def test_validation_reports_the_state_of_each_task(folder: Path) -> None:
 
 
 def test_validated_tasks_are_not_validated_again(folder: Path) -> None:
-    """Except for errors, missing lines, changed tasks, and a line that was cut short."""
+    """Only errors, missing lines, changed tasks and a cut line are validated again."""
     out = folder / "out.jsonl"
     first = tugline("validate", folder / "set.yaml", "--json", "--out", out)
     kept = out.read_text().splitlines()
@@ -125,7 +125,7 @@ def test_a_changed_solution_or_test_is_validated_again(folder: Path) -> None:
 
 
 def test_a_set_is_listed(folder: Path) -> None:
-    """With tags and counts, as a table and as JSON."""
+    """A table and JSON have its tasks with their tags and the counts."""
     done = tugline("list", folder / "set.yaml")
     assert done.stdout.splitlines()[-1] == "4 tasks, 4 sessions"
     lines = tugline("list", folder / "set.yaml", "--json").stdout.splitlines()
@@ -168,7 +168,7 @@ def test_every_example_is_solvable_and_not_solved(podman: str) -> None:
 
 
 def test_prefetch_checks_out_repositories(folder: Path) -> None:
-    """Each one once; a missing repository is named and does not stop the others."""
+    """Each repository is checked out once; a missing one is named and does not stop the others."""
     repo = folder / "repo"
     repo.mkdir()
     git(repo, "init", "-q")
@@ -182,7 +182,7 @@ def test_prefetch_checks_out_repositories(folder: Path) -> None:
 
 
 def test_a_file_of_other_lines_is_no_validation(folder: Path) -> None:
-    """Its error names the line; a task that the file lacks has no tag."""
+    """The error names the line; a task that the file lacks has no tag."""
     out, paths = folder / "out.jsonl", [str(folder / "task.yaml")]
     out.write_text('{"task": "another", "digest": "d", "state": "fine"}\n')
     (untagged,) = read_checked(paths, validated=out)

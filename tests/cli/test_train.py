@@ -34,7 +34,7 @@ def has_metric(run: Path, key: str) -> Callable[[], bool]:
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 async def test_a_killed_run_resumes(tmp_path: Path) -> None:
-    """Killed while sampling, before, in and after a checkpoint, it trains each prompt once.
+    """A run that is killed at any point of a step trains each prompt once after it resumes.
 
     The last two batches are drawn by pass rate, since the first two have all four tasks.
     """
@@ -88,7 +88,7 @@ async def test_a_run_on_two_devices_survives_the_death_of_one(tmp_path: Path) ->
 
 
 def test_a_dry_run_prints_the_plan(tmp_path: Path, run_here: Run) -> None:
-    """Nothing is written; a folder that holds a run needs --resume."""
+    """A dry run writes nothing; a folder that holds a run needs --resume."""
     write_config(tmp_path, schedule={"staleness": 1})
     done = run_here("train", "config.json", "--dry-run", "--out", "run")
     assert done.returncode == 0, done.stderr
@@ -126,7 +126,7 @@ async def test_two_processes_fine_tune_like_one(
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 async def test_a_killed_fine_tuning_resumes(tmp_path: Path) -> None:
-    """Killed with kill -9, it makes every update once and writes a complete model."""
+    """After kill -9, fine-tuning makes every update once and writes a complete model."""
     config = write_run(tmp_path, epochs=20)
     (tmp_path / "sft.json").write_bytes(msgspec.json.encode(config, enc_hook=str))
     for step, more in ((4, ()), (10, ("--resume",))):

@@ -24,7 +24,7 @@ def test_a_failed_start_leaves_no_address(tmp_path: Path) -> None:
 
 
 def test_a_taken_folder_is_named(tmp_path: Path) -> None:
-    """Another process uses it."""
+    """The error names the folder that another process uses."""
     (tmp_path / "tugline-data").mkdir()
     with (tmp_path / "tugline-data/.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

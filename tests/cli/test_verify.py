@@ -17,7 +17,7 @@ verify = partial(run_command, "verify")
 
 
 async def test_a_session_is_verified_turn_by_turn(tmp_path: Path) -> None:
-    """A line per call and check and a summary, or one JSON object; a failure is exit code 1."""
+    """Each call and check is a line, or all are one JSON object; a failure is exit code 1."""
     await work(tmp_path / "runs" / "one" / "recordings")
     done = verify("s1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -49,7 +49,7 @@ async def test_a_session_is_verified_turn_by_turn(tmp_path: Path) -> None:
     ("command", "salvaged"), [("verify", "turns: 1 first, 1 exact;"), ("view", "I read it.")]
 )
 def test_damage_is_reported_and_salvaged(command: str, salvaged: str, tmp_path: Path) -> None:
-    """The error names file and offset; `--salvage` prints it too, and uses the calls before."""
+    """The error names file and offset; `--salvage` prints it, and uses the calls before it."""
     path = small(tmp_path)
     data = bytearray(path.read_bytes())
     data[-len(data) // 4] ^= 255

@@ -17,7 +17,7 @@ from tugline.recording.view import html_page
 
 
 def test_a_session_is_viewed_in_the_terminal_as_json_and_as_a_page(tmp_path: Path) -> None:
-    """Looked up by its id below runs/; a pipe gets no colour, and stderr names the page."""
+    """An id is looked up below runs/; a pipe gets no colour, and stderr names the page."""
     small(tmp_path / "runs" / "one" / "recordings")
     plain = run_command("view", "s-1", cwd=tmp_path, env={"FORCE_COLOR": "", "NO_COLOR": "1"})
     assert plain.returncode == 0, plain.stderr
@@ -31,7 +31,7 @@ def test_a_session_is_viewed_in_the_terminal_as_json_and_as_a_page(tmp_path: Pat
 
 
 def test_a_run_is_a_folder_of_pages(tmp_path: Path) -> None:
-    """A table links to each session's page; the row of an unreadable recording says so."""
+    """A table links to each session's page; an unreadable recording has a row with the error."""
     runs = tmp_path / "runs"
     small(runs / "one" / "recordings", name="<b> & 1")
     small(runs / "two", name="again.1")
@@ -57,7 +57,7 @@ def test_a_run_is_a_folder_of_pages(tmp_path: Path) -> None:
 def test_a_run_that_is_too_large_has_the_first_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The other sessions have their figures in the table, and the reason for no page."""
+    """Sessions without a page have their figures in the table, with the reason."""
     for name in ("a", "b", "c"):
         small(tmp_path / "run", name=name)
     monkeypatch.setattr(html_page, "_MAX_RUN", 200_000)
@@ -71,7 +71,7 @@ def test_a_run_that_is_too_large_has_the_first_pages(
 
 
 def test_the_last_attempt_of_a_session_has_the_page(tmp_path: Path) -> None:
-    """Earlier attempts are ignored."""
+    """Earlier attempts of a session have no page."""
     first = small(tmp_path / "run")
     first.with_name("s-1.2.rec").write_bytes(first.read_bytes())
     view(str(tmp_path / "run"), html=tmp_path / "out")

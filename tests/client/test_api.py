@@ -32,7 +32,7 @@ async def client(live: RestartableServer) -> AsyncIterator[Client]:
 
 
 async def test_many_tasks_are_submitted_in_batches(client: Client) -> None:
-    """More tasks than a request may hold; errors have the index among all of them."""
+    """More tasks than a request may hold are accepted; an error has the index among them all."""
     tasks = [make_task(f"t{n}") for n in range(1005)]
     accepted = await client.submit(tasks)
     assert [one.task for one in accepted] == [one.id for one in tasks]
@@ -63,7 +63,7 @@ async def test_calls_to_an_unreachable_server_end() -> None:
 
 
 async def test_a_stream_survives_a_restart(live: RestartableServer, client: Client) -> None:
-    """No result is lost and none comes twice."""
+    """After a restart no result is lost and none comes twice."""
     await client.submit([make_task("a", samples=2), make_task("b", samples=2)])
     await live.finish(limit=2)
     async with aclosing(client.results()) as results, asyncio.timeout(30):
@@ -78,7 +78,7 @@ async def test_a_stream_survives_a_restart(live: RestartableServer, client: Clie
 
 
 async def test_a_call_rides_out_a_restart(live: RestartableServer, client: Client) -> None:
-    """Submitted while the server is away, kept when it is back."""
+    """A task that is submitted while the server is away is accepted when it is back."""
     await live.stop()
     submitting = asyncio.create_task(client.submit(make_task()))
     await asyncio.sleep(0.2)
@@ -128,7 +128,7 @@ async def test_results_come_with_their_trajectories(
 async def test_auto_ack_covers_finished_loop_bodies(
     live: RestartableServer, client: Client
 ) -> None:
-    """A result whose loop body was left comes again; those before it do not."""
+    """A result whose loop body was left comes again; results before it do not."""
     await client.submit(make_task(samples=3))
     await live.finish()
     async with aclosing(client.results("trainer", auto_ack=True)) as results:
@@ -143,7 +143,7 @@ async def test_auto_ack_covers_finished_loop_bodies(
 
 
 async def test_waiting_ends_with_the_release(live: RestartableServer, client: Client) -> None:
-    """Views have the order of the ids, whether tasks have ended already or not."""
+    """Waiting returns views in the order of the ids, whether tasks end before or during it."""
     await client.submit([make_task("a"), make_task("b")])
     await live.finish(limit=1)
     waiting = asyncio.create_task(client.wait(["b", "a"]))
@@ -157,7 +157,7 @@ async def test_waiting_ends_with_the_release(live: RestartableServer, client: Cl
 
 
 async def test_events_are_followed_from_a_position(client: Client) -> None:
-    """Past and new events, each once."""
+    """Past and new events come once each."""
     await client.submit(make_task("a"))
     async with aclosing(client.events(after=0)) as events, asyncio.timeout(20):
         assert (await anext(events)).task == "a"
@@ -198,7 +198,7 @@ async def test_cancelling_reaches_the_node(live: RestartableServer, client: Clie
 async def test_a_pause_names_nodes_that_do_not_apply_it(
     live: RestartableServer, client: Client
 ) -> None:
-    """The block is not entered, and calls go on."""
+    """The block of such a pause is not entered, and calls continue."""
     assert (await client.announce(3)).version == 3
     async with NodeClient(live.url, TOKENS.join) as node:
         welcome = await node.register(NodeRegistration(name="deaf", slots=1, capacity=1))

@@ -27,7 +27,7 @@ def make_data_folder(folder: Path, url: str = "http://127.0.0.1:7700") -> None:
 
 
 def test_sources_of_url_and_token(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arguments, then the environment, then files; a named folder comes before the environment."""
+    """An argument or a named folder precedes the environment, which precedes files."""
     make_data_folder(here / "tugline-data")
     assert find_server() == ("http://127.0.0.1:7700", "c")
     assert find_server("http://127.0.0.1:7700/") == ("http://127.0.0.1:7700", "c")
@@ -51,7 +51,7 @@ def test_a_token_is_only_sent_to_its_own_server(here: Path) -> None:
 
 
 def test_errors_say_how_to_name_a_server(here: Path) -> None:
-    """The error helps without any server, and with a damaged file."""
+    """Without a server the error names `tugline up`; a damaged file is an error that names it."""
     with pytest.raises(UsageError, match="start one with `tugline up`"):
         find_server()
     make_data_folder(here / "tugline-data")

@@ -20,7 +20,7 @@ def test_both_clients_have_the_same_methods() -> None:
 
 
 async def test_calls_from_another_thread(live: RestartableServer) -> None:
-    """Calls, lists, streams, blocks and errors."""
+    """Calls, lists, streams, blocks and errors work in a thread beside the loop."""
 
     def work() -> None:
         with SyncClient(live.url, TOKENS.client) as client:

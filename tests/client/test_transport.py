@@ -49,7 +49,7 @@ async def server(
 
 
 async def test_transient_errors_are_retried() -> None:
-    """503, and 429 after its `retry-after`; each request has the token."""
+    """A 503, and a 429 after its `retry-after`, are retried; each request has the token."""
     asked_at: list[float] = []
 
     def answer(number: int) -> Response:
@@ -94,7 +94,7 @@ async def test_refusals_raise_their_class(
 
 
 async def test_a_silent_server_times_out() -> None:
-    """No attempt begins after the deadline."""
+    """A silent server is an error, and no attempt begins after the deadline."""
     async with server(lambda _n: None, deadline_s=0.2) as (http, requests):
         with pytest.raises(errors.ServerError, match="cannot be reached"):
             await http.ask("GET", "/x", Version, wait_s=0.1)
@@ -122,4 +122,4 @@ async def test_responses_of_another_server_are_errors() -> None:
         with pytest.raises(errors.ServerError, match="404 Not Found: no such page"):
             await http.ask("GET", "/x", Version)
     with pytest.raises(errors.UsageError, match="must be a URL"):
-        find_server("localhost:7700")  # before it asks for a token
+        find_server("localhost:7700")  # an error before any token is looked for

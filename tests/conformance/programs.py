@@ -27,7 +27,7 @@ THINKS = f"<think>\nHm, ä. It is a file.\n</think>\n\nI look.\n{CALLS}"
 
 
 def exact(calls: Sequence[Call]) -> bool:
-    """Whether each call's prompt begins with all ids of the call before."""
+    """Whether each call's prompt begins with all ids of the call before it."""
     return all(
         np.array_equal(after.prompt_ids[: len(whole)], whole)
         for before, after in itertools.pairwise(calls)

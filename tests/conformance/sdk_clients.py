@@ -154,7 +154,7 @@ class Chat(OpenAi):
                 deltas += bool(getattr(choice.delta, "reasoning_content", None))
         try:
             answer = state.get_final_completion()
-        except openai.LengthFinishReasonError as error:  # the SDK refuses to parse a part
+        except openai.LengthFinishReasonError as error:  # the SDK does not parse a cut answer
             answer = error.completion
         return self._read(answer, deltas)
 
@@ -216,14 +216,14 @@ class Responses(OpenAi):
                 item["summary"] = []
         ids = [item["call_id"] for item in items if item["type"] == "function_call"]
         results = [{"type": "function_call_output", "call_id": i, "output": "x = 1"} for i in ids]
-        if "references" in how:  # the AI SDK, of all items or, since version 7, of all but calls
+        if "references" in how:  # by the AI SDK: all items or, since version 7, all but calls
             items = [
                 {name: value for name, value in item.items() if name != "id"}
                 if how == "some references" and item["type"] == "function_call"
                 else {"type": "item_reference", "id": item["id"]}
                 for item in items
             ]
-        if how == "as text":  # pydantic-ai, for a model that it does not know
+        if how == "as text":  # by pydantic-ai, for a model unknown to it
             items = [
                 {"role": "assistant", "content": f"<think>\n{item['summary'][0]['text']}\n</think>"}
                 if item["type"] == "reasoning"
@@ -285,7 +285,7 @@ class Anthropic(Api):
         async with sdk.messages.stream(**self.fields(history, options)) as stream:
             start, *events = [event async for event in stream]
             reply = self._read(await stream.get_final_message())
-        assert start.message.usage.input_tokens == reply.prompt  # Claude Code compacts by it
+        assert start.message.usage.input_tokens == reply.prompt  # by which Claude Code compacts
         return replace(reply, deltas=[event.type for event in events].count("thinking"))
 
     def echo(self, reply: Reply, how: str) -> list[Any]:

@@ -46,7 +46,7 @@ class RecordingGateway(Gateway):
         self.broken = broken
 
     async def app(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass everything on unchanged."""
+        """Pass each request and answer on unchanged."""
         if scope.get("method") != "POST":  # such as Claude Code's HEAD when it starts
             await super().app(scope, receive, send)
             return

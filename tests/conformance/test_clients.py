@@ -194,7 +194,7 @@ async def test_a_busy_engine_is_asked_again(tmp_path: Path, client: Client) -> N
 async def test_a_compaction_is_followed_by_more_turns(
     tmp_path: Path, name: str, window: int
 ) -> None:
-    """Continue's history ends in the summary, Copilot bans calls in its request for one."""
+    """Continue's history ends in the summary; Copilot's request for a summary bans calls."""
     client = CLIENTS[name]
     turns = [f"Look {number}.\n{client.call('big.txt')}" for number in range(5)]
     async with open_session(tmp_path / "rig", model(*turns, LAST_WORDS), window=400_000) as session:

@@ -68,7 +68,7 @@ FRAMEWORKS = (
 SCRIPTS_THAT_RETRY = ("deepagents.py", "agent_framework.py", "strands.py", "crewai.py", "llm.py")
 RETRYING = [framework for framework in FRAMEWORKS if framework.script in SCRIPTS_THAT_RETRY]
 GOING_ON = [framework for framework in RETRYING if framework.script != "llm.py"]
-"""Not llm: it ends with a `JSONDecodeError` at arguments that are not JSON, whoever sends them."""
+"""Without llm, which raises `JSONDecodeError` for arguments that are not JSON."""
 
 
 def call(name: str, **arguments: str) -> str:
@@ -96,7 +96,7 @@ async def test_three_turns_with_tools(tmp_path: Path, framework: Framework) -> N
     """Reasoning, text and parallel calls come back unchanged; each token is counted once."""
     one = call("read", path="c.py")
     turns = [THINKS, f"<think>\nHm.\n</think>\n\n{one}", "Done."]
-    if framework.only_calls:  # the gateway begins each of them
+    if framework.only_calls:  # the gateway forces the beginning of each call
         turns = [CALLS, one, call("final_answer", answer="Done.")]
         turns = [turn.removeprefix('<tool_call>\n{"name": "') for turn in turns]
     edited = Branch.HISTORY_EDITED if framework.only_calls else None

@@ -34,7 +34,7 @@ async def test_a_first_token_after_seventy_seconds() -> None:
 
 
 def name_case(case: Case) -> str:
-    """The id of its test."""
+    """The id of a case's test."""
     return f"{case.harness}-{case.dialect}{' as used' if case is AS_USED else ''}"
 
 
@@ -47,7 +47,7 @@ def name_case(case: Case) -> str:
     ],
 )
 async def test_every_check_passes(case: Case) -> None:
-    """Only known failures of the harness are allowed."""
+    """Each check passes, but for known failures of the harness."""
     assert not_passed(await check(case)) == IN_THE_HARNESS.get(case.harness, {})
 
 

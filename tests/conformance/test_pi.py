@@ -16,7 +16,7 @@ COMMAND_CHECKS = ("completes", "tool_call_executed", "history_exact", "prefix_ke
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_pi_works_in_every_dialect(dialect: str) -> None:
-    """Nothing fails, no turn forks, no foreign host is looked up."""
+    """No check fails, no turn forks, and no foreign host is looked up."""
     case = next(case for case in cases_of("pi") if case.dialect == dialect)
     checks = await check(case)
     foreign = checks.pop("no_foreign_host")

@@ -111,7 +111,7 @@ def test_a_good_session_passes() -> None:
     ],
 )
 def test_failed_checks_give_their_reason(check: str, ran: SessionRun, reason: str) -> None:
-    """Each check can fail."""
+    """Each check can fail, and then returns the reason."""
     assert reason in (verdicts(ran)[check] or "")
 
 

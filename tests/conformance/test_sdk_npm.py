@@ -20,14 +20,14 @@ PROGRAM = Path(__file__).with_name("npm") / "sdk.mjs"
 @pytest.mark.pi
 @pytest.mark.parametrize("api", ["openai_chat", "openai_responses", "anthropic", "google"])
 async def test_an_agent_on_a_javascript_sdk(tmp_path: Path, api: str) -> None:
-    """Streams, parallel tools, counts, models, a refused key and a hang-up; one exact sequence.
+    """Streams, parallel tools, counts, models, a refused key and a hang-up work in one session.
 
     It is one scenario, since the program runs in one process of Node.
     """
     turns, asked = reply_in_turn(THINKS, THINKS, THINKS, "Done."), itertools.count()
 
     def play(prompt: Ids, request: str) -> Reply:
-        slow = reply_with("word " * 2000, delay_s=0.05)  # is left
+        slow = reply_with("word " * 2000, delay_s=0.05)  # the client hangs up during this answer
         return (turns if next(asked) < 4 else slow)(prompt, request)
 
     async with open_session(tmp_path, play) as session:

@@ -376,7 +376,7 @@ async def test_anthropics_own_tools_are_run_by_the_client(tmp_path: Path) -> Non
 
 
 async def test_openais_compaction(tmp_path: Path) -> None:
-    """The summary is encrypted, and a message of the user in the next request, which branches."""
+    """The summary is encrypted; the next request has it as the user's message, and branches."""
     async with client(tmp_path, RESPONSES, reply_in_turn("Done.", "All mended.", "Yes.")) as (
         session,
         sdk,

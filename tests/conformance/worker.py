@@ -52,7 +52,7 @@ class Stage(NamedTuple):
 
 
 _STAGES = (
-    Stage(sessions.plain, [checks.streaming, checks.usage_seen]),  # and those of the command
+    Stage(sessions.plain, [checks.streaming, checks.usage_seen]),  # and the checks of the command
     Stage(sessions.faulty, [checks.retry_safe]),
     Stage(sessions.budget, [checks.budget_stop_survived]),
     Stage(sessions.team, [checks.sub_agents_linked], ["codex", "claude_code", "qwen_code"]),
@@ -100,7 +100,7 @@ async def _start(job: Job) -> dict[str, str]:
         errors = f"not done after {_LIMIT_S:.0f} s".encode()
     finally:
         if process.returncode is None:
-            process.send_signal(signal.SIGINT)  # it ends the harness, then itself
+            process.send_signal(signal.SIGINT)  # the worker ends the harness, then itself
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), _END_S)
         if process.returncode is None:

@@ -71,8 +71,8 @@ def test_pytest_agrees_with_the_check_in_this_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
     alone = {
         **os.environ,
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # ours take seconds to import
-        "PYTHONDONTWRITEBYTECODE": "1",  # of the same second and size it would count as new
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # our plug-ins take seconds to import
+        "PYTHONDONTWRITEBYTECODE": "1",  # bytecode of the same second and size would count as new
     }
     run = partial(subprocess.run, command, cwd=tmp_path, env=alone, check=False, timeout=60)
     assert run().returncode == 1
@@ -89,7 +89,7 @@ def test_the_same_seed_gives_the_same_problems(split: Split) -> None:
 
 
 def test_splits_share_no_combination_and_no_function_name() -> None:
-    """No family, wording and module occur together in both, and no function name does."""
+    """No family, wording and module occur together in two splits, nor does a function name."""
     for problem in SAMPLE:
         split = problem.id.partition("-")[0]
         tags = problem.tags

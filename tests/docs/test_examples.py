@@ -141,7 +141,7 @@ def explain(values: dict[str, Any], folder: Path) -> str:
         mistakes.append(str(error))
     known = [each for each in mistakes if "unknown key" not in each]
     if any(each.endswith((" is missing", "No such file or directory")) for each in known):
-        return ""  # a part of a file, or one that needs others
+        return ""  # a part of a file, or a file that needs others
     return " / ".join(known or mistakes)
 
 

@@ -29,7 +29,7 @@ def test_a_terminal_records_what_is_printed(tmp_path: Path) -> None:
 
 
 def test_a_token_is_not_drawn() -> None:
-    """The console's address is shown without it."""
+    """The console's address is shown without its token."""
     assert hide_token("at http://host/#token=read.a-b_c\r\n") == "at http://host/#token=...\r\n"
 
 

@@ -1,7 +1,8 @@
 """The embedded engine as a server of its own: ``embedded_server.py FOLDER PORT [vllm]``.
 
 A trainer changes its weights by the routes of vLLM, and like vLLM it starts with those in its
-folder, whatever was published before. With ``vllm`` it is taken for one, and scores prompts so.
+folder, whatever was published before. With ``vllm`` it claims to be vLLM, so that prompts are
+scored by vLLM's route.
 """
 
 import asyncio

@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 ROUTE_NAMES = ("generate", "completions", "chat")
 WARM = Sampling(temperature=1.0, top_p=1.0, top_k=0)
 CALM = Sampling(temperature=0.5, top_p=1.0, top_k=0)
-"""For tests that depend on the text: at temperature 1 the tiny model may lose the thread."""
+"""For tests that depend on the text: at temperature 1 the tiny model may leave its patterns."""
 LONG_WINDED: list[Any] = [{"role": "user", "content": RECITE}]
 STREAMED = 1500
 """Tokens of a recitation that a client streams."""
@@ -100,7 +100,7 @@ class Bench:
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """What is on disk."""
+        """The recorded calls on disk."""
         return self.gateway.read_calls(self.session)
 
     async def running(self) -> int:
@@ -170,7 +170,7 @@ def crowd() -> float:
 
 # --------------------------------------------------------------------------- the probe
 async def test_probe_identifies_each_engine(served: Served) -> None:
-    """Exact mode is sound on all of them; raw logprobs are distinguished from processed ones."""
+    """Exact mode is sound on every engine; raw logprobs are distinguished from processed ones."""
     report = await served.get_report()
     meanings = {"vllm": LogprobMeaning.RAW}
     assert report.engine == served.name
@@ -179,7 +179,7 @@ async def test_probe_identifies_each_engine(served: Served) -> None:
     assert report.sound
     assert report.logprob_meaning is meanings.get(served.name, LogprobMeaning.PROCESSED)
     assert [check for check in report.checks if check.outcome is not CheckOutcome.PASS] == []
-    if served.name != "embedded":  # it serves token ids only
+    if served.name != "embedded":  # the embedded engine serves token ids only
         assert report.wire(Mode.OBSERVED).mode is Mode.OBSERVED
     flags = " ".join(report.advice)
     assert ("--logprobs-mode processed_logprobs" in flags) is (served.name == "vllm")
@@ -244,7 +244,7 @@ async def test_streaming_is_real(served: Served, name: str, tmp_path: Path) -> N
 async def test_a_client_that_hangs_up_frees_the_engine(
     served: Served, name: str, tmp_path: Path, *, stream: bool
 ) -> None:
-    """Nothing runs two seconds later, and the partial answer is recorded as one."""
+    """The engine is idle two seconds later, and the tokens sampled so far are recorded."""
     async with open_bench(served, name, tmp_path, CALM) as bench:
         if stream:
             async with aclosing(bench.recite(LONG)) as pieces:
@@ -278,7 +278,7 @@ async def test_another_replica_ends_the_answer_of_one_that_was_killed(
     the cut has the logprob of a plain forward pass over all ids before it.
     """
     with servers.running(served.name, served.folders.first, tmp_path) as other:
-        for number in range(20):  # until a session is assigned to the other one
+        for number in range(20):  # until a session is assigned to the other engine
             name = f"s{number}"
             async with open_bench(
                 served, "generate", tmp_path, CALM, other.url, name=name
@@ -419,7 +419,7 @@ async def test_verify_agrees_with_the_scores_of_the_engine(
     async with open_bench(served, name, tmp_path, sampling) as bench:
         messages: list[Any] = [{"role": "user", "content": "Mend north wharf."}]
         for _ in range(2):
-            choice = await bench.turn(messages, max_tokens=400)  # it may lose the thread for good
+            choice = await bench.turn(messages, max_tokens=400)  # the model may not end by itself
             if not choice.message.tool_calls:  # at temperature 1 a tiny model may only talk
                 messages.append({"role": "user", "content": "Mend east wharf."})
         path, recording = read_in(tmp_path)

@@ -55,7 +55,7 @@ class Machines:
     address: str = field(init=False)
 
     def start(self, program: str, *arguments: str, **more: str) -> Self:
-        """Start it, as a program of this folder does."""
+        """Start the cluster by a program in this folder."""
         script = Path(__file__).parent / "parts" / program
         env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_MEMORY_MONITOR": "1"}
         with (self.folder / "ray.log").open("ab") as log:
@@ -78,7 +78,7 @@ class Machines:
         return self._read()
 
     def close(self) -> None:
-        """End all of it."""
+        """Stop the program and the cluster."""
         self._process.stdin.close()
         self._process.stdout.close()
         try:
@@ -102,7 +102,7 @@ def machines(tmp_path: Path, python: Path) -> Iterator[Callable[[int], Machines]
 
         def start(count: int) -> Machines:
             cluster = stack.enter_context(contextlib.closing(Machines(python, tmp_path)))
-            names = [f"n{number + 1}" for number in range(count)]  # none of them the head
+            names = [f"n{number + 1}" for number in range(count)]  # the head is another machine
             return cluster.start("ray_machines.py", *names)
 
         yield start
@@ -124,7 +124,7 @@ def fleet(tmp_path: Path, store: str) -> Iterator[Fleet]:
 
 
 def settings(fleet: Fleet, address: str, **ray: object) -> dict[str, Any]:
-    """The tables of a file for nodes on the cluster; their engines are actors unless it says so."""
+    """Tables of a file for nodes on the cluster; engines are actors, or a URL if `max` is given."""
     machines = {"address": address, "folder": str(fleet.folder / "machines")}
     engine = {"tokenizer": str(fleet.folder / "tokenizer.json"), "renderer": "qwen3"}
     if "max" in ray:
@@ -251,7 +251,7 @@ def test_sessions_survive_the_loss_of_the_cluster(
     assert placer.process.wait(60) != 0
     until(lambda: "live" not in nodes(fleet).values(), "the node to end", 60)
     before = done(fleet)
-    submit(fleet, 12)  # eight of them are known
+    submit(fleet, 12)  # the server knows eight of them
     ray.close()
     ray = machines(1)
     ray.do("engine", str(fleet.ports["engine"]))

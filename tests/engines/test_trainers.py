@@ -60,7 +60,7 @@ def read(url: str) -> list[GradedGroup]:
 
 
 async def test_data_of_tinker_is_the_stream(live: RestartableServer, tmp_path: Path) -> None:
-    """Its request has the inputs, and targets that are one token ahead of them.
+    """Tinker's request has the inputs, and targets that are one token ahead of them.
 
     Groups without signal have no data; another temperature than 1 is refused.
     """
@@ -91,9 +91,9 @@ async def work(live: RestartableServer) -> None:
 async def test_rows_of_verl_are_the_stream(live: RestartableServer, tmp_path: Path) -> None:
     """The manager and workers of verl put our traces into its queue, in a real Ray.
 
-    It has the ids, mask, logprobs, reward and versions of the stream, under the keys by which verl
-    compares sessions: its advantages are the rewards less the mean over sessions, however many
-    rows one has. A session without a reward fails its prompt and has no rows.
+    The queue has the ids, mask, logprobs, reward and versions of the stream, under the keys by
+    which verl compares sessions: its advantages are the rewards less the mean over sessions,
+    however many rows a session has. A session without a reward fails its prompt and has no rows.
 
     The rows are checked together, since verl and Ray take a minute to start.
     """

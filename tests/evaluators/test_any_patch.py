@@ -1,4 +1,4 @@
-"""For any patch: tests, outcomes, imports before them, and trusted files are the fresh tree's."""
+"""For any patch, tests, outcomes, early imports and trusted files are those of the fresh tree."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ patches = st.builds(
 
 
 def without_conflicts(patch: dict[str, str]) -> dict[str, str]:
-    """The paths that are in no other path of the patch, nor in the place of what is there."""
+    """The files whose path is not a folder of another file of the patch or of the fresh tree."""
     above = {str(up) for path in [*patch, *FRESH] for up in Path(path).parents}
     return {path: text for path, text in patch.items() if path not in above}
 

@@ -104,7 +104,7 @@ def use_maven(folder: Path) -> Tool:
         pytest.skip(f"Maven cannot work offline: there is no {REPOSITORY}/{missing[0]}")
     mounts = []
     for number, linked in enumerate((Path("/usr/share/maven"), Path(javac).parents[1] / "conf")):
-        # They have links into /etc, which sandboxes have little of.
+        # Both have links into /etc, of which sandboxes have only some files.
         copy = folder / f"settings-{number}"
         shutil.copytree(linked, copy)
         mounts.append(Mount(str(linked), str(copy)))
@@ -189,7 +189,7 @@ async def test_forged_build_outputs_earn_nothing(tool: Tool, judge: Judge) -> No
 @pytest.mark.parametrize("tool", [use_cmake], indirect=True)
 @pytest.mark.parametrize("driver", WITH_PYTHON[1:2], indirect=True)
 async def test_a_test_that_the_agent_disables_earns_nothing(tool: Tool, judge: Judge) -> None:
-    """CTest reports it as not run; also a task that lets the agent change CMakeLists.txt."""
+    """A disabled test earns 0, even if the task lets the agent change CMakeLists.txt."""
     text = (PROJECTS / tool.project / "CMakeLists.txt").read_text()
     disabled = {"CMakeLists.txt": f"{text}set_tests_properties(adds PROPERTIES DISABLED TRUE)\n"}
     others = [

@@ -62,14 +62,14 @@ def test_links_stay_in_the_workdir(path: str, target: str, stays: bool) -> None:
 
 
 def test_a_link_that_shadows_a_module_is_refused() -> None:
-    """A folder of any name, linked from the top, would be imported as json."""
+    """A link named json, which could lead to a folder of any name, would be imported as json."""
     patch = Patch({"json": FileChange(b"mine", link=True), "jason": FileChange(b"mine", link=True)})
     assert filter_patch(patch, RULES)[1] == {"json": "would be imported in place of json"}
 
 
 @pytest.mark.parametrize("change", [TEXT, FileChange(b"mine", link=True)], ids=["file", "link"])
 def test_a_folder_with_protected_files_is_not_replaced(change: FileChange) -> None:
-    """A file in place of the folder would remove all its tests at once."""
+    """A file in place of the folder, which would remove all its tests at once, is refused."""
     rules = Rules(protected=["test_*.py"])
     patch = Patch({"a/b/test_x.py": None, "a/b/x.py": None, "a/b": change, "c": change})
     kept, refused = filter_patch(patch, rules)
@@ -78,7 +78,7 @@ def test_a_folder_with_protected_files_is_not_replaced(change: FileChange) -> No
 
 
 def test_absolute_links_are_refused_without_a_workdir() -> None:
-    """A link to /workspace may then lead anywhere."""
+    """Without a known workdir, a link to /workspace may lead anywhere and is refused."""
     patch = Patch({"a": FileChange(b"/workspace/b", link=True)})
     assert "leads out" in filter_patch(patch, Rules())[1]["a"]
 
@@ -107,7 +107,7 @@ def test_a_folder_is_removed_only_with_all_that_it_has() -> None:
 
 
 def test_an_empty_folder_is_no_module() -> None:
-    """An empty folder hides no module, but it is one that programs look for."""
+    """An empty folder is refused only where an import would find it, as with `org`."""
     folder = FileChange(b"", folder=True)
     patch = Patch(dict.fromkeys(["logs", "json", "html", "src/data", "org", "org/python"], folder))
     kept, refused = filter_patch(patch, RULES)
@@ -117,7 +117,7 @@ def test_an_empty_folder_is_no_module() -> None:
 
 @pytest.mark.parametrize("language", TESTS)
 def test_languages_protect_tests_and_settings(language: str) -> None:
-    """Tests as runners find them, their helpers and settings, and build outputs."""
+    """Tests as runners find them, their helpers and settings, and build outputs are protected."""
     paths = PATHS["languages"][language]
     patch = Patch(dict.fromkeys((*paths["refused"], *paths["kept"]), TEXT))
     kept, refused = filter_patch(patch, Rules(protected=TESTS[language]))
@@ -171,7 +171,7 @@ def test_names_that_a_tool_prefers_are_protected_with_the_name(name: str, folder
 
 
 def test_a_name_that_a_tool_prefers_less_is_not_protected() -> None:
-    """With a protected GNUmakefile make reads no Makefile; without one it is the work."""
+    """A Makefile may be changed, since make prefers a GNUmakefile, which is protected."""
     rules = Rules(protected=["GNUmakefile", "makefile"])
     assert filter_patch(Patch({"Makefile": TEXT}), rules)[1] == {}
 
@@ -197,7 +197,7 @@ def test_a_name_that_a_tool_prefers_less_is_not_protected() -> None:
     ],
 )
 def test_files_that_the_command_names_are_protected(command: list[str], named: list[str]) -> None:
-    """Those of the fresh tree that it runs; not the work that it compiles or new files."""
+    """Files of the fresh tree that the command runs are protected, not sources and new files."""
     files = ["ci/run.sh", "check.py", "ci.mk", "calc.c", "bill.py"]
     fresh = FreshTree(frozenset(files))
     workdir = PurePosixPath("/workspace")

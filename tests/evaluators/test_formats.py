@@ -60,7 +60,7 @@ def test_output_of_real_tools_is_parsed(tool: str) -> None:
 
 @pytest.mark.parametrize("tool", ["go", "cargo", "node"])
 def test_terminal_codes_and_bad_bytes_are_ignored(tool: str) -> None:
-    """Carriage returns, colours, and bytes that are not UTF-8 between the lines."""
+    """Carriage returns, colours and bytes that are not UTF-8 change no outcome."""
     format_name, text, outcomes = load(tool)
     raw = text.replace(b"\n", b"\x1b[0m\r\n") + b"\xff\xfe\x80\n"
     assert read(format_name, raw).outcomes == outcomes
@@ -84,12 +84,12 @@ INCOMPLETE: dict[str, tuple[str, str | bytes]] = {
 
 @pytest.mark.parametrize("case", INCOMPLETE)
 def test_truncated_output_is_not_complete(case: str) -> None:
-    """Output of a killed runner, or of code that can write the report."""
+    """Output of a killed runner, or of code that can write the report, is not complete."""
     assert not read(*INCOMPLETE[case]).complete
 
 
 def test_failures_have_a_reason() -> None:
-    """One line, where the output has one."""
+    """The reason of a failure is one line, where the output has one."""
     report = read(*load("pytest")[:2])
     assert report.find_reason("test_a::test_fail") == "AssertionError: no - good"
     report = read(*load("jest")[:2])
@@ -120,7 +120,7 @@ def test_a_test_passes_when_all_its_cases_do() -> None:
     ],
 )
 def test_names_of_tests_are_normalized(format_name: str, given: str, name: str) -> None:
-    """Data sets write names of tests in several ways."""
+    """A name is the same in each of the forms in which data sets write it."""
     assert FORMATS[format_name].normalize(given) == name
 
 
@@ -246,7 +246,7 @@ async def test_the_parsing_process_has_limits(code: str, reason: str) -> None:
 
 
 async def test_output_that_cannot_be_parsed_has_no_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report has the error."""
+    """Output that raises an error has no results, and the report has the error."""
     monkeypatch.setattr(formats, "_READ", "bytes(9 << 30)")
     report = await read_report("tap", b"ok 1 - a\n1..1\n" * 9999)
     assert not report.outcomes

@@ -80,7 +80,7 @@ async def test_a_number_is_a_reward(judge: Judge) -> None:
 
 
 async def test_an_async_function_may_open_sandboxes(judge: Judge) -> None:
-    """A dict that it returns has the value and the parts."""
+    """A dict that the function returns has the value and the parts."""
     verdict = await judge(target(opens), {"run.sh": "exit 3"})
     assert verdict.reward == Reward(0.0, {"exit": 3.0})
 
@@ -95,7 +95,7 @@ async def test_an_async_function_may_open_sandboxes(judge: Judge) -> None:
     ],
 )
 async def test_returned_values_become_rewards(judge: Judge, value: object, reward: Reward) -> None:
-    """Booleans, numbers, rewards and verdicts."""
+    """Booleans, numbers, rewards and verdicts are accepted as rewards."""
     RESULTS["it"] = value
     verdict = await judge(target(fixed, key="it"))
     assert verdict.reward == reward

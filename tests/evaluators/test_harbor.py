@@ -81,7 +81,7 @@ EARNED = read_values(Path(__file__).with_name("harbor.yaml"))
 def test_the_script_gives_the_reward(
     judge: Judge, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files that an agent leaves for the script do not change it."""
+    """Files that an agent leaves for the script do not change the reward."""
     monkeypatch.setenv("NODE_KEY", "k3y")
     given = EARNED[case]
     validation = judge(given.get("agent", "true"), given["script"], **given.get("options", {}))
@@ -101,7 +101,7 @@ def test_the_script_gives_the_reward(
 def test_a_script_without_a_valid_reward_is_an_error(
     judge: Judge, script: str, message: str
 ) -> None:
-    """The cause is the evaluator."""
+    """The cause of a missing or invalid reward is the evaluator."""
     validation = judge("touch done", script)
     assert validation.failure is not None
     assert (validation.reward, validation.failure.cause) == (None, Cause.EVALUATOR)
@@ -122,7 +122,7 @@ def test_work_that_breaks_the_script_earns_nothing(judge: Judge) -> None:
 def test_tests_in_an_image_are_hidden_from_the_agent(
     podman: str, tmp_path: Path, *, in_place: bool
 ) -> None:
-    """The folder that a Dockerfile copies them to is empty for the agent."""
+    """The folder to which a Dockerfile copies the tests is empty for the agent."""
     for name, text in {
         "tests/test.sh": f"{REWARDS}echo 1 > $reward",
         "environment/Dockerfile": f"FROM {DEBIAN}\nCOPY secret.txt /tests/\nWORKDIR /app\n",

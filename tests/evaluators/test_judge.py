@@ -167,7 +167,7 @@ async def test_failed_requests_and_bad_answers_are_retried(
 async def test_answers_in_a_code_block_or_after_reasoning_are_read(
     model: Model, outcome: SessionOutcome
 ) -> None:
-    """Models without structured output answer so; the request then has no schema."""
+    """Without a schema in the request, reasoning and code block around an answer are removed."""
     model.answer = f"<think>Hm, {{}}.</think>\n```json\n{reply(GOOD)}\n```"
     verdict = await model.judge(schema=False).evaluate(outcome)
     assert verdict.reward.parts["clear"] == 0.6
@@ -212,7 +212,7 @@ async def test_attempts_end_with_the_evaluation(model: Model, outcome: SessionOu
 
 
 async def test_retry_after_is_honoured(model: Model, outcome: SessionOutcome) -> None:
-    """The next attempt is not earlier."""
+    """The next attempt is not made before the time in `Retry-After`."""
     model.script, model.retry_after = [429], "1"
     began = time.monotonic()
     await model.judge().evaluate(outcome)

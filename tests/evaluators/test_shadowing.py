@@ -141,7 +141,7 @@ LOTS = st.lists(PATHS, min_size=20, max_size=60).map(without_conflicts)
 async def test_added_files_do_not_change_the_tests(
     tmp_path_factory: pytest.TempPathFactory, driver: Driver, way: str, added: Mapping[str, str]
 ) -> None:
-    """Modules, packages, extensions and settings of any name, anywhere, many at once."""
+    """Modules, packages, extensions and settings of any name, anywhere, change no outcome."""
     await assert_no_effect(tmp_path_factory, driver, way, added)
 
 

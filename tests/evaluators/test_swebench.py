@@ -62,7 +62,7 @@ def judge(tmp_path: Path) -> Judge:
         (GOOD, {"eval_script": REAL}, 1.0, (1.0, 1.0, 1.0)),
         (HALF, {}, 0.0, (0.0, 0.5, 1.0)),
         (HALF, {"partial": True}, 0.5, (0.0, 0.5, 1.0)),
-        # Nothing is earned by breaking what worked.
+        # A patch that breaks tests that passed earns nothing.
         (BROKE, {"partial": True}, 0.0, (0.0, 1.0, 0.0)),
     ],
     ids=["all, by pytest", "half", "half, partial", "broken, partial"],
@@ -70,7 +70,7 @@ def judge(tmp_path: Path) -> Judge:
 async def test_a_patch_that_resolves_the_issue_earns_1(
     judge: Judge, work: dict[str, str], options: dict[str, Any], value: float, parts: object
 ) -> None:
-    """Others earn 0, or with `partial` the share of `fail_to_pass`; there is one sandbox."""
+    """Other patches earn 0, or with `partial` the share of `fail_to_pass`, in one sandbox."""
     verdict = await judge.evaluate(work, **options)
     assert verdict.reward.value == value, verdict.report["log"]
     assert tuple(verdict.reward.parts.values()) == parts
@@ -166,7 +166,7 @@ SHADOWS = (
 
 @pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)
 async def test_files_that_shadow_a_test_are_refused(driver: Driver, tmp_path: Path) -> None:
-    """Modules, packages and extensions of its name, anywhere, also beside right work.
+    """Modules, packages and extensions named as a test are refused, also beside right work.
 
     The row's script imports from the top before it imports from the tests.
     """
@@ -210,7 +210,7 @@ async def test_a_slow_parser_is_killed(judge: Judge) -> None:
 
 
 async def test_parsing_a_log_imports_no_clients() -> None:
-    """Those of Docker and data sets take seconds to import."""
+    """Parsing needs no clients of Docker and data sets, whose import takes seconds."""
     code = _GRADE + "\njson.dump(sorted(sys.modules), open(path + '.out', 'w'))\n"
     run = SweBenchEvaluator(**ROW)._make_spec()
     names = msgspec.json.decode(await parse_apart(code, b"", asdict(run)))

@@ -64,7 +64,7 @@ def with_files(tmp_path: Path) -> Judge:
 
 @pytest.mark.parametrize("options", [OWN, JUNIT, PYTEST], ids=["own", "junit", "pytest"])
 async def test_expected_tests_make_the_reward(judge: Judge, options: dict[str, Any]) -> None:
-    """Reward, parts and report depend on them; others may fail; `partial` rewards a share."""
+    """Reward, parts and report depend on the expected tests; `partial` rewards a share of them."""
     tests = TestsEvaluator(**options, fail_to_pass=[TOTAL], pass_to_pass=[ZERO])
     verdict = await judge(tests, GOOD)
     assert verdict.reward.value == 1.0, verdict.report
@@ -86,7 +86,7 @@ async def test_expected_tests_make_the_reward(judge: Judge, options: dict[str, A
 
 
 async def test_hidden_tests_run_beside_those_of_the_task(with_files: Judge) -> None:
-    """All of them must pass."""
+    """All hidden tests and all tests of the task must pass."""
     hidden = "import bill\ndef test_five():\n    assert bill.total(2, 3) == 5\n"
     tests = TestsEvaluator(files={"hidden/test_more.py": hidden})
     verdict = await with_files(tests, {**GOOD, "tests/data.json": ""})
@@ -107,7 +107,7 @@ async def test_files_of_any_name_are_there_for_the_tests(judge: Judge) -> None:
 
 
 async def test_folders_are_as_the_agent_left_them(judge: Judge) -> None:
-    """Empty ones are made, and removed ones are removed, also with a setup."""
+    """Empty folders are made, and removed ones are removed, also with a setup."""
     judge.base["gone/x"] = ""
     work = {"made/in": FileChange(b"", folder=True), "gone": None, "gone/x": None}
     command = "[ -d made/in ] && ! [ -e gone ] && printf 'ok 1 - a\\n1..1\\n'"
@@ -125,7 +125,7 @@ async def test_removed_files_are_removed_for_the_tests(judge: Judge) -> None:
 
 
 async def test_every_run_of_pytest_counts(judge: Judge) -> None:
-    """A command may run it several times: no report is lost, and a test's worst result counts."""
+    """If a command runs pytest several times, each report is read; a test's worst result counts."""
     judge.base["test_more.py"] = "def test_more():\n    pass\n"
     run = "python3 -m pytest -q -p no:cacheprovider"
     fix = "sed -i 's/a - b/a + b/' bill.py"
@@ -278,7 +278,7 @@ async def test_junit_protects_tests_of_all_languages(judge: Judge, path: str) ->
 async def test_files_that_cannot_be_dated_give_no_verdict(
     judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every exit code is read."""
+    """A failure to make files old is an error that quotes its output."""
     monkeypatch.setattr("tugline.evaluators.script._MAKE_OLD", "echo broken; exit 3")
     with pytest.raises(SandboxError, match=r"cannot be prepared .*broken"):
         await judge(TestsEvaluator(**PYTEST), {"new.py": ""})
@@ -337,7 +337,7 @@ async def test_a_task_may_change_what_is_protected(judge: Judge) -> None:
 async def test_an_endless_loop_earns_nothing(
     judge: Judge, options: dict[str, Any], reason: str
 ) -> None:
-    """The report has the reason."""
+    """The reward of an endless loop is 0, and the report has the reason."""
     tests = TestsEvaluator(**options, timeout_s=0.7)
     verdict = await judge(tests, {"bill.py": "while True: pass\n"})
     assert (verdict.reward.value, verdict.report["timed_out"]) == (0.0, True)
@@ -425,7 +425,7 @@ async def test_a_command_that_the_agent_broke_earns_nothing(
 
 
 async def test_a_script_that_the_command_names_is_not_changed(judge: Judge) -> None:
-    """The script of the command is protected unless the task says that it is the work."""
+    """The script of the command is protected unless the task declares it as the work."""
     judge.base["run.sh"] = "printf 'not ok 1 - a\\n1..1\\n'; exit 1"
     passing = {"run.sh": "printf 'ok 1 - a\\n1..1\\n'"}
     verdict = await judge(TestsEvaluator(command="sh ./run.sh", format="tap"), passing)
@@ -452,7 +452,7 @@ async def test_invalid_tests_are_no_verdict(with_files: Judge) -> None:
 
 
 def test_expected_names_match_what_pytest_reports() -> None:
-    """Functions, async functions, and methods of classes by name and base, as pytest collects."""
+    """Only functions and methods that pytest would collect have a name, as pytest reports it."""
     source = (
         "import unittest\nasync def test_a(): ...\ndef helper_test(): ...\n"
         "@pytest.fixture\ndef test_data(): ...\n"

@@ -29,7 +29,7 @@ from tugline.types import Boundary, Failure, Reward, Status
 
 @dataclasses.dataclass
 class Point:
-    """A value of one's own."""
+    """A value whose type JSON does not have."""
 
     x: float
 
@@ -107,13 +107,13 @@ def test_any_report_can_be_written_and_read(report: dict[Any, Any]) -> None:
 
 
 def test_values_that_json_has_stay_as_they_are() -> None:
-    """Texts with any characters, numbers and nested lists."""
+    """Texts with any characters, numbers and nested lists are unchanged."""
     report = {"a": [1, 2.5, None, True, {"b": "é\n🙂"}], "c": -(1 << 63)}
     assert make_plain(Verdict(Reward(1.0), report)).report == report
 
 
 def test_a_report_without_end_is_cut() -> None:
-    """One that holds itself, one that is huge, one that cannot be read."""
+    """A report that holds itself or is huge is cut; one that cannot be read is an error."""
     loop: list[Any] = []
     loop += [loop, loop]
     json.dumps(make_plain(Verdict(Reward(1.0), {"loop": loop})).report)

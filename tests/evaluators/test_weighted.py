@@ -116,7 +116,7 @@ async def test_model_graded_parts_need_a_reward_of_the_others(judge: Judge, mode
 
 
 async def test_a_part_that_is_not_required_may_fail(judge: Judge) -> None:
-    """The others are combined without it, and the report has the error."""
+    """The other parts are combined without the failed one, and the report has its error."""
     weighted = WeightedEvaluator(
         parts={"a": part(1, value=0.5), "b": part(9, required=False, fails="runtime")}
     )
@@ -144,7 +144,7 @@ async def test_parts_run_at_once_unless_in_place(judge: Judge) -> None:
 
 
 def test_needs_of_parts_are_combined() -> None:
-    """Mounts, hidden paths, and the use of sandboxes."""
+    """Mounts, hidden paths and the use of sandboxes are those of any part."""
     parts = {"a": part(mount=["/a", "/srv/a"]), "b": part(mount=["/b", None], hides=["/x"])}
     weighted = WeightedEvaluator(parts=parts)
     assert weighted.mounts(make_task_with_files()) == (Mount("/a", "/srv/a"), Mount("/b"))

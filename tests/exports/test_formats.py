@@ -89,7 +89,7 @@ def test_wrong_options_are_reported(
 
 
 def test_sessions_without_a_reward(tmp_path: Path) -> None:
-    """Their reward is null, and formats that need one leave them out."""
+    """A missing reward is null, and formats that need one leave the session out."""
     record(tmp_path, "a", status=None)
     record(tmp_path, "b", sample=1)
     assert [row["reward"] for row in rows("parquet", tmp_path)] == [None, 1.0]

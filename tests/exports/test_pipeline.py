@@ -32,7 +32,7 @@ def test_two_runs_write_the_same_bytes(tmp_path: Path, form: str) -> None:
 
 
 def test_a_split_is_a_folder_of_files(tmp_path: Path) -> None:
-    """The summary has the counts of each; every session is in one file."""
+    """The summary has the counts of each file; every session is in one file."""
     record_some(tmp_path / "in")
     split = Split(shares={"train": 0.5, "test": 0.5}, seed=3)
     summary = export("parquet", tmp_path / "in", tmp_path / "out", split=split)
@@ -98,7 +98,7 @@ def test_traces_are_built_with_the_given_builder(tmp_path: Path) -> None:
 
 
 def test_formats_with_ids_have_one_tokenizer(tmp_path: Path) -> None:
-    """Except for the full table, whose rows have their tokenizer; text formats have any."""
+    """Only text formats, and the full table, whose rows have their tokenizer, allow several."""
     record(tmp_path, "a", tokenizer="1f")
     record(tmp_path, "b", sample=1, tokenizer="2f")
     with pytest.raises(
@@ -122,7 +122,7 @@ def test_the_last_attempt_of_a_session_is_exported(tmp_path: Path) -> None:
 
 
 def test_a_problem_is_in_one_file_in_whatever_step(tmp_path: Path) -> None:
-    """The ids of its tasks differ between steps and runs; held-out sessions are left out."""
+    """The ids of a problem's tasks differ by step and run; held-out sessions are left out."""
     for step in range(12):
         for problem in ("one", "two", "three-3"):
             record(tmp_path / "in", f"{problem}-{step}", task=f"g{step:07d}-{problem}")
@@ -139,7 +139,7 @@ def test_a_problem_is_in_one_file_in_whatever_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["parquet", "trl", "verl"])
 def test_a_file_is_of_the_format_that_its_name_says(tmp_path: Path, form: str) -> None:
-    """Tables are JSON lines, too; other names are refused before anything is read."""
+    """A table is Parquet or JSON lines by the file's name; other names are refused."""
     record(tmp_path / "in", "a")
     export(form, tmp_path / "in", tmp_path / "out.parquet")
     export(form, tmp_path / "in", tmp_path / "out.jsonl")

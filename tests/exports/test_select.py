@@ -55,7 +55,7 @@ def test_every_task_has_a_file(seed: int, weights: list[float]) -> None:
 
 
 def test_files_depend_on_task_and_seed() -> None:
-    """Nothing else decides the file; the shares are approximately those given."""
+    """Only task and seed decide the file; the shares are approximately those given."""
     splits = [Split(shares={"train": 0.8, "test": 0.2}, seed=seed) for seed in (0, 0, 1)]
     first, again, other = ([split.choose_file(str(i)) for i in range(400)] for split in splits)
     assert first == again != other

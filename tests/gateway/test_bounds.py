@@ -51,7 +51,7 @@ async def test_a_body_larger_than_the_window_is_an_overflow(
 
 @each_dialect
 async def test_an_oversized_request_gets_413_and_no_reset(tmp_path: Path, dialect: Dialect) -> None:
-    """The client sends all of it before it reads the reply, as many clients do."""
+    """A client that sends the whole body before it reads the reply gets the reply, too."""
     data = b'{"a": "' + b"x" * (3 << 20) + b'"}'
     async with open_client(tmp_path, max_body=100_000) as client:
         port = int(client.url.split(":")[2].split("/")[0])
@@ -81,7 +81,7 @@ NESTED = "[" * 5000 + "]" * 5000
 async def test_too_many_messages_and_too_deep_json_are_400(
     tmp_path: Path, dialect: Dialect, kind: str
 ) -> None:
-    """More messages than any conversation has, and JSON too deep to be parsed recursively."""
+    """More than 10,000 messages, and JSON too deep to be parsed recursively, are refused."""
     body = dialect.body("Mend it.")
     (first,) = (
         ask_messages("Mend it.")["messages"]
@@ -145,7 +145,7 @@ async def test_large_requests_are_rendered_in_a_thread(
 async def test_encoding_of_text_stops_beyond_the_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Encoding all of it could take hundreds of times the memory of the text."""
+    """A prompt beyond the window is refused once a little more text than fits is encoded."""
     encoded = []
     encode = Tokenizer.encode
 
@@ -199,7 +199,7 @@ VALUES: list[tuple[dict[str, Any], int]] = [
 
 @pytest.mark.parametrize("mode", [Mode.EXACT, Mode.OBSERVED])
 async def test_a_value_out_of_bounds_is_refused_by_name(tmp_path: Path, mode: Mode) -> None:
-    """What is accepted reaches the engine within its own bounds, and is readable."""
+    """Accepted values reach the engine within its own bounds, and their record is readable."""
     async with open_session_in_mode(tmp_path, reply_with("Hi."), mode) as session:
         answered = 0
         for fields, status in VALUES:

@@ -31,7 +31,8 @@ QUICK = CallSettings(backoff_s=0.001, grace_s=0.01, probe_every_s=0.02)
 async def test_an_answer_continues_on_another_replica(tmp_path: Path) -> None:
     """Though both replicas cut the connection, the client reads one unbroken stream.
 
-    Events say where it broke, and tokens carry the version of the replica that sampled them.
+    Events record where the stream broke, and tokens have the version of the replica that sampled
+    them.
 
     The client's text, the call and the events must agree on the same two faults.
     """
@@ -132,7 +133,7 @@ async def test_a_lost_client_aborts_generation_and_keeps_its_tokens(
     tmp_path: Path,
     stream: bool,  # noqa: FBT001
 ) -> None:
-    """No request is left running and the call is recorded; an unstreamed one as well."""
+    """No request is left running and the call is recorded, whether it was streamed or not."""
     async with open_session(tmp_path, reply_with(LONG, delay_s=0.02), tuning=QUICK) as session:
         asking = asyncio.create_task(session.read() if stream else session.ask())
         await until(lambda: session.sampled > 5)
@@ -221,7 +222,7 @@ async def test_an_immediate_retry_joins_the_answer_in_flight(tmp_path: Path) -> 
 
 
 async def test_the_same_turn_without_a_stream_is_not_sampled_again(tmp_path: Path) -> None:
-    """Claude Code falls back to an unstreamed request for a turn that it streamed."""
+    """An unstreamed request for a streamed turn, as from Claude Code, gets the same answer."""
     async with open_session(tmp_path, reply_with("Done.")) as session:
         streamed = text_of(await session.read())
         whole = await session.ask(stream=False)
@@ -351,7 +352,7 @@ async def test_a_sub_agent_may_start_before_its_call_has_ended(tmp_path: Path) -
 async def test_compactions_and_commit_messages_are_recognized_by_prompt(
     tmp_path: Path, ask: str
 ) -> None:
-    """Harnesses mark neither in headers; the request after a summary branches as compacted."""
+    """Neither request has a header of its own; a request after a summary branches as compacted."""
     grown = [
         *ASK,
         {"role": "assistant", "content": "Hello."},

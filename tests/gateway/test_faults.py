@@ -177,7 +177,7 @@ async def test_a_failing_engine_is_an_error_of_the_dialect(
 
 @each_dialect
 async def test_an_unreachable_engine_is_named(tmp_path: Path, dialect: Dialect) -> None:
-    """The error has its address; a later call succeeds when the engine is back."""
+    """The error has the engine's address; a later call succeeds when the engine is back."""
     async with open_client(tmp_path) as client:
         (replica,) = client.upstream.replicas
         right, replica.url = replica.url, "http://127.0.0.1:9"
@@ -221,7 +221,7 @@ async def test_tokens_received_with_an_error_are_recorded(tmp_path: Path) -> Non
 async def test_token_ids_outside_the_vocabulary_are_an_engine_error(
     tmp_path: Path, dialect: Dialect
 ) -> None:
-    """Streamed or not, and nothing is recorded."""
+    """Such an answer is refused, streamed or whole, and nothing is recorded."""
     wrong = [-1]
 
     async def answer(request: Request) -> Response:
@@ -269,7 +269,7 @@ async def test_an_exception_in_the_gateway_is_a_500(
 
 @each_dialect
 async def test_an_engine_slower_than_its_deadline_is_lost(tmp_path: Path, dialect: Dialect) -> None:
-    """A stalled reply is aborted and retried, and then an error."""
+    """A stalled reply is aborted and retried; if the retries stall, too, it is an error."""
     given_up = asyncio.Event()
 
     async def stall(_: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Whatever a call takes is given back, however it ends: budgets, slots, tables."""
+"""Whatever a call takes is given back, however the call ends: budgets, slots, tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXT = "one two three four five six seven eight nine ten"
 
 
 class Faulty:
-    """An engine whose next answers are faulty as told."""
+    """An engine whose next answers have the faults in `faults`."""
 
     def __init__(self) -> None:
         self.faults: list[dict[str, Any]] = []
@@ -135,7 +135,7 @@ STEPS: list[Step] = [
 
 
 def check_counters(session: OpenSession) -> None:
-    """Nothing is held, and the budgets are at what the recorded calls say."""
+    """Check that nothing is held, and that the budgets equal the totals of the recorded calls."""
     live, engine = session.live, session.gateway._engine
     calls, transcript = session.calls, session.live.transcript
     sampled = sum(len(call.sampled_ids) + call.unreported_tokens for call in calls)
@@ -177,7 +177,7 @@ async def test_counters_are_at_what_the_recorded_calls_say(steps: list[Step]) ->
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 async def test_each_way_to_end_gives_everything_back(tmp_path: Path, step: Step) -> None:
-    """Three calls that end the same way leave all counters as the recording says."""
+    """Three calls that end the same way leave all counters equal to the recording's totals."""
     engine = Faulty()
     how: dict[str, Any] = {"tuning": TUNING, "limits": LIMITS, "sampling": CONTRACT}
     async with open_session(tmp_path, engine, policy=Policy.REFUSE, **how) as session:
@@ -193,7 +193,7 @@ async def test_refusals_do_not_end_a_session(
     tmp_path: Path,
     stream: bool,  # noqa: FBT001
 ) -> None:
-    """More of them than answers and turns are allowed."""
+    """A session may have more refusals than its limits of answers and turns."""
     limits = Limits(max_turns=2)
     how: dict[str, Any] = {"limits": limits, "sampling": CONTRACT, "policy": Policy.REFUSE}
     async with open_session(
@@ -220,7 +220,7 @@ async def test_a_turn_of_a_failed_call_can_be_used_again(tmp_path: Path) -> None
 
 
 async def test_a_session_that_is_live_is_not_opened_again(tmp_path: Path) -> None:
-    """The second attempt to open it leaves its recording alone."""
+    """A second attempt to open a live session is an error and leaves its recording unchanged."""
     async with open_session(tmp_path, reply_with("Hi.")) as session:
         await session.ask()
         with pytest.raises(UsageError, match="already open"):

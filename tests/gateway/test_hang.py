@@ -131,7 +131,7 @@ async def test_the_retry_of_a_session_that_ended_in_silence_gets_another_replica
     tmp_path: Path,
     stream: bool,  # noqa: FBT001
 ) -> None:
-    """The retry moves even if the hang outlasts the agent's time, so that nothing else saw it."""
+    """The silent replica is ejected even if no one but the ended session noticed the hang."""
     engines = [StoppableEngine(), StoppableEngine()]
     slow = CallSettings(silent_s=60, probe_every_s=0.05, probe_timeout_s=0.1, grace_s=0.01)
     async with serve(engines[0]) as one, serve(engines[1]) as two:
@@ -204,7 +204,7 @@ async def test_a_stream_with_broken_framing_ends_as_truncated(tmp_path: Path, re
         calls, failure = session.calls, session.gateway.describe("s1").failure
     if failure is None:
         assert '"stop_reason":"max_tokens"' in text
-    else:  # what came in one piece with broken framing is not read
+    else:  # tokens in one piece with broken framing are not read
         assert failure.cause is Cause.ENGINE_LOST
     for call in calls:
         assert (call.outcome, len(call.sampled_ids)) == (CallOutcome.ENGINE_LOST, 5)

@@ -1,6 +1,7 @@
 """A history that ends with the assistant's message is answered in Chat and Responses, and trained.
 
-As Continue sends it after a compaction, opencode at its last step, and frameworks that ask again.
+Continue sends such a history after a compaction, opencode at its last step, and frameworks when
+they ask again.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ async def test_an_assistants_last_message_is_a_closed_turn(
     stream: bool,  # noqa: FBT001 - drawn, not passed
     history: list[dict[str, Any]],
 ) -> None:
-    """The prompt closes it and opens an answer, which is trained and can be continued exactly."""
+    """The prompt closes the message and opens an answer, which is trained and can be continued."""
     field = "messages" if path == "chat/completions" else "input"
     go_on = [*history, {"role": "assistant", "content": "Done."}, ASK[0]]
     async with engine(tmp_path, mode) as session:
@@ -71,14 +72,14 @@ async def test_an_assistants_last_message_is_a_closed_turn(
     prompt = RENDERING.tokenizer.decode(asked.prompt_ids.tolist())
     assert prompt.endswith(f"{history[-1]['content']}<|im_end|>\n<|im_start|>assistant\n")
     assert not PrefixMerging().build(session.calls).ledger.masked
-    if mode == "exact":  # else the engine's template decides
+    if mode == "exact":  # in other modes the engine's template decides
         assert (last.parent, last.branch) == (1, None)
         whole = np.concatenate((asked.prompt_ids, asked.sampled_ids))
         assert np.array_equal(last.prompt_ids[: len(whole)], whole)
 
 
 async def test_an_own_answer_is_continued_from_its_ids(tmp_path: Path) -> None:
-    """Reasoning that the client left out stays in the prompt: one trace."""
+    """Reasoning that the client left out stays in the prompt, so that there is one trace."""
     async with open_session(
         tmp_path, reply_in_turn("<think>\nHm.\n</think>\n\nHello.", "Done.")
     ) as session:
@@ -93,7 +94,7 @@ async def test_an_own_answer_is_continued_from_its_ids(tmp_path: Path) -> None:
 
 
 async def test_a_prefill_is_refused_where_the_api_continues_it(tmp_path: Path) -> None:
-    """Anthropic's and Google's APIs refuse it; its tokens can be counted."""
+    """Anthropic's and Google's APIs refuse a prefill; its tokens can be counted."""
     contents = [{"role": "user", "parts": [{"text": "Hi"}]}]
     contents.append({"role": "model", "parts": [{"text": "Sure:"}]})
     async with open_session(tmp_path, reply_with("Hello.")) as session:
@@ -117,7 +118,7 @@ async def test_a_prefill_is_refused_where_the_api_continues_it(tmp_path: Path) -
 
 
 async def test_a_text_that_was_not_sampled_forks(tmp_path: Path) -> None:
-    """The client's own text after the conversation is no answer of the model."""
+    """The client's own text at the end of the conversation makes a branch, with the reason."""
     async with open_session(tmp_path, reply_with("Hello.")) as session:
         for messages in (ASK, [*ASK, OWN, FOREIGN]):
             async with session.post_openai(messages=messages) as response:

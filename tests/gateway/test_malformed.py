@@ -50,7 +50,7 @@ def find_arguments(reply: Any) -> str | None:
 async def test_a_malformed_call_is_delivered_as_the_setting_says(
     tmp_path: Path, dialect: str, malformed: MalformedCalls, *, stream: bool
 ) -> None:
-    """APIs that can carry it get a call with the sampled arguments; others get its text."""
+    """An API that can carry such calls gets the sampled arguments; another gets the text."""
     async with open_session(tmp_path, reply_with(ANSWER), malformed=malformed) as opened:
         reply = await ask(opened, dialect, stream=stream)
         [call] = opened.calls
@@ -70,7 +70,7 @@ async def test_a_malformed_call_is_delivered_as_the_setting_says(
 
 @pytest.mark.parametrize("malformed", MalformedCalls)
 async def test_a_call_that_is_cut_is_malformed(tmp_path: Path, malformed: MalformedCalls) -> None:
-    """The end of the answer's tokens inside a call; the reason stays the length."""
+    """A call that the token limit cuts is malformed, and the finish reason stays the length."""
     async with open_session(tmp_path, reply_with(ANSWER), malformed=malformed) as session:
         length = len(ids(ANSWER[: ANSWER.index("b.py")], end=False))
         reply = await ask(session, "chat", stream=False, max_tokens=length)

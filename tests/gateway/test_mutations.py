@@ -48,7 +48,7 @@ class Follower:
         return len(new) - skip
 
 
-ROUTES = {  # of each API: answers, then others
+ROUTES = {  # routes of each API that answer, then its other routes
     "anthropic": (["/v1/messages"], ["/v1/messages/count_tokens"]),
     "openai_chat": (["/v1/chat/completions"], []),
     "openai_completions": (["/v1/completions"], []),

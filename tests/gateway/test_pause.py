@@ -187,7 +187,7 @@ async def test_a_paused_engine_may_be_silent_for_as_long_as_the_pause_lasts(
 
 
 async def test_silence_without_a_pause_ends_the_reply_still(tmp_path: Path) -> None:
-    """The time before a pause counts as well."""
+    """A stalled stream is ended, though a pause began and ended during the silence."""
 
     async def answer(_: Request) -> Response:
         async def events() -> AsyncIterator[bytes]:

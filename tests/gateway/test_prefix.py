@@ -95,7 +95,7 @@ def test_a_real_edit_branches_with_its_reason(
 
 
 def test_invalid_json_arguments_are_matched_by_the_id_of_their_call() -> None:
-    """There is no value to compare; with another id only their own bytes match."""
+    """Arguments without a value match by the call's id; with another id only the same bytes do."""
     tree, _, _ = make_tool_turn('{"path": ')
     for arguments, changes in (('{"path": ', ()), ("{}", (EchoChange.ARGUMENTS,))):
         prompt = match(tree, echo(arguments), TOOLS)
@@ -277,7 +277,7 @@ def test_an_answer_that_replaces_the_history_is_its_summary() -> None:
 
 
 def test_text_prompts_need_exact_mode() -> None:
-    """Refused where the engine renders prompts, and where ids cannot be decoded one by one."""
+    """Text prompts are refused if the engine renders, or if ids cannot be decoded one by one."""
     joined = Rendering(make_tokenizer(), "qwen3")
     joined.tokenizer.token_bytes = None
     for tree in (CallTree(None), CallTree(joined)):

@@ -196,7 +196,7 @@ async def test_an_engine_that_drops_ids_is_refused() -> None:
 
 
 async def test_without_a_tool_parser_observed_mode_is_not_sound() -> None:
-    """The first turn of an agent would fail; exact mode does not need the parser."""
+    """The advice names the missing option; exact mode, which needs no parser, is sound."""
     report = await examine(tools=False)
     assert Mode.OBSERVED not in report.routes.values()
     assert any("--tool-call-parser" in advice for advice in report.advice)
@@ -204,13 +204,13 @@ async def test_without_a_tool_parser_observed_mode_is_not_sound() -> None:
 
 
 async def test_an_unreported_context_overflow_fails_its_check() -> None:
-    """Agents compact their history on that error."""
+    """A prompt that is too long must be an error, on which agents compact their history."""
     assert outcomes(await examine(refuses=False))["context overflow"] is CheckOutcome.FAIL
     assert outcomes(await examine())["context overflow"] is CheckOutcome.PASS
 
 
 async def test_an_unknown_server_is_probed_as_openai() -> None:
-    """Observed mode where it reports ids, else text."""
+    """An unknown server has observed mode if it reports ids, else text mode."""
     report = await examine(owner="somebody")
     assert (report.engine, report.mode) == ("openai", Mode.OBSERVED)
     report = await examine(owner="somebody", ids=False)
@@ -218,7 +218,7 @@ async def test_an_unknown_server_is_probed_as_openai() -> None:
 
 
 async def test_a_missing_engine_or_model_is_one_clear_error() -> None:
-    """The error says whether engine, address or model is missing."""
+    """The error names what is missing: the engine, the address or the model."""
     for ask in (probe("http://127.0.0.1:9"), connect(["http://127.0.0.1:9"])):
         with pytest.raises(EngineError, match=r"cannot reach the engine at .*127\.0\.0\.1:9"):
             await ask
@@ -249,7 +249,7 @@ async def test_errors_of_the_model_list_have_its_status(status: int, expected: i
 
 
 async def test_an_adapter_has_the_window_of_its_model() -> None:
-    """Engines list no window for an adapter."""
+    """An adapter, for which engines list no window, has that of its base model."""
     async with serve(Stub().app()) as url:
         report = await probe(url, "adapter")
     assert (report.model, report.window, report.mode) == ("adapter", WINDOW, Mode.EXACT)
@@ -269,7 +269,7 @@ async def test_a_sound_engine_is_connected_in_its_best_mode(tmp_path: Path) -> N
 
 
 async def test_replicas_that_differ_are_refused() -> None:
-    """A conversation may continue on another replica."""
+    """Replicas with different windows are an error, since a conversation may move between them."""
     apps = [create_app(engine(window), model_name="scripted") for window in (4096, 2048)]
     async with serve(apps[0]) as one, serve(apps[1]) as other:
         with pytest.raises(UsageError, match=r"same window, but it is 4096 at .* and 2048 at "):
@@ -284,7 +284,7 @@ async def run(*arguments: str) -> tuple[int, str]:
 
 
 async def test_the_doctor_command_prints_text_or_json() -> None:
-    """Exit code 1 where the requested mode is not sound."""
+    """The command exits with 1 where the requested mode is not sound."""
     async with serve(Stub(ids=False, scale_out=False).app()) as url:
         code, text = await run("--engine", url)
         assert code == 1

@@ -77,7 +77,7 @@ async def test_slow_refusals_of_every_attempt_have_their_status(
 async def test_retries_end_before_the_stream_is_opened(tmp_path: Path) -> None:
     """The time of all retries is bounded, not only the delay of one; the delay is never shortened.
 
-    A delay that is given as a date is one, too.
+    The delay may be a date.
     """
     date = format_datetime(datetime.now(UTC) + timedelta(seconds=90), usegmt=True)
     for delay, tries in (("1", 3), ("60", 1), (date, 1)):
@@ -92,7 +92,7 @@ async def test_retries_end_before_the_stream_is_opened(tmp_path: Path) -> None:
 async def test_an_error_in_the_engines_stream_before_a_token_has_a_status(
     tmp_path: Path, dialect: Dialect
 ) -> None:
-    """Some engines send headers at once and then refuse in the stream, as its first event."""
+    """An error as the first event of an engine's stream becomes the status of the reply."""
 
     async def refuse(_: Request) -> Response:
         async def events() -> AsyncIterator[bytes]:
@@ -111,7 +111,7 @@ async def test_an_error_in_the_engines_stream_before_a_token_has_a_status(
 async def test_headers_are_sent_soon_after_an_acceptance_and_late_without_one(
     tmp_path: Path,
 ) -> None:
-    """An engine that sends its headers at once has accepted; one that holds them has not (yet)."""
+    """A stream opens soon after the engine's headers, or after a time limit without them."""
     released = asyncio.Event()
 
     async def accept(_: Request) -> Response:
@@ -145,7 +145,7 @@ async def test_headers_are_sent_soon_after_an_acceptance_and_late_without_one(
 
 
 async def test_a_refusal_of_one_of_several_choices_has_its_status(tmp_path: Path) -> None:
-    """Choices that wait for others of their request are not accepted yet."""
+    """A stream is not opened while a choice still waits for others of the request to end."""
 
     def refuse_third(prompt: Any, request: str) -> Reply:
         if "-2" in request:
@@ -188,7 +188,7 @@ async def test_a_call_that_resumes_another_may_be_refused(tmp_path: Path) -> Non
 async def test_what_is_retried_here_may_be_retried_by_the_client(
     tmp_path: Path, dialect: Dialect, code: int
 ) -> None:
-    """A status that says nothing about the request is temporary everywhere."""
+    """A status that does not blame the request becomes a retryable one in every dialect."""
     async with open_client(tmp_path, status(code), tries=2) as client:
         got, headers, _ = await client.send(dialect)
         assert client.engine.requests == 2
@@ -202,7 +202,7 @@ async def test_what_is_retried_here_may_be_retried_by_the_client(
 async def test_what_is_not_retried_here_may_not_be_retried_by_the_client(
     tmp_path: Path, code: int
 ) -> None:
-    """The engine would refuse the same request again."""
+    """A status with which the engine would refuse the request again forbids a retry."""
 
     async def refuse(_: Request) -> Response:
         return JSONResponse({"error": {"message": "no"}}, code)

@@ -86,7 +86,7 @@ async def test_restored_turns_equal_the_live_ones(tmp_path: Path, answers: tuple
 async def test_restored_raw_prompts_equal_the_live_ones(tmp_path: Path) -> None:
     """Prompts without messages may be extended, repeated, or have two choices.
 
-    Also the rest of an interrupted answer, and a prompt that extends it.
+    The rest of an interrupted answer, and a prompt that extends it, are restored as well.
     """
     quick = CallSettings(grace_s=0.01)
     play = reply_with("It is 4, I think.", delay_s=0.01)

@@ -72,7 +72,7 @@ def restored() -> Iterator[None]:
 
 def fail(*args: Any, **_options: Any) -> Any:
     """An internal bug whose error holds contents, as many errors of libraries do."""
-    held = args  # a local variable, too
+    held = args  # a local variable with the secret
     raise ValueError(f"cannot use {SECRET} of {held}")
 
 
@@ -96,7 +96,7 @@ async def test_a_bug_reveals_neither_keys_nor_contents(
     capfd: pytest.CaptureFixture[str],
     configure: Callable[[], None],
 ) -> None:
-    """Wherever it is, before and after the headers of a stream, and whoever configured logging."""
+    """A bug at any place reveals nothing, before and after headers, however logging is set up."""
     configure()
     async with open_session(tmp_path, reply_with("Done.")) as session:
         for owner, method in BUGS:

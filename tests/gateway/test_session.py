@@ -20,7 +20,7 @@ from tugline.types import Finish, Limits, PluginSpec, Policy, Sampling, Session,
 async def test_the_policy_decides_between_contract_and_request(
     tmp_path: Path, policy: Policy, used: float
 ) -> None:
-    """The requested sampling is recorded either way."""
+    """The call has the sampling that the policy selects, and the record also the requested one."""
     contract = Sampling(temperature=1.0, top_p=1.0)
     async with open_session(
         tmp_path, reply_with("Hi."), sampling=contract, policy=policy

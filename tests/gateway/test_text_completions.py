@@ -93,7 +93,7 @@ async def test_the_answer_is_the_text_as_it_was_sampled(tmp_path: Path) -> None:
 
 
 async def test_a_stream_has_the_same_text(tmp_path: Path) -> None:
-    """Several choices, the prompt first, the counts last."""
+    """The stream has several choices, the prompt first, and the counts last."""
     async with client(tmp_path, reply_in_turn(TEXT)) as me:
         options: Any = {"stream": True, "stream_options": {"include_usage": True}}
         *chunks, last = [chunk async for chunk in await me.ask(n=2, echo=True, **options)]
@@ -222,7 +222,7 @@ async def test_a_recording_answers_the_same_prompts(tmp_path: Path) -> None:
 async def test_unsupported_fields_are_refused_by_name(
     tmp_path: Path, change: dict[str, Any], field: str, message: str
 ) -> None:
-    """A 400 in OpenAI's shape, before anything is sampled."""
+    """An unsupported field is a 400 in OpenAI's shape, before anything is sampled."""
     async with client(tmp_path, reply_with("x"), window=64) as me:
         with pytest.raises(openai.BadRequestError, match=message) as caught:
             await me.ask(change.pop("prompt", "Hi"), **change)

@@ -1,4 +1,4 @@
-"""The token counts that a client is told are those of the recording (I2, I4)."""
+"""The token counts that a client receives are those of the recording (I2, I4)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Figures(NamedTuple):
     prompt: int
     sampled: int
     reused: int | None
-    """Not told by Anthropic's API, whose clients would add it to the prompt."""
+    """None with Anthropic's API, whose clients would add the number to the prompt."""
 
 
 def recorded(calls: Sequence[Call]) -> Figures:
@@ -131,7 +131,7 @@ async def ask(session: OpenSession, dialect: str, *, stream: bool, **fields: Any
 
 
 def answers() -> Play:
-    """An engine that completes a forced call, or says a text that holds the stop string."""
+    """An engine that completes a forced call, or samples a text that holds the stop string."""
     call, free = ids('{"path": "a.py"}}\n</tool_call>'), ids("one two three four five six")
     turn = ids("\n", end=False)[-1]
 
@@ -206,7 +206,7 @@ async def test_a_resumed_answer_keeps_to_its_limit(tmp_path: Path) -> None:
 
 
 async def test_forced_ids_count_against_the_window(tmp_path: Path) -> None:
-    """A prompt that fits only without them is an overflow, not an engine's refusal."""
+    """A prompt that fits only without its forced ids is an overflow, not an engine's refusal."""
     async with open_session(tmp_path, answers()) as session:
         plain = read_usage("anthropic", await ask(session, "anthropic", stream=False)).prompt
         forced = read_usage(

@@ -60,7 +60,7 @@ async def test_broken_settings_are_a_harness_error(name: str) -> None:
     """A program that cannot read its settings calls no model, and is not evaluated."""
 
     class Broken(find("harness", name)):  # type: ignore[misc]
-        """The preset with a file that is nonsense."""
+        """The preset with an invalid file of settings."""
 
         def configure(self, context: LaunchContext) -> Launch:
             made = super().configure(context)

@@ -69,7 +69,7 @@ def request_text(ran: SessionRun, number: int) -> str:
 
 @pytest.mark.parametrize("name", WITH_MCP)
 async def test_a_tool_of_an_mcp_server_is_offered_and_called(name: str, tmp_path: Path) -> None:
-    """The first request names it; the answer of the server is in the next one.
+    """The first request names the tool, and the next one has the answer of the server.
 
     The server is started with its arguments and its environment.
     """
@@ -78,7 +78,7 @@ async def test_a_tool_of_an_mcp_server_is_offered_and_called(name: str, tmp_path
     seen = await run_scripted(name, tmp_path / "asked", options=options)
     assert seen.exit.code == 0, seen.log
     assert "phase_of_moon" in request_text(seen, 0)
-    if name == "qwen_code":  # it describes the tool, and calls it through one of its own
+    if name == "qwen_code":  # Qwen Code calls MCP tools through a tool of its own
         call = ("tool_call", {"name": "mcp__moon__phase_of_moon", "arguments": {}})
     else:
         tools = [tool.name for tool in seen.calls[0].tools]
@@ -104,7 +104,7 @@ async def answer(request: web.Request) -> web.Response:
 
 @pytest.fixture
 async def mcp_url() -> AsyncIterator[str]:
-    """Its URL; nothing is streamed."""
+    """The URL of the server, which streams nothing."""
     app = web.Application()
     app.router.add_post("/mcp", answer)
     async with TestServer(app) as server:
@@ -116,7 +116,7 @@ async def mcp_url() -> AsyncIterator[str]:
 async def test_a_server_is_called_over_http_with_its_headers(
     name: str, mcp_url: str, tmp_path: Path
 ) -> None:
-    """The headers have the token."""
+    """The requests to the server have the token in their headers."""
     options = {"mcp": {"moon": {"url": mcp_url, "headers": {"x-token": "t1"}}}}
     ran = await run_scripted(name, tmp_path, options=options)
     assert "phase_of_moon" in request_text(ran, 0), ran.log[-2000:]

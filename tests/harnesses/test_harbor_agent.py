@@ -109,7 +109,7 @@ async def test_a_run_becomes_rollout_details(recipe: Any, engine: Any, tmp_path:
 
 
 def test_only_the_variables_of_the_model_are_set(recipe: Any, tmp_path: Path) -> None:
-    """Address as the environment reaches it, key and name; other variables of the job stay."""
+    """The address as the environment reaches it, key and name are set; other variables stay."""
     own = {"CLAUDE_CODE_MAX_RETRIES": "9", "ANTHROPIC_API_KEY": "a person's"}
     agent = recipe.ClaudeCode(
         tmp_path / "trial" / "agent", own, reach="http://host.docker.internal:{port}/"
@@ -127,7 +127,7 @@ def test_only_the_variables_of_the_model_are_set(recipe: Any, tmp_path: Path) ->
 async def test_an_agent_that_is_stopped_keeps_what_it_sampled(
     recipe: Any, engine: Any, tmp_path: Path
 ) -> None:
-    """Harbor cancels an agent at its timeout; the gateway is closed."""
+    """When Harbor cancels an agent at its timeout, its tokens are kept and the gateway closes."""
     called = asyncio.Event()
 
     async def hang() -> None:

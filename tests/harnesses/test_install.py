@@ -59,7 +59,7 @@ async def test_a_missing_node_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 
 async def test_npm_that_fails_is_quoted_and_leaves_nothing(programs: Programs) -> None:
-    """The error has the end of its output; the next attempt starts anew."""
+    """The error has the end of npm's output; the next attempt starts anew."""
     programs("mkdir half; echo 'ERR! ETARGET no such version' >&2; exit 1")
     with pytest.raises(HarnessError, match=r"exit 1\): ERR! ETARGET"):
         await Pi().install()
@@ -67,14 +67,14 @@ async def test_npm_that_fails_is_quoted_and_leaves_nothing(programs: Programs) -
 
 
 async def test_concurrent_installations_run_once(programs: Programs) -> None:
-    """The second waits for the lock and uses the installation of the first."""
+    """The second installation waits for the lock and uses the result of the first."""
     programs(f"echo x >> {cache_folder()}/count; sleep 0.2; {INSTALLING}", ASKING)
     await asyncio.gather(Pi().install(), Pi().install())
     assert (cache_folder() / "count").read_text() == "x\n"
 
 
 async def test_a_program_that_asks_no_model_is_not_installed(programs: Programs) -> None:
-    """The error has the end of its output, and no files are left."""
+    """The error has the end of the program's output, and no files are left."""
     programs(INSTALLING, "[ $1 = --version ] && echo v22.19.0 || echo 'no such thing'")
     with pytest.raises(HarnessError, match=r"pi 1\.6\.0 .* made no model call: no such thing"):
         await Pi().install()
@@ -103,7 +103,7 @@ async def test_a_changed_file_is_detected(tmp_path: Path) -> None:
 
 
 async def test_leftovers_of_a_killed_installation_are_removed(tmp_path: Path) -> None:
-    """The next one removes its incomplete folders and nothing else."""
+    """The next installation removes the incomplete folders and nothing else."""
     for name in ("x-1.ab12", "x-1.cd34", "x-10.ab12", "y-1"):
         (tmp_path / name / "new").mkdir(parents=True)
 
@@ -142,7 +142,7 @@ echo '{"bin": %s}' > package.json"""
 async def test_the_program_is_the_one_that_the_package_declares(
     programs: Programs, declared: str
 ) -> None:
-    """The program's name differs between versions: that of qwen-code was ``cli.js`` once."""
+    """The package declares its program, whose file name differs between versions of qwen-code."""
     programs(PACKAGE % declared)
     package = Npm("x", "x", "1.2.3")
     await package.install(no_trial)
@@ -159,7 +159,7 @@ async def test_a_package_without_its_program_is_named(programs: Programs) -> Non
 
 
 async def test_pip_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the end of its output, and the package."""
+    """The error has the end of pip's output, and the package."""
     monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
@@ -170,7 +170,7 @@ async def test_pip_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Monk
 async def test_libraries_are_added_to_an_existing_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Python that needs libraries has its standard library in the same folder, ``lib``."""
+    """Libraries are copied into ``lib``, which also has Python's standard library."""
     library = tmp_path / "libown.so.1"
     library.write_bytes(b"ELF")
     (tmp_path / "python/lib/python3.11").mkdir(parents=True)

@@ -100,7 +100,7 @@ def test_an_instruction_longer_than_any_argument_is_read_from_a_file(name: str) 
 def test_each_dialect_is_spoken_where_it_is_served(
     dialect: str, of_pi: tuple[str, str], of_opencode: tuple[str, str]
 ) -> None:
-    """Programs append a part of the path, which differs between their APIs."""
+    """The base URL has the part of the path that a program does not append, by API."""
     made = launch("pi", dialect=dialect, tools=["read", "edit"])
     provider = json.loads(made.files[".pi/agent/models.json"])["providers"]["tugline"]
     assert (provider["api"], provider["baseUrl"]) == (of_pi[0], CONTEXT.base_url + of_pi[1])
@@ -113,7 +113,7 @@ def test_each_dialect_is_spoken_where_it_is_served(
 
 
 def test_an_unknown_dialect_lists_the_known_ones() -> None:
-    """mini-swe-agent has no Google model class."""
+    """Google's dialect is refused for mini-swe-agent, with the list of those that it has."""
     with pytest.raises(ConfigError, match="one of anthropic, openai_chat, openai_responses"):
         launch("mini_swe_agent", dialect="google")
 
@@ -183,7 +183,7 @@ def test_a_status_in_an_exit_code_is_not_a_crash() -> None:
 
 
 def test_shell_gives_each_sdk_its_variables() -> None:
-    """OpenAI's SDK wants /v1 in its base URL, the others do not; the instruction is also a file."""
+    """OpenAI's SDK needs /v1 in its base URL, the others do not; the instruction is also a file."""
     launch = Shell(command=["agent", "--fast"], env={"MORE": "1"}).launch(CONTEXT)
     assert launch.argv == ("agent", "--fast")
     assert launch.env["OPENAI_BASE_URL"] == f"{CONTEXT.base_url}/v1"
@@ -214,7 +214,7 @@ def test_shell_finds_scripts_where_tugline_was_started(
 def test_a_sandbox_shows_what_the_command_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its script and `folders` are at their own paths, and no system folder is shown."""
+    """The command's script and `folders` are at their own paths; no system folder is shown."""
     (tmp_path / "a.py").write_text("")
     monkeypatch.chdir(tmp_path)
     shell = Shell(command=[sys.executable, "a.py"], folders=["/opt/mine"])
@@ -231,7 +231,7 @@ def test_a_script_may_be_an_argument() -> None:
 
 
 def test_a_long_instruction_is_only_in_the_file() -> None:
-    """Linux starts no program with so large a variable."""
+    """No variable has a long instruction, with which Linux would start no program."""
     context = msgspec.structs.replace(CONTEXT, instruction="x" * 200_000)
     launch = Shell(command=["a"]).launch(context)
     assert "TUGLINE_INSTRUCTION" not in launch.env
@@ -241,7 +241,7 @@ def test_a_long_instruction_is_only_in_the_file() -> None:
 def test_a_setup_of_shell_has_the_forms_of_its_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A string for the shell, or a list; its files are mounted, too."""
+    """A setup is a string for the shell or a list, and its files are mounted, too."""
     (tmp_path / "login.py").write_text("")
     monkeypatch.chdir(tmp_path)
     script = str(tmp_path / "login.py")
@@ -253,7 +253,7 @@ def test_a_setup_of_shell_has_the_forms_of_its_command(
 
 
 def test_shell_takes_what_its_program_needs_as_options() -> None:
-    """Options set the status on which it stops, whether it has tools, and what it logs."""
+    """Options set the status on which the program stops, whether it has tools, and its logs."""
     options = {"offers_tools": True, "spent_status": 401, "log_globs": [".agent/*.log"]}
     made = make("harness", PluginSpec("shell", {"command": "agent", **options}), Shell)
     assert (made.offers_tools, made.spent_status, list(made.log_globs)) == tuple(options.values())
@@ -284,7 +284,7 @@ def test_a_setup_of_a_preset_is_its_own_program() -> None:
 
 
 def test_the_example_from_npm_gets_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Address, key and model are in its file, and the instruction is its last argument."""
+    """Address, key and model are in the program's file; the instruction is its last argument."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples" / "npm_agent")
     made = launch("continue_cli:ContinueCli", context_window=9000)
     config = yaml.safe_load(made.files["config.yaml"])
@@ -298,7 +298,7 @@ def test_the_example_from_npm_gets_its_settings(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_wrong_options_are_named() -> None:
-    """A command needs a program."""
+    """The error of an empty command names what the command must have, a program."""
     for empty in ("", [], " "):
         with pytest.raises(ConfigError, match="must name a program"):
             Shell(command=empty)

@@ -47,7 +47,7 @@ async def test_logprobs_are_those_of_a_plain_forward_pass(kind: str) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 64, 150])
 async def test_a_shared_prompt_is_computed_once(length: int) -> None:
-    """Its state is kept before its last token, whose logits each request needs."""
+    """The prompt's state is kept before its last token, whose logits each request needs."""
     model, shared = hybrid(), prompt(length)
     async with make(model) as engine:
         outputs = await asyncio.gather(*(generate(engine, shared, 3, seed=n) for n in range(8)))
@@ -57,7 +57,7 @@ async def test_a_shared_prompt_is_computed_once(length: int) -> None:
 
 
 async def test_a_next_turn_computes_only_its_tail() -> None:
-    """The state at the end of a turn is kept; a prompt that forks before it starts anew (I7)."""
+    """The state at the end of a turn is kept; a prompt that forks earlier is computed anew (I7)."""
     model = hybrid()
     async with make(model) as engine:
         first = await generate(engine, prompt(60), 10, ignore_eos=True)
@@ -78,7 +78,7 @@ async def test_a_next_turn_computes_only_its_tail() -> None:
 async def test_a_score_is_that_of_a_plain_forward_pass(
     monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:
-    """Also in several pieces."""
+    """A score is exact, whether it is computed in one piece or in several."""
     monkeypatch.setattr(sampling, "SCORED_TOGETHER", together)
     model, ids = hybrid(), prompt(50)
     async with make(model) as engine:

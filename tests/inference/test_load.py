@@ -34,7 +34,7 @@ def test_a_complete_folder_is_loaded(folder: Path) -> None:
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors", ""])
 def test_incomplete_folders_are_refused(folder: Path, missing: str) -> None:
-    """The error is one line and names the folder and the missing file, if it is not all of it."""
+    """The error is one line that names the folder and, if it exists, the missing file."""
     if missing:
         (folder / missing).unlink()
     else:
@@ -48,7 +48,7 @@ def test_incomplete_folders_are_refused(folder: Path, missing: str) -> None:
 
 
 def test_a_missing_package_is_reported_with_its_extra(tmp_path: Path) -> None:
-    """The error says what to install."""
+    """The error names the extra to install."""
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
     code = (

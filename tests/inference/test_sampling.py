@@ -75,7 +75,7 @@ def test_uniforms_depend_on_seed_and_position_alone() -> None:
 
 
 def test_the_largest_uniform_never_samples_an_impossible_token() -> None:
-    """Rounding at the upper end does not leave the support."""
+    """Rounding at the upper end never selects a token of probability 0."""
     logits = torch.tensor([[0.1] * 999 + [-torch.inf]])
     settings = np.array([(1, 1, 0)], ROW)
     tokens, logprobs = sample(logits, settings, np.array([1 - 2.0**-48]))

@@ -41,7 +41,7 @@ def test_invalid_plugins_are_reported_by_field(changes: Any, field: str, part: s
 
 @pytest.mark.parametrize("kind", ["harness", "runtime", "evaluator", "builder"])
 def test_a_task_cannot_call_other_classes(kind: str, tmp_path: Path) -> None:
-    """``module:Class`` of a task reaches plug-ins only, such as never `subprocess.Popen`."""
+    """``module:Class`` of a task may name plug-ins only, and never `subprocess.Popen`."""
     called = tmp_path / "called"
     options = {"args": ["touch", str(called)]}
     with pytest.raises(Invalid, match=f"{kind} 'subprocess:Popen' must be a subclass") as caught:

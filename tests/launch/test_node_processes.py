@@ -121,7 +121,7 @@ async def test_pauses_and_weights_reach_every_node(tmp_path: Path) -> None:
 
 
 async def test_settings_that_a_node_refuses_end_the_run(tmp_path: Path) -> None:
-    """The node says why on stderr; the other node ends, too."""
+    """The node prints the reason on stderr; the other node ends, too."""
     (tmp_path / "nodes").mkdir()
     (tmp_path / "nodes/n-2").write_text("a file where the node's folder should be")
     async with local(tmp_path) as cluster:
@@ -153,7 +153,7 @@ def test_up_starts_drains_and_ends_nodes(world: World) -> None:
 
 
 def test_settings_are_divided() -> None:
-    """Slots, disk and ports are those of all nodes together."""
+    """Slots, disk and ports of the nodes add up to the configured ones."""
     node = NodeSettings(slots=5, processes=2, quota_gb=10.0, metrics_port=9000)
     settings = Settings(node=node, gateway=GatewaySettings(port=8000))
     first, second = divide(settings, "m")

@@ -24,7 +24,7 @@ def test_sessions_survive_a_killed_process(world: World) -> None:
     world.end("up", signal.SIGKILL)
     world.tugline("up", *up)
     world.wait_for_log("up", "node n is up", times=2)
-    world.ask("submit", "tasks.jsonl", "--wait")  # known tasks: it only waits
+    world.ask("submit", "tasks.jsonl", "--wait")  # the tasks are known, so it only waits
     views = world.ask("results", "--out", "kept")
     assert {view["session"]: view["reward"] for view in views} == {
         f"{name}-{n}": 1.0 for name, samples in (("quick", 3), ("slow", 2)) for n in range(samples)

@@ -46,7 +46,7 @@ def test_queue_and_kv_memory_are_read(page: str, waiting: float | None, kv: floa
 def test_busy_time_is_measured_between_polls(
     pages: list[tuple[float, str]], seconds: float
 ) -> None:
-    """Time with running requests between polls; an engine's own counter takes precedence."""
+    """Time between polls with running requests is busy; an engine's own counter has precedence."""
     load = EngineLoad()
     for at, text in pages:
         load.update(text, at)
@@ -100,7 +100,7 @@ async def test_admission_by_engine_load(engines: list[EngineLoad], admitted: int
 
 
 async def test_waiting_agents_are_admitted_later() -> None:
-    """A poll that shows room admits them, and their waiting time is counted."""
+    """A poll that shows room admits waiting agents, and their waiting time is counted."""
     load = EngineLoad(9, 0.0)
 
     async def poll() -> list[EngineLoad]:

@@ -26,7 +26,7 @@ from tugline.types import Cause, Failure, Group, Ledger, Limits, PluginSpec, Sta
 
 @dataclass
 class Bed:
-    """A node's health with canaries that end as told, and pauses that take no time."""
+    """A node's health with canaries that end as set up, and pauses that take no time."""
 
     ends: list[Failure | None]
     runtimes: list[str] = field(default_factory=list)
@@ -117,7 +117,7 @@ async def test_a_canary_that_says_nothing_of_the_node_changes_nothing() -> None:
 async def test_the_canary_is_in_a_runtime_of_the_node(
     worked: Iterable[str], failed: str, tested: str
 ) -> None:
-    """A task cannot choose one that this machine does not have, or that fails on purpose."""
+    """A task cannot choose a runtime that is missing on this machine, or fails on purpose."""
     bed = Bed([None])
     for runtime in worked:
         bed.note(None, runtime)
@@ -154,7 +154,7 @@ async def test_a_canary_opens_a_sandbox_and_makes_a_recorded_call(tmp_path: Path
 
 
 async def test_an_engine_that_is_down_is_not_the_nodes_problem(tmp_path: Path) -> None:
-    """The canary fails, but for a cause that says nothing of the node."""
+    """The canary fails for a cause that does not make the node suspect."""
     failure = await run_canary(tmp_path, lambda _prompt, _request: Reply((), status=400))
     assert failure is not None
     assert failure.cause not in SUSPICIOUS
@@ -163,7 +163,7 @@ async def test_an_engine_that_is_down_is_not_the_nodes_problem(tmp_path: Path) -
 async def test_broken_sandboxes_are_the_nodes_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The failure has the cause."""
+    """The canary fails for the sandbox, with the message of the broken program."""
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho no namespaces here >&2\nexit 1\n")
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -185,7 +185,7 @@ async def test_a_runtime_that_needs_an_image_is_checked_without_a_session(tmp_pa
 async def test_a_node_with_a_broken_canary_is_quarantined_and_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The session that failed first is not its reason, and ends well at last."""
+    """A session that fails meanwhile costs no attempt, and completes once sandboxes work again."""
     async with open_bench(tmp_path) as bench:
         create, broken = bench.script._create, True
 

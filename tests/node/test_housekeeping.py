@@ -57,7 +57,7 @@ class Disk:
 
 
 def test_old_sessions_are_deleted(tmp_path: Path) -> None:
-    """Folders and recordings, but not of sessions that run or wait for their commit."""
+    """Folders and recordings are deleted, but not of sessions that run or wait for their commit."""
     disk = Disk(tmp_path, keep_s=100)
     disk.needed.add("live.1")
     for name in ("old.1", "new.1", "live.1", "open.1"):
@@ -79,7 +79,7 @@ def test_the_oldest_sessions_beyond_the_quota_are_deleted(tmp_path: Path) -> Non
 def test_more_than_a_batch_of_old_sessions_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that are due, the oldest first; one that cannot be removed stops nothing."""
+    """All due sessions are deleted, oldest first; one that cannot be removed stops nothing."""
     monkeypatch.setattr(housekeeping, "_BATCH", 3)
     remove = housekeeping._remove
     monkeypatch.setattr(

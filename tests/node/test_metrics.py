@@ -70,7 +70,7 @@ async def test_the_page_shows_the_stages_of_sessions(tmp_path: Path) -> None:
 
 
 async def test_engines_are_polled(tmp_path: Path) -> None:
-    """One without a metrics page is down, and left out of admission."""
+    """An engine without a metrics page is down, and left out of admission."""
     async with deploy(tmp_path) as deployment:
         (url,) = deployment.engines.loads
         gone, other = "http://127.0.0.1:9", f"{url}/elsewhere"

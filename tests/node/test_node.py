@@ -36,7 +36,7 @@ async def test_sessions_are_rolled_out_evaluated_and_committed(tmp_path: Path) -
 
 
 async def test_leases_follow_the_free_slots(tmp_path: Path) -> None:
-    """As many run as there are slots, one more is ready, and no more are leased."""
+    """As many sessions run as there are slots, one more is ready, and no more are leased."""
     async with open_bench(tmp_path, slots=2, ready_max=1) as bench:
         await bench.begin(make_simulated_task(what="hang", samples=9), 2)
         pools = bench.node.pools
@@ -81,7 +81,7 @@ async def test_a_session_can_be_cancelled_in_any_stage(stage: str, tmp_path: Pat
 
 
 async def test_a_stale_session_is_released(tmp_path: Path) -> None:
-    """Nothing of it is committed, and it restarts with the new weights."""
+    """Nothing of a stale session is committed, and it restarts with the new weights."""
     group = Group(max_staleness=0, on_stale=Stale.ABORT)
     async with open_bench(tmp_path) as bench:
         await bench.begin(make_simulated_task(what="hang", group=group))
@@ -95,7 +95,7 @@ async def test_a_stale_session_is_released(tmp_path: Path) -> None:
 
 
 async def test_a_fenced_node_drops_its_sessions_and_registers_again(tmp_path: Path) -> None:
-    """The same session may come back to it under a new lease."""
+    """A fenced node may get the same session again under a new lease."""
     async with open_bench(tmp_path, slots=1, ready_max=0) as bench:
         await bench.begin(make_simulated_task(what="hang"))
         epoch = await bench.read_epoch()
@@ -112,7 +112,7 @@ async def test_a_fenced_node_drops_its_sessions_and_registers_again(tmp_path: Pa
 
 
 async def test_sessions_continue_without_the_server(tmp_path: Path) -> None:
-    """Results wait on disk, and are committed once when it is back."""
+    """Results wait on disk, and are committed once when the server is back."""
     async with open_bench(tmp_path, lease_s=60.0) as bench:
         bench.script.hold("run")
         await bench.begin(make_simulated_task(samples=4), 4)
@@ -134,7 +134,7 @@ async def test_a_restarted_node_commits_its_journal_first(
 ) -> None:
     """The journal is committed before the node takes over its name, which would fence it.
 
-    Also when the node is back before its server.
+    The order is the same when the node is back before its server.
     """
     async with open_plane(tmp_path, lease_s=60.0) as control:
         bench = Bench(tmp_path, control)
@@ -272,7 +272,7 @@ async def test_slow_evaluations_do_not_block_agents(tmp_path: Path) -> None:
 
 
 async def test_logs_are_sent_while_they_are_read(tmp_path: Path) -> None:
-    """The last 64 KiB of the log so far, then all that follows."""
+    """The last 64 KiB of the log so far are sent, then all that follows."""
     async with open_bench(tmp_path) as bench:
         await bench.begin(make_simulated_task(what="hang"))
         [session] = bench.node.runner.sessions.values()
@@ -364,7 +364,7 @@ async def test_a_result_that_cannot_be_encoded_ends_its_session(
 
 
 async def test_a_session_begins_in_an_empty_folder(tmp_path: Path) -> None:
-    """A restored store may repeat an epoch whose folder is still there."""
+    """An old folder of the same epoch, as after a restored store, is emptied first."""
     async with open_bench(tmp_path) as bench:
         await until(lambda: bench.node.id)
         now = int(time.time()) - leases.EPOCHS_FROM

@@ -38,7 +38,7 @@ async def test_a_pool_serves_by_turn() -> None:
 
 
 async def test_a_slot_given_to_a_cancelled_waiter_is_not_lost() -> None:
-    """The next waiter gets the slot."""
+    """The next waiter gets the slot of the cancelled one."""
     pool = Pool(1)
     got = asyncio.Event()
 
@@ -64,7 +64,7 @@ async def test_a_slot_given_to_a_cancelled_waiter_is_not_lost() -> None:
 async def test_target_of_ready_sessions(
     init_s: float | None, most: int | None, target: int
 ) -> None:
-    """One until times are known, then slots * INIT / RUN and a margin, up to the bound."""
+    """The target is one until times are known, then slots * INIT / RUN and a margin, bounded."""
     node = make_pools(ready_max=most)
     if init_s is not None:
         node.mean_s[Status.INIT].add(init_s)
@@ -98,7 +98,7 @@ def test_room_is_what_can_start_at_once(
 
 
 async def test_groups_are_numbered_in_order_of_arrival() -> None:
-    """Late samples get their group's number; it is dropped with the last session."""
+    """Late samples get their group's number; the last session drops the number."""
     node = make_pools()
     early, other, late = (node.enter(*whose, None) for whose in (("a", 0), ("b", 1), ("a", 1)))
     with early, other as second, late as third:

@@ -18,7 +18,7 @@ class MemoryTracer:
         self.exported: list[Rollout] = []
 
     def export(self, rollout: Rollout) -> None:
-        """Keep it."""
+        """Keep the trace, or fail."""
         if rollout.task.id == "untraced":
             raise ValueError
         self.exported.append(rollout)

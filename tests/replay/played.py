@@ -46,7 +46,7 @@ class Copied(Evaluator):
     """An evaluator of whether the agent copied the file."""
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """1 if it did."""
+        """Reward 1 if the agent copied the file, else 0."""
         copy = outcome.patch.files.get("second.txt")
         done = copy is not None and copy.text == FILES["one.txt"]
         return Verdict(Reward(float(done)), {})
@@ -58,7 +58,7 @@ def task(harness: PluginSpec = AGENT, **changes: Any) -> Task:
         "evaluator": PluginSpec("replay.played:Copied"),
         "files": FILES,
         "instruction": INSTRUCTION,
-        "runtime": PluginSpec("local"),  # where each session's folder has another name
+        "runtime": PluginSpec("local"),  # each session's folder has another name
     }
     return Task(id="t", harness=harness, **given | changes)
 

@@ -80,7 +80,7 @@ async def test_every_harness_repeats_its_requests(
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["codex", "claude_code", "pi"])
 async def test_a_harness_can_be_forked(name: str, plain_sessions: Path, tmp_path: Path) -> None:
-    """Two recorded answers, then live ones, with a history that continues exactly."""
+    """Two recorded answers are followed by live ones; the history continues exactly."""
     path = await recorded(name, with_slow_commands, plain_sessions / name)
     recording = RecordedSession.load(path)
     scenario = with_slow_commands(cases_of(name)[0])

@@ -192,7 +192,7 @@ def split_answer(calls: Calls) -> list[Call]:
 
 
 async def test_a_resumed_answer_is_replayed_as_one(recording: Path, tmp_path: Path) -> None:
-    """The replayed agent gets it complete, with one request."""
+    """The replayed agent gets the whole answer with one request."""
     split = tampered(recording, tmp_path / "split", split_answer)
     report = await replay(split, tmp_path / "again")
     assert report.as_recorded, report.differences
@@ -299,7 +299,7 @@ async def test_a_killed_session_is_continued(tmp_path: Path) -> None:
 
 # --------------------------------------------------------------------------- errors and matching
 def test_recordings_that_cannot_be_replayed_are_refused(recording: Path, tmp_path: Path) -> None:
-    """The error says whether the calls or the tokenizer are missing."""
+    """The error names what is missing: the calls or the tokenizer."""
     empty = tampered(recording, tmp_path / "empty", lambda _calls: [])
     with pytest.raises(UsageError, match="has no calls"):
         RecordedSession.load(empty)

@@ -40,7 +40,7 @@ async def test_examples_of_pages_work_in_a_rollout(
     task = a_task(
         PluginSpec("page_harnesses:Aider"),
         evaluator=PluginSpec("page_evaluators:Builds"),
-        runtime=PluginSpec("local"),  # it can run the programs of this test
+        runtime=PluginSpec("local"),  # can run the programs of this test
         files={"a.txt": ""},
     )
     async with open_session(tmp_path / "gateway", reply_with("Done.")) as session:
@@ -56,7 +56,7 @@ async def test_examples_of_pages_work_in_a_rollout(
     ("kind", "part"), [(kind, part) for kind in ("harness", "evaluator") for part in BUILT_IN[kind]]
 )
 def test_options_of_harnesses_and_evaluators_are_documented(kind: str, part: str) -> None:
-    """docs/configuration.md has a row of each, with all its options."""
+    """docs/configuration.md has a row of each harness and evaluator, with all its options."""
     heading = {"harness": "### Harnesses", "evaluator": "### Evaluators"}[kind]
     text = (DOCS / "configuration.md").read_text().partition(heading)[2].partition("###")[0]
     named: dict[str, set[str]] = {}

@@ -67,7 +67,7 @@ def test_wrong_options_are_reported(row: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Loose", "Typed"])
 def test_other_hints_are_not_checked(kind: str) -> None:
-    """A class, a union with a class, a callable, and an unknown name."""
+    """A class, a union with one, a callable, and an unknown name accept any value."""
     options = {"folder": "/a", "path": "b", "call": "c"}
     made: Any = Parts().harness(PluginSpec(f"{__name__}:{kind}", options))
     assert made.options[:3] == ("/a", "b", "c")

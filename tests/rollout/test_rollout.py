@@ -120,7 +120,7 @@ async def run_task(
 
 
 def cause_of(trajectory: Trajectory) -> Cause | None:
-    """The cause of its failure."""
+    """The cause of a rollout's failure."""
     return trajectory.failure.cause if trajectory.failure else None
 
 
@@ -165,7 +165,7 @@ async def test_pi_has_any_instruction_as_text(
 
 
 class Given(Parts):
-    """Parts, some of which are given."""
+    """Parts of which some are set by the test."""
 
     def __init__(self, **given: object) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class RecordedSlots(StageSlots):
         yield
 
     def start_agent_timeout(self, limit_s: float) -> PausableTimeout:
-        """Record it."""
+        """Record the start."""
         self.events.append(limit_s)
         return super().start_agent_timeout(limit_s)
 
@@ -238,7 +238,7 @@ class SlowInstall(Uninstallable):
         self.used: list[float] = []
 
     async def install(self) -> None:
-        """Record it twice."""
+        """Record the used time twice, then fail."""
         for _ in range(2):
             self.used.append(self.slots.cancel_scope.elapsed)
             await asyncio.sleep(0.01)
@@ -248,7 +248,7 @@ class SlowInstall(Uninstallable):
 async def test_an_installation_does_not_count_towards_total_s(
     gateway: Gateway, tmp_path: Path
 ) -> None:
-    """Time counts again after it."""
+    """The used time stands still during an installation and continues after it."""
     slots = StageSlots(60.0)
     harness = SlowInstall(slots)
     trajectory, _ = await run_task(a_task(ONCE), gateway, tmp_path, Given(harness=harness), slots)

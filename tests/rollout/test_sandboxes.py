@@ -61,7 +61,7 @@ async def test_a_prewarmed_sandbox_is_used_once(tmp_path: Path) -> None:
 
 
 async def test_two_prewarmed_sandboxes_are_used_at_once(tmp_path: Path) -> None:
-    """A third one is new."""
+    """A third sandbox, when two prewarmed ones are in use, is new."""
     sandboxes = Sandboxes(tmp_path)
     prewarmed = PrewarmedSandboxes(sandboxes.open)
     prewarmed.prepare(2)
@@ -93,7 +93,7 @@ async def test_a_changed_sandbox_is_not_used(where: str, tmp_path: Path) -> None
 
 
 async def test_errors_of_prewarming_are_not_raised(tmp_path: Path) -> None:
-    """The sandbox is opened again when it is used."""
+    """A sandbox that could not be prewarmed is opened again when it is used."""
     sandboxes = Sandboxes(tmp_path, broken=True)
     prewarmed = await prewarm(sandboxes)
     sandboxes.broken = False

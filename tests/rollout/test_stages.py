@@ -47,7 +47,7 @@ async def test_the_total_time_ends_a_stage() -> None:
 
 
 async def test_the_end_of_the_whole_task_is_passed_on() -> None:
-    """A node that stops cancels tasks whose scope may have been cancelled as well."""
+    """A cancellation of the task is raised even if its scope has been cancelled as well."""
     scope = CancelScope()
 
     async def run() -> None:

@@ -58,7 +58,7 @@ async def test_missing_seccomp_is_a_weakness(
 
 @STAND_IN
 async def test_an_archive_is_unpacked_once(driver: Driver, image: Path, tmp_path: Path) -> None:
-    """The archive is cached with the workspaces; the error for a missing image says why."""
+    """The archive is cached with the workspaces; the error for a missing image has the reason."""
     archive = shutil.make_archive(str(tmp_path / "image"), "tar", image)
     spec = SandboxSpec(workspace=Workspace(image=archive))
     for name in ("one", "two"):

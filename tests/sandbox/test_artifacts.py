@@ -31,7 +31,7 @@ def test_matching_files_are_copied(tmp_path: Path) -> None:
 
 
 def test_links_and_special_files_are_not_copied(tmp_path: Path) -> None:
-    """Links, pipes, sparse files, undecodable names and names that `put` refuses."""
+    """Links, pipes, sparse files and names that cannot be decoded or put are left out."""
     home, logs, secret = tmp_path / "home", tmp_path / "logs", tmp_path / "secret"
     for folder in (home, logs, secret):
         folder.mkdir()

@@ -137,7 +137,7 @@ def test_a_parent_killed_during_the_start_leaves_nothing(driver: Driver, tmp_pat
         driver.runtime.reap(tmp_path)  # bwrap's child may miss the death of its parent
         wait_until(lambda: not users(tmp_path), "the sandboxes to end", 10)
         assert driver.runtime.reap(tmp_path) == 0
-        shutil.rmtree(tmp_path, ignore_errors=True)  # it may not have begun
+        shutil.rmtree(tmp_path, ignore_errors=True)  # the sandbox may not have begun
 
 
 UNPRIVILEGED = (
@@ -152,7 +152,7 @@ UNPRIVILEGED = (
 
 @pytest.mark.usefixtures("driver")
 def test_an_unprivileged_user_can_run_sandboxes() -> None:
-    """Tests of all drivers on bases, ports, limits and timeouts, as a user who is not root."""
+    """Bases, ports, limits and timeouts work for a user who is not root."""
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("only root can become another user")
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -179,7 +179,7 @@ def test_an_unprivileged_user_can_run_sandboxes() -> None:
 # --------------------------------------------------------------------------- readable folders
 @pytest.mark.usefixtures("driver")
 async def test_readable_folders_may_be_below_var_tmp(tmp_path: Path) -> None:
-    """A checkout there is readable; without one /var/tmp is the sandbox's own /tmp."""
+    """A readable folder below /var/tmp is visible; without one, /var/tmp is the own /tmp."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         await asyncio.to_thread(Path(folder, "x").write_text, "readable\n")
         async with Bubblewrap(readable=[folder]).open(tmp_path / "a") as sandbox:
@@ -196,7 +196,7 @@ async def test_readable_folders_may_be_below_var_tmp(tmp_path: Path) -> None:
 async def test_folders_whose_owners_cannot_be_mapped_are_mounted_as_they_are(
     tmp_path: Path, driver: Driver
 ) -> None:
-    """Such a sandbox shares the kernel user of the node; the next has its own again."""
+    """The sandbox shares the kernel user of the node; the next one has its own again."""
     mount = Mount(target="/opt/kernel", source="/sys/class")
     users = []
     for number, mounts in enumerate([(mount,), ()]):

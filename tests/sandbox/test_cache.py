@@ -78,7 +78,7 @@ async def test_later_history_is_removed(repo: Clone, cache: WorkspaceCache) -> N
 
 
 async def test_concurrent_sessions_share_one_checkout(repo: Clone, tmp_path: Path) -> None:
-    """Sessions of one or several processes share it, and no temporary folder is left."""
+    """Sessions of one or several processes share a checkout; no temporary folder is left."""
     script = (
         "async def main():\n"
         "  async with WorkspaceCache(Path(sys.argv[1])).open(Workspace(repo=sys.argv[2])) as b:\n"
@@ -168,7 +168,7 @@ async def test_a_silent_server_is_an_error(
 
 
 async def test_a_cancelled_session_does_not_cancel_a_checkout(cache: WorkspaceCache) -> None:
-    """The next session gets it without a second one."""
+    """The next session gets the checkout without a second one."""
     fills = []
 
     async def fill(into: Path) -> None:
@@ -228,7 +228,7 @@ async def test_least_recently_used_entries_are_evicted(tmp_path: Path) -> None:
 
 
 def test_unfinished_entries_of_killed_processes_are_removed(tmp_path: Path) -> None:
-    """Locked ones, which a process is working on, are kept."""
+    """Locked entries, which a process is working on, are kept."""
     cache = WorkspaceCache(tmp_path)
     for name in ("git-1.part", "git-2.part", "git-3.part"):
         (tmp_path / name / "below").mkdir(parents=True)

@@ -86,7 +86,7 @@ async def test_run_returns_the_end_of_its_own_output(sandbox: Sandbox) -> None:
 async def test_arguments_and_variables_are_passed_unchanged(
     driver: Driver, sandbox: Sandbox
 ) -> None:
-    """Every byte but NUL, quotes, names that are no identifiers, an argument of 128 KB."""
+    """Every byte but NUL, quotes, odd names and an argument of 128 KB reach the program."""
     all_bytes = os.fsdecode(bytes(range(1, 256)))
     quoting = "a\n'b' \"c\" $(d) `e` \\f\\ #g\r\t "
     arguments = [all_bytes, "x" * 131_000, quoting, "", "-n"]
@@ -113,7 +113,7 @@ async def test_invalid_variables_are_refused(sandbox: Sandbox, tmp_path: Path) -
 
 
 async def test_output_is_streamed_and_limited(driver: Driver, tmp_path: Path) -> None:
-    """A megabyte is kept; thirty more do not block the program, and the log says so."""
+    """A megabyte is kept; thirty more do not block the program, and the log has a note."""
     log = tmp_path / "s" / "logs" / "agent.log"
     async with driver.bounded(output_mb=1).open(tmp_path / "s", driver.spec()) as sandbox:
         going = asyncio.create_task(run_shell(sandbox, "echo first; sleep 0.5; echo last"))
@@ -137,7 +137,7 @@ async def test_a_directory_is_not_used_twice(driver: Driver, tmp_path: Path) -> 
 
 
 async def test_a_timeout_ends_everything_but_the_sandbox(sandbox: Sandbox) -> None:
-    """Processes that ignore SIGTERM or have left the session, too; files are kept."""
+    """Processes that ignore SIGTERM or have left the session end, too; files are kept."""
     sleep = unique_sleep()
     script = f"echo kept >k; (setsid {sleep} &); trap '' TERM; {sleep}"
     end = await run_shell(sandbox, script, timeout_s=0.5)
@@ -379,7 +379,7 @@ async def use_and_close(driver: Driver, folder: Path, use: str) -> weakref.ref[S
 async def test_closed_sandboxes_are_freed_without_a_collection(
     driver: Driver, tmp_path: Path, use: str
 ) -> None:
-    """A node that is never idle collects no cycles: it excludes old objects from collections."""
+    """A closed sandbox is in no reference cycle, since a node that is never idle collects none."""
     await use_and_close(driver, tmp_path / "first", "programs")
     gc.collect()
     gc.disable()
@@ -469,7 +469,7 @@ async def test_disk_usage_of_short_programs_is_limited(driver: Driver, tmp_path:
 
 # --------------------------------------------------------------------------- cleanup
 async def test_many_sessions_leave_nothing(driver: Driver, tmp_path: Path) -> None:
-    """Eight at a time, with daemons and timeouts, leave no process, cgroup, mount or handle."""
+    """Sessions with daemons and timeouts, eight at a time, leave no process, cgroup or mount."""
     sleep, slots = unique_sleep(), asyncio.Semaphore(8)
 
     async def session(number: int) -> int:

@@ -102,7 +102,7 @@ def test_a_very_deep_folder_is_removed(root: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to run as another user")
 def test_folders_without_permissions_are_removed(root: Path, tmp_path: Path) -> None:
-    """An unprivileged node removes them if the agent ran as the same user."""
+    """An unprivileged node removes such folders if the agent ran as the same user."""
     for folder_above in (tmp_path, *tmp_path.parents):
         if not folder_above.stat().st_mode & 0o001:
             folder_above.chmod(0o711)

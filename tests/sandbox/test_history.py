@@ -40,7 +40,7 @@ def test_later_history_is_removed(clone: Clone) -> None:
 
 
 def test_the_repository_still_works(clone: Clone) -> None:
-    """Status, `git describe`, checkout of a file, and a new commit."""
+    """Status, `git describe`, checkout of a file and a new commit work."""
     (clone.folder / "staged").write_text("new")
     clone.git("add", "staged")
     clone.git("pack-refs", "--all")
@@ -56,7 +56,7 @@ def test_the_repository_still_works(clone: Clone) -> None:
 
 
 def test_a_branch_stays_a_branch(clone: Clone) -> None:
-    """HEAD still names it, even if its ref is packed."""
+    """HEAD still names its branch, even if the ref of the branch is packed."""
     clone.git("checkout", "-q", "-b", "fix/it", clone.past)
     clone.git("pack-refs", "--all")
     end_at(clone)
@@ -93,7 +93,7 @@ def test_no_hook_is_run_and_no_link_followed(clone: Clone, tmp_path: Path) -> No
 
 
 def test_broken_tags_are_removed(clone: Clone) -> None:
-    """Tags of missing objects, damaged tags and tags with invalid names."""
+    """Tags of missing objects, damaged tags and tags with invalid names are deleted."""
     for name, text in (("gone", f"{'1' * 40}\n"), ("broken", "x\n"), ("odd..name", clone.past)):
         (clone.folder / ".git" / "refs" / "tags" / name).write_text(text)
     os.mkfifo(clone.folder / ".git" / "refs" / "tags" / "pipe")

@@ -117,7 +117,7 @@ def test_waits_for_a_processor_are_measured(
 
 
 def test_processor_times_are_read_in_both_cgroup_versions(tmp_path: Path) -> None:
-    """The time of all processes and the waits of each thread; nothing where it is not counted."""
+    """The time of all processes and the waits of each thread are read where they are counted."""
     new, old = tmp_path / "new", tmp_path / "old"
     for folder, threads in ((new, "cgroup.threads"), (old, "tasks")):
         folder.mkdir()
@@ -207,7 +207,7 @@ def test_limits_without_control_groups() -> None:
 
 
 def test_limits_in_cgroup_version_2(tmp_path: Path) -> None:
-    """One group for memory and processes, no swap, and its own count of OOM kills."""
+    """A group limits memory and processes, without swap, and counts its own OOM kills."""
     root = tmp_path / "groups"
     root.mkdir()
     assert not Cgroup(root, root).unified
@@ -256,7 +256,7 @@ async def _skip_kill() -> None:
 
 
 async def test_disk_usage_counts_blocks(tmp_path: Path) -> None:
-    """Blocks count, not lengths; hard links once; empty files a little; deep trees too much."""
+    """Blocks count, not lengths; hard links once; empty files a little; a too deep tree is over."""
     (tmp_path / "a").write_bytes(b"x" * 100_000)
     os.link(tmp_path / "a", tmp_path / "b")
     with (tmp_path / "sparse").open("wb") as file:
@@ -290,7 +290,7 @@ async def test_initial_files_do_not_count(tmp_path: Path) -> None:
     monitor = ResourceMonitor(2, lambda: [tmp_path], OomKills, _skip_kill)
     assert (await run_monitored(monitor, 0)).cause is None
     (tmp_path / "new").write_bytes(b"x" * (3 << 20))
-    async with asyncio.timeout(20):  # after a slow measurement the next one is later
+    async with asyncio.timeout(20):  # a slow measurement delays the next
         while (await run_monitored(monitor, 0)).cause is not Cause.AGENT_DISK:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 

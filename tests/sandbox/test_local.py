@@ -80,7 +80,7 @@ def test_a_forged_record_is_ignored(bystander: subprocess.Popen[bytes], tmp_path
 
 
 async def test_mounts_without_effect_are_accepted(tmp_path: Path) -> None:
-    """A mount at its own path, and an optional one of an existing path."""
+    """A mount may have its own path as source, or be optional where the path exists."""
     tool = str(tmp_path)
     mounts = (Mount(tool, tool), Mount("/bin/sh", tool, optional=True))
     async with LocalRuntime().open(tmp_path / "sandbox", SandboxSpec(mounts=mounts)) as sandbox:

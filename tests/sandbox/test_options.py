@@ -103,7 +103,7 @@ async def test_unsupported_specs_are_refused(
 async def test_a_missing_program_is_an_error(
     name: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no fallback without isolation; the error says how to install the program."""
+    """There is no fallback without isolation; the error tells how to install the program."""
     runtime = find("runtime", name)()
     with monkeypatch.context() as patched:
         patched.setenv("PATH", str(tmp_path))

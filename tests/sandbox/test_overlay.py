@@ -168,7 +168,7 @@ def test_replaced_folders_and_files_are_found(layer: OverlayWorkspace, way: Way)
 
 
 def test_omitted_changes_are_noted(make: Make, base: Path, way: Way) -> None:
-    """Pipes, large files, invalid names, removed ones included, and installed packages."""
+    """Pipes, large files, invalid names and installed packages are in notes, with the reason."""
     for name in ("g\tone", "g\\one", "gone"):
         (base / name).touch()
     layer = make(base)
@@ -208,7 +208,7 @@ def test_links_of_the_base_are_not_followed(make: Make, base: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("way", WAYS[:2])
 def test_a_very_deep_tree_is_noted(layer: OverlayWorkspace, way: Way) -> None:
-    """Beyond the longest path, with folder names of any length; other changes are kept."""
+    """Files beyond the longest path are noted for folder names of any length; others are kept."""
     way(layer, "echo 2 > a.py")
     for folder in dig(layer.work, ("d" * length for length in range(205, 235))):
         for name in ("a", "b" * 60, "c" * 120, "e" * 180):
@@ -287,7 +287,7 @@ def test_patches_apply_in_order(make: Make, tmp_path: Path) -> None:
 
 
 def test_mounts_of_killed_processes_are_removed(layer: OverlayWorkspace, tmp_path: Path) -> None:
-    """A program's working folder there is no obstacle; the second call finds none."""
+    """A program that works in a mount does not keep it; a second call finds no mount."""
     by_kernel(layer, "true")
     program = subprocess.Popen(["sleep", "60"], cwd=layer.work)
     try:

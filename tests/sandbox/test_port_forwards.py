@@ -228,7 +228,7 @@ async def test_slow_name_resolution_blocks_nothing_else(monkeypatch: pytest.Monk
     ],
 )
 async def test_unreachable_urls_are_reported(namespace: int, url: str, message: str) -> None:
-    """The error says what is wrong with the URL."""
+    """The error names what is wrong with the URL."""
     async with open_forwards() as forwards:
         with pytest.raises(SandboxNetworkError, match=message):
             await forwards.add(namespace, url)

@@ -120,7 +120,7 @@ async def test_a_patch_is_applied_to_a_new_sandbox(provider: Provider, tmp_path:
 
 @BOTH
 async def test_timeouts_end_remote_programs(provider: Provider, tmp_path: Path) -> None:
-    """A time-out or cancellation ends their children, too, with Harbor also in new sessions."""
+    """A time-out or cancellation ends programs and their children, for Harbor in any session."""
     sleep = unique_sleep()
     script = f"{'setsid ' if provider.name == 'harbor' else ''}{sleep} & {sleep}"
     async with provider.make().open(tmp_path / "sandbox", provider.spec()) as sandbox:
@@ -238,7 +238,7 @@ async def test_the_network_can_be_the_gateway_only(provider: Provider, tmp_path:
 
 @BOTH
 async def test_changes_are_found_by_comparing_archives(provider: Provider, tmp_path: Path) -> None:
-    """The same changes as of a folder; unchanged large files are not noted."""
+    """The changes are those of a folder; unchanged large files are not noted."""
     files = {**FILES, "pkg/c.py": "z = 3\n", "large": "0" * 5000, "grows": "0"}
     script = """
     printf 'x = 2\\n' >a.py; ln a.py same; rm pkg/b.py; chmod +x pkg/c.py; ln -s ../secret out

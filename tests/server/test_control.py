@@ -15,7 +15,7 @@ from tugline.types import Session, Status, Task
 
 
 async def test_lists_are_read_in_pages(control: ControlPlane) -> None:
-    """Every task is there once, in order of submission, with every filter."""
+    """Every task is on the pages once, in order of submission, with every filter."""
     names = [f"t{n}" for n in range(25)]
     even: dict[str, Any] = {"tags": {"kind": "A"}, "tenant": "x"}
     odd = {"tags": {"kind": 'a"b', "odd": "yes"}}

@@ -135,7 +135,7 @@ async def test_a_closed_store_refuses_operations(store_url: str) -> None:
 
 
 async def test_servers_can_start_at_the_same_time_on_postgres(postgres_url: str) -> None:
-    """One creates the tables, the others find them."""
+    """One server creates the tables, and the others find them."""
     async with contextlib.AsyncExitStack() as stack:
         opened = [open_database(postgres_url) for _ in range(3)]
         await asyncio.gather(*map(stack.enter_async_context, opened))
@@ -176,7 +176,7 @@ async def test_a_second_server_on_the_same_file_is_refused(tmp_path: Path) -> No
 
 
 async def test_a_damaged_database_is_refused_at_start(tmp_path: Path) -> None:
-    """SQLite alone would read a page of zeros as an empty table."""
+    """A page of zeros is an error, though SQLite alone would read it as an empty table."""
     path = tmp_path / "a.db"
     async with open_database(f"sqlite:{path}"):
         pass
@@ -307,7 +307,7 @@ async def test_a_full_disk_fails_writes_until_there_is_room(tmp_path: Path) -> N
 
 
 def test_a_full_disk_error_has_advice(tmp_path: Path) -> None:
-    """An error of a full disk, here the operating system's, says to free some space."""
+    """An error of a full disk, here the operating system's, advises to free some space."""
     database = open_database(f"sqlite:{tmp_path / 'a.db'}")
     error = OSError(errno.ENOSPC, "No space left on device")
     assert "free some space" in str(database._driver.explain(error))

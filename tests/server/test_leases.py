@@ -54,13 +54,13 @@ async def test_a_cancelled_lease_request_loses_no_work(control: ControlPlane) ->
         asking.cancel()
         await asyncio.wait([asking])
     async with asyncio.timeout(20):
-        while len(node.held) < 8:  # as many as it has room for
+        while len(node.held) < 8:  # the node's room
             await node.ask(wait_s=0.3)
     assert len(node.held) == 8
 
 
 async def test_a_lost_nodes_sessions_go_to_others(control: ControlPlane) -> None:
-    """Another node gets them once the lease has expired; the node's later messages are refused."""
+    """Another node gets the sessions after the lease; the lost node's messages are refused."""
     dead = await IdleNode.at_work(control, make_task("t"), name="dead")
     alive = await IdleNode.join(control, "alive")
     await pass_time(control, 20.0)
@@ -117,7 +117,7 @@ async def test_a_second_node_of_the_same_name_is_refused(control: ControlPlane) 
 
 
 async def test_orders_answer_a_waiting_lease_request_once(control: ControlPlane) -> None:
-    """A stop answers the waiting request; later requests wait, renewals repeat it."""
+    """A stop answers the waiting request; later requests wait, and renewals repeat the stop."""
     node = await IdleNode.at_work(control, make_task("t"))
     asking = await node.start_asking()
     await control.database.write(results.cancel_session, "t-0", by="me")
@@ -130,7 +130,7 @@ async def test_orders_answer_a_waiting_lease_request_once(control: ControlPlane)
 
 
 async def test_a_draining_node_gets_no_work(control: ControlPlane) -> None:
-    """The node learns of it at once, and sessions that it releases keep their attempts."""
+    """The node learns of the drain at once; sessions that it releases keep their attempts."""
     node = await IdleNode.at_work(control, make_task("t"), name="a")
     asking = await node.start_asking()
     await control.dispatcher.drain(node.node)
@@ -168,7 +168,7 @@ async def test_the_failed_boundary_decides_about_retries(
 
 
 async def test_infrastructure_failures_cost_no_attempt(control: ControlPlane) -> None:
-    """Retried at once, then with growing pauses, until `retry_s` is over."""
+    """Sessions are retried at once, then with growing pauses, until `retry_s` is over."""
     node = await IdleNode.join(control)
     await control.submit([make_task("t", group=Group(attempts=2, retry_s=100.0))])
     for pause_s in (0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0):
@@ -276,7 +276,7 @@ async def test_the_last_attempt_of_a_lost_node_fails_the_session(control: Contro
 
 
 async def test_stale_sessions_are_restarted(control: ControlPlane) -> None:
-    """Those that are too many versions behind, if their task asks for it."""
+    """Sessions that are too many versions behind restart, if their task asks for it."""
     node = await IdleNode.join(control)
     strict = Group(max_staleness=1, on_stale=Stale.ABORT)
     await control.submit([make_task("strict", group=strict), make_task("marked", group=Group())])
@@ -297,7 +297,7 @@ async def test_stale_sessions_are_restarted(control: ControlPlane) -> None:
 
 
 async def test_a_session_that_ignores_its_stop_is_fenced(control: ControlPlane) -> None:
-    """A node that renews but does not stop it loses the session after one lease time."""
+    """A node that renews without stopping the session loses it after one lease time."""
     node = await IdleNode.at_work(control, make_task("t"))
     await control.database.write(results.cancel_task, "t", by="me")
     for _ in range(2):
@@ -368,7 +368,7 @@ async def test_a_clock_set_back_during_a_restart_delays_nothing(open_control: Op
 
 
 async def test_repeated_restarts_do_not_keep_a_lost_node(open_control: Open) -> None:
-    """All restarts give it at most two leases, and a live node a whole lease each."""
+    """Restarts give a lost node at most two leases in all, and a live node one lease each."""
     async with open_control() as control:
         await IdleNode.join(control, "dead")
         alive = await IdleNode.join(control, "alive")
@@ -430,7 +430,7 @@ async def test_expiring_a_node_takes_a_constant_number_of_statements(control: Co
 
 
 async def test_lost_nodes_expire_a_few_at_a_time(control: ControlPlane) -> None:
-    """Others can renew in between; in the end all are gone and all work is queued again."""
+    """Other nodes can renew in between; in the end all lost ones are gone, their work queued."""
     for n in range(45):
         await IdleNode.at_work(control, make_task(f"t{n}"), name=f"n{n}", room=1)
     control.database.clock.ahead_s += 100

@@ -13,7 +13,7 @@ from tugline.types import Boundary, Callback, Ledger
 
 
 async def test_gauges_show_the_current_state(control: ControlPlane) -> None:
-    """Queue by tenant, sessions by status, nodes, unread results, callbacks, weights.
+    """Queue, sessions, nodes, unread results, callbacks and weights have their present values.
 
     The gauges are one page, so that they are checked in one state.
     """
@@ -39,7 +39,7 @@ async def test_gauges_show_the_current_state(control: ControlPlane) -> None:
 
 
 async def test_counters_count_committed_events(control: ControlPlane) -> None:
-    """Leases, requeues by reason, results, failures and tokens.
+    """Leases, requeues by reason, results, failures and tokens are counted.
 
     The counters are one page, so that they are checked for the same events.
     """

@@ -139,7 +139,7 @@ async def test_a_position_of_a_wiped_store_is_before_all_new_results(
 
 
 async def test_a_position_beyond_the_latest_is_refused(control: ControlPlane) -> None:
-    """A reader that waited for it would never see new results."""
+    """A reader with such a position gets an error, since it would never see new results."""
     ahead = await control.database.read(events.latest) + 5000
     with pytest.raises(Invalid, match=rf"after is {ahead}, but the latest .* \d+: .* restored"):
         await control.results(ResultQuery(after=ahead))

@@ -23,7 +23,7 @@ async def finish_tasks(control: ControlPlane, *names: str) -> int:
 
 
 async def test_acknowledged_tasks_are_deleted(control: ControlPlane) -> None:
-    """Old tasks go with sessions and results once all have acknowledged them; counts stay."""
+    """Old tasks go with their results once all consumers have acknowledged them; counts stay."""
     read, write = control.database.read, control.database.write
     position = await finish_tasks(control, "a", "b")
     await control.submit([make_task("open")])
@@ -56,7 +56,7 @@ async def test_the_id_of_a_deleted_task_can_be_reused(control: ControlPlane) -> 
 
 
 async def test_tasks_with_undelivered_callbacks_are_kept(control: ControlPlane) -> None:
-    """Pending and dead callbacks still need their result."""
+    """A task is kept while a pending or dead callback needs its result."""
     write = control.database.write
     await finish_tasks(control, "plain")
     insert = "INSERT INTO outbox (id, task, kind, url, host, state, next_try)"

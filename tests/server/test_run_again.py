@@ -39,7 +39,7 @@ async def test_failed_sessions_run_again(control: ControlPlane) -> None:
 
 
 async def test_a_task_that_was_ended_early_stays_ended(control: ControlPlane) -> None:
-    """A cancellation is an order."""
+    """A cancelled task does not run again, since its cancellation is an order."""
     node = await IdleNode.at_work(control, make_task("t", 2), room=1)
     await node.commit("t-0", status=Status.FAILED, reward=None, failure=Boundary.EVALUATOR)
     await control.database.write(results.cancel_task, "t", by="me")

@@ -35,7 +35,7 @@ async def find(control: ControlPlane, q: str, **query: Any) -> list[str]:
 
 
 async def test_search_in_tasks_and_failures(control: ControlPlane) -> None:
-    """Terms match by prefix, those of two characters as a whole; all of them in one text."""
+    """Terms match by prefix, those of two characters whole; all must be in one text."""
     await control.database.write(fill)
     for expected, queries in {
         "a-0 a-1 c-0 c-1 c-2": ("FIX",),
@@ -54,7 +54,7 @@ async def test_search_in_tasks_and_failures(control: ControlPlane) -> None:
 
 @pytest.mark.parametrize("newest", [False, True])
 async def test_search_pages_are_complete(control: ControlPlane, newest: bool) -> None:  # noqa: FBT001
-    """Wherever a page ends: in a task, in a request, between matches of different kinds."""
+    """A page may end in a task, in a request, or between matches of different kinds."""
     for n in range(3):
         batch = [task(f"t{n}{k}", "even" if k % 2 == 0 else "odd", 3) for k in range(4)]
         await control.database.write(submit, *batch)

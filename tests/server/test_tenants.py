@@ -55,7 +55,7 @@ async def _count(database: Database, n: int, settings: ServerSettings = DEFAULTS
 # --------------------------------------------------------------------------- shares
 @pytest.mark.parametrize("at_once", [1, 7, 40])
 async def test_tenants_share_by_their_weights(database: Database, at_once: int) -> None:
-    """3 to 1 at every moment, within one session, however many are leased at a time."""
+    """Shares are 3 to 1 at every moment, within one session, in leases of any size."""
     settings = _settings(big=3.0, idle=100.0)
     await _submit(database, make_task("b", 60, tenant="big"), make_task("s", 60, tenant="small"))
     got = Counter[str]()
@@ -173,7 +173,7 @@ async def test_an_ended_session_makes_room_on_another_node(open_control: Open) -
 
 @on_postgres
 async def test_servers_of_one_store_share_a_limit(open_control: Open) -> None:
-    """Concurrent grants never exceed it; a session that ends on one is room on the other."""
+    """Concurrent grants never exceed the limit; a session that ends on one is room on the other."""
     limits = {"t": TenantSettings(sessions=5)}
     async with AsyncExitStack() as stack:
         made = [open_control(tenants=limits) for _ in range(2)]
@@ -210,7 +210,7 @@ async def test_unfinished_sessions_of_a_tenant_are_bounded(open_control: Open) -
         assert [one.new for one in await control.submit([first, other])] == [False, True]
         node = await IdleNode.join(control)
         await node.ask()
-        with pytest.raises(QuotaExceeded):  # one that runs is not final
+        with pytest.raises(QuotaExceeded):  # a running session is not final
             await control.submit(batch)
         await node.commit("a-0")
         assert [one.new for one in await control.submit(batch)] == [False, False, True, True]

@@ -119,7 +119,7 @@ async def _deliver(
 
 # --------------------------------------------------------------------------- what is sent
 async def test_results_and_releases_are_sent(database: Database, receiver: Receiver) -> None:
-    """A callback for each result and one for the group, signed, each with its own id."""
+    """Each result and the group have a callback, which is signed and has its own id."""
     sent = await _deliver(database, receiver, 3, samples=2)
     bodies = [msgspec.json.decode(body, type=WebhookBody) for _, body in receiver.got]
     assert [verify(SECRET, *got) for got in receiver.got] == [body.id for body in bodies]
@@ -177,7 +177,7 @@ async def test_failed_callbacks_are_retried(database: Database, receiver: Receiv
 async def test_a_callback_is_dead_after_its_last_try(
     database: Database, receiver: Receiver, status: int, tries: int, error: str
 ) -> None:
-    """An event records it, and it can be retried by hand."""
+    """An event records the dead callback, which can be retried by hand."""
     headers = {"Location": receiver.url}
     receiver.answer = lambda _count: web.Response(status=status, headers=headers)
     async with _sender(database):
@@ -218,7 +218,7 @@ async def test_retry_after_is_honoured(database: Database, receiver: Receiver) -
 
 
 async def test_a_hanging_host_does_not_delay_others(database: Database, receiver: Receiver) -> None:
-    """Others get their callbacks at once; connections to the hanging one are bounded."""
+    """Other hosts get callbacks at once; connections to the hanging one are bounded."""
     async with receive() as hanging:
         hanging.delay_s = 60.0
         async with _sender(database, SOON._replace(timeout_s=60.0)):
@@ -241,7 +241,7 @@ async def test_requests_to_a_failing_host_are_limited(
 
 
 async def test_an_endless_response_body_is_not_read(database: Database, receiver: Receiver) -> None:
-    """The status alone decides."""
+    """Only the status of a response decides about its callback."""
 
     async def endless() -> AsyncIterator[bytes]:
         while True:
@@ -308,7 +308,7 @@ async def test_names_of_private_addresses_are_refused(
 async def test_delivered_callbacks_are_trimmed_with_their_events(
     database: Database, receiver: Receiver
 ) -> None:
-    """Dead ones stay in the outbox."""
+    """Dead callbacks stay in the outbox, unlike delivered ones."""
     receiver.answer = lambda count: web.Response(status=410 if count == 1 else 200)
     await _deliver(database, receiver, 3, samples=3, at_once=1)
     assert await database.write(events.trim_deliveries) == 0

@@ -36,7 +36,7 @@ from tugline.types import HANDLING, Boundary, Cause, Failure, Session, Status, T
 Open = Callable[..., ControlPlane]
 """Makes a control plane on the same store, as often as it is called."""
 on_postgres = pytest.mark.parametrize("store_url", ["postgres"], indirect=True)
-"""Only there, several servers share a store."""
+"""Runs a test on PostgreSQL, the only store that several servers can share."""
 Earlier = Callable[[int], AbstractAsyncContextManager[Database]]
 """Opens the store of a test with an earlier layout, of so many steps."""
 
@@ -173,7 +173,7 @@ class IdleNode:
         """Request a lease; returns once the request waits at the server."""
         asking = asyncio.create_task(self.ask(**{"wait_s": 60.0, **settings}))
         await until(lambda: f"node:{self.node}" in self.control.database.hub.topics)
-        await self.control.database.write(lambda _tx: None)  # its renewal is committed
+        await self.control.database.write(lambda _tx: None)  # the node's renewal is committed
         await asyncio.sleep(0.01)
         return asking
 

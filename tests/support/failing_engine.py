@@ -38,7 +38,7 @@ class Dialect:
     history: str = "messages"
     """Field of the conversation."""
     kind: str = "type"
-    """Field of an error that says of which kind it is."""
+    """Field of an error that has its kind."""
 
     def ask(self, text: str) -> bytes:
         """The body of a request."""

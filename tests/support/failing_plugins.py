@@ -110,7 +110,7 @@ class Moody(Evaluator):
         self.failures, self.error = failures, getattr(errors, kind)
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """Fail, or say 0.5."""
+        """Fail, or give the reward 0.5."""
         if self.failures:
             self.failures -= 1
             msg = f"{self.failures} failures left"
@@ -124,7 +124,7 @@ class Noting(Evaluator):
     sandboxes = 0
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """Always content."""
+        """Give the reward 1, and report the notes."""
         return Verdict(Reward(1.0), {"notes": list(outcome.patch.notes)})
 
 
@@ -133,7 +133,7 @@ class Slow(LocalRuntime):
 
     @contextlib.asynccontextmanager
     async def open(self, *args: Any) -> AsyncIterator[Sandbox]:
-        """Waits first."""
+        """Wait, then open a sandbox."""
         await asyncio.sleep(30)
         async with super().open(*args) as sandbox:
             yield sandbox
@@ -144,7 +144,7 @@ class Dying(LocalRuntime):
 
     @contextlib.asynccontextmanager
     async def open(self, *args: Any) -> AsyncIterator[Sandbox]:
-        """A sandbox whose `run` does not come back with an end."""
+        """A sandbox whose `run` raises an error when the program has ended."""
         async with super().open(*args) as sandbox:
             run = sandbox.run
 
@@ -181,6 +181,6 @@ class Sleepy(PrefixMerging):
     """A slow builder."""
 
     def build(self, calls: Sequence[Any]) -> Built:
-        """Waits first."""
+        """Wait, then build."""
         time.sleep(4.5)
         return super().build(calls)

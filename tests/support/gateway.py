@@ -56,7 +56,7 @@ class OpenSession:
         }
 
     def post(self, body: dict[str, Any], **headers: str) -> Any:
-        """Send it to ``/v1/messages``."""
+        """Send a request to ``/v1/messages``."""
         return self.http.post(f"{self.url}/v1/messages", json=body, headers=headers)
 
     def post_openai(self, path: str = "chat/completions", **fields: Any) -> Any:
@@ -131,8 +131,8 @@ async def open_session(
 ) -> AsyncIterator[OpenSession]:
     """One engine replica per play, a gateway and one session, up while the block lasts.
 
-    Text is the address of an engine that is not made here; with a `card` none is asked for one.
-    `options` are the gateway's others.
+    A play that is text is the address of an engine that runs already. With a `card`, no engine is
+    asked for its models. `options` are other arguments of the gateway.
     """
     engines = [
         ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=window)
@@ -180,7 +180,7 @@ async def open_session(
 async def open_session_in_mode(
     folder: Path, play: Play, mode: Mode, **options: Any
 ) -> AsyncIterator[OpenSession]:
-    """One engine in a mode: in those other than exact it renders the prompts itself."""
+    """A session on one engine in a mode; in modes other than exact, the engine renders prompts."""
     if mode is Mode.EXACT:
         async with open_session(folder, play, **options) as session:
             yield session

@@ -111,11 +111,11 @@ class BaseEnvironment:
             self.started.remove(self.session_id)
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
-        """Copy."""
+        """Copy a file."""
         shutil.copy2(source_path, target_path)
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        """Copy."""
+        """Copy a file."""
         shutil.copy2(source_path, target_path)
 
     @contextlib.contextmanager
@@ -130,7 +130,7 @@ class BaseEnvironment:
         env: dict[str, str] | None = None,
         timeout_sec: int | None = None,
     ) -> ExecResult:
-        """Run a shell command until it ends, whatever becomes of what it has started."""
+        """Run a shell command until it ends, without waiting for its children."""
         path = {"PATH": os.environ["PATH"]}
         with tempfile.TemporaryFile() as out:
             child = await asyncio.create_subprocess_exec(
@@ -144,7 +144,7 @@ class BaseEnvironment:
 
 
 class NetworkMode(StrEnum):
-    """The one that is used."""
+    """The network mode that is used."""
 
     ALLOWLIST = "allowlist"
 
@@ -170,7 +170,7 @@ class EnvironmentFactory:
 
 
 class EnvironmentType(StrEnum):
-    """The one name."""
+    """The only type of environment."""
 
     DOCKER = "docker"
 

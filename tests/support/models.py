@@ -103,7 +103,7 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 """Models of the architectures that are trained, by name."""
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_with_images", "qwen3_5_moe")
-"""Those with gated delta net layers."""
+"""Names of the models with gated delta net layers."""
 
 
 def make_kind(name: str, seed: int = 0) -> PreTrainedModel:
@@ -120,7 +120,7 @@ def make_mistral() -> MistralForCausalLM:
 def log_probabilities(
     model: PreTrainedModel, ids: np.ndarray, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Those of ``ids[1:]`` in float64, by one plain forward pass over one sequence alone."""
+    """Log probabilities of ``ids[1:]`` in float64, by one plain forward pass without padding."""
     tokens = torch.from_numpy(ids.astype(np.int64))
     logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].double() / temperature
     return torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0]

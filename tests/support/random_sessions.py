@@ -1,9 +1,9 @@
 """Calls written by hand, and whole sessions made of drawn bytes.
 
-A session is grown call by call the way harnesses do it: going on, asking again, many answers to one
-prompt, edits, compaction, sub-agents, titles, pictures, engines that render anew or tell only
-text. There are few distinct ids, so that accidental prefixes happen; byte 0 is always the plainest
-choice, so that a failing example shrinks to a simple one.
+A session is grown call by call as harnesses do: new turns, repeated requests, many answers to one
+prompt, edits, compaction, sub-agents, titles, pictures, and engines that render again or return
+only text. There are few distinct ids, so that accidental prefixes happen; byte 0 is always the
+plainest choice, so that a failing example shrinks to a simple one.
 """
 
 from __future__ import annotations

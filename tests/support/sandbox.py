@@ -122,7 +122,7 @@ class Driver:
         self.runtime = self.bounded()
 
     def bounded(self, **limits: int) -> Runtime:
-        """One with these limits."""
+        """A runtime with these limits."""
         made: Runtime = find("runtime", self.plugin)(**{**self.options, **limits})
         return made
 

@@ -21,7 +21,7 @@ class Peer(NamedTuple):
     """Of the connection, from 1."""
 
     async def next_request(self) -> bytes:
-        """Read the head of one."""
+        """Read the head of a request."""
         return await self.reader.readuntil(b"\r\n\r\n")
 
     async def send(self, data: bytes) -> None:

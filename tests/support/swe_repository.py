@@ -35,7 +35,7 @@ def make_template(**values: Any) -> TaskTemplate:
 
 
 def tasks(taskset: SweTaskSet, **values: Any) -> list[Task]:
-    """Its tasks."""
+    """The tasks of the repository."""
     return list(taskset.tasks(make_template(**values)))
 
 

@@ -106,7 +106,7 @@ def test_missing_values_are_reported(
 
 
 def test_task_files_and_sets_share_a_folder(tmp_path: Path) -> None:
-    """Both are read from one folder; the error for a duplicate id names both places."""
+    """Files and sets are read from one folder; the error for a duplicate id names both places."""
     file = write_set(tmp_path)
     (tmp_path / "rows.jsonl").rename(tmp_path.parent / "rows.jsonl")
     file.write_text(SET.replace("path: rows.jsonl", "path: ../rows.jsonl"))

@@ -66,7 +66,7 @@ def test_the_template_overrides_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_published_image_is_preferred_to_a_dockerfile(tmp_path: Path) -> None:
-    """Only the option `build` makes the Dockerfile be built."""
+    """The Dockerfile is built only with the option `build`."""
     folder = write_task(tmp_path / "one", TOML + 'docker_image = "org/one:2"\n')
     assert read(folder).workspace == Workspace(image="org/one:2", path="/srv")
     assert read(folder, build=True).workspace.build == str(folder / "environment")
@@ -140,7 +140,7 @@ def test_compose_files_that_harbor_does_not_read_belong_to_the_task(
 
 
 def test_an_error_lists_all_tasks_and_what_leaves_them_out(tmp_path: Path) -> None:
-    """The value can be pasted, as a list of names; further ones are added to those given."""
+    """The error ends with a `leave_out` to paste, which has the names given so far, too."""
     for name in ("a", "d"):
         write_task(tmp_path / name)
     for name in ("b", "c", "e"):

@@ -74,7 +74,7 @@ def test_order_depends_on_the_seed_alone() -> None:
 
 
 def test_patterns_and_tags() -> None:
-    """A task must meet all conditions."""
+    """A selected task meets all conditions."""
     chosen = TaskSelection(include=("case-1?", "case-2?"), exclude=("*9",), tags={"kind": "o*"})
     assert pick(chosen) == ["case-11", "case-13", "case-15", "case-17"] + [
         f"case-2{n}" for n in (1, 3, 5, 7)

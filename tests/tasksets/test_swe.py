@@ -104,7 +104,7 @@ def test_images_and_repositories(
 
 
 def test_tests_are_hidden_and_protected(tmp_path: Path) -> None:
-    """The instruction mentions none; files of the test patch are protected, others editable."""
+    """The instruction names no tests; files of the test patch are protected, others editable."""
     task = read_task(tmp_path, GYM)
     assert not task.files
     assert not [

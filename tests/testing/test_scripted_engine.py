@@ -120,7 +120,7 @@ async def test_requests_are_aborted_by_client_or_route() -> None:
 def test_no_heavy_library_is_imported() -> None:
     """Server, scripted engine and templates import no torch, transformers or OpenAI SDK.
 
-    Who imports that SDK afterwards gets it whole.
+    The SDK can still be imported whole afterwards.
     """
     code = (
         "import sys, tugline.inference.server, tugline.testing\n"

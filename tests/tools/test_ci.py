@@ -125,7 +125,7 @@ def test_without_a_base_everything_is_needed(clone: Path, commit: Commit, named:
 
 
 def test_a_shallow_clone_needs_everything(clone: Path, commit: Commit, tmp_path: Path) -> None:
-    """Though the whole history has an old commit."""
+    """A shallow clone lacks the old commit that the whole history has, so every suite runs."""
     commit("README.md", NOW - DAY)
     commit("README.md", NOW)
     shallow = tmp_path / "shallow"
@@ -160,7 +160,7 @@ def test_moved_and_deleted_files_count(clone: Path, commit: Commit) -> None:
     ],
 )
 def test_folders_are_whole_names(changed: str, needed: list[str]) -> None:
-    """A folder has the files inside of it; a file is itself."""
+    """A folder matches the files inside of it, and a file only itself."""
     choices = suites.choose(TABLE, [changed], "0")
     assert [choice.suite.name for choice in choices if not choice.by_rotation] == needed
 
@@ -228,7 +228,7 @@ def without_times(lines: list[str]) -> list[str]:
 
 
 def test_what_did_not_run_is_printed(checkout: Path) -> None:
-    """Two suites always run, long ones with their core; the last line is pytest's."""
+    """Suites that did not run are printed with the reason; the last line is pytest's."""
     (checkout / "test-green.py").write_text(PASSES)
     passed, lines = run(checkout, GREEN)
     assert (checkout / "ran").read_text().split("\n") == [
@@ -259,7 +259,7 @@ def test_a_test_that_passes_at_the_second_time_is_flaky(checkout: Path) -> None:
 
 
 def test_a_test_that_fails_twice_fails_the_run(checkout: Path) -> None:
-    """The others run all the same; the last line is of the suite that failed."""
+    """The other suites run all the same; the last line is of the suite that failed."""
     (checkout / "test-browser.py").write_text(PASSES + FAILS + ONCE)
     passed, lines = run(checkout, RED, GREEN, BLUE)
     assert (passed, without_times(lines)) == (
@@ -278,7 +278,7 @@ def test_a_test_that_fails_twice_fails_the_run(checkout: Path) -> None:
     [("", "no tests ran in 1s"), ("import nothing_of_that_name", "1 error in 1s")],
 )
 def test_a_suite_without_tests_has_failed(checkout: Path, tests: str, last: str) -> None:
-    """Exit code 5 of pytest, or a file that cannot be imported."""
+    """Exit code 5 of pytest, and a file that cannot be imported, fail the suite."""
     (checkout / "test-red.py").write_text(tests)
     passed, lines = run(checkout, RED, GREEN, BLUE)
     assert not passed
@@ -322,7 +322,7 @@ def test_a_run_without_any_closing_line_has_its_own(checkout: Path) -> None:
 def test_a_suite_begins_only_if_it_will_end_in_time(
     checkout: Path, spent_s: float, *, by_rotation: bool, fits: bool
 ) -> None:
-    """One that the change needs has more time than the one by rotation."""
+    """A suite that the change needs has more time than the one by rotation."""
     choice = GREEN._replace(by_rotation=by_rotation)
     passed, lines = run(checkout, choice, spent_s=spent_s)
     ran = "test-green" in (checkout / "ran").read_text()
@@ -333,7 +333,7 @@ def test_a_suite_begins_only_if_it_will_end_in_time(
 
 
 def test_a_suite_that_hangs_is_stopped(checkout: Path) -> None:
-    """The suite has failed; pytest still says what it was at, and nothing is left."""
+    """The suite has failed, and pytest still prints its closing line."""
     (checkout / "test-red.py").write_text(PASSES + HANGS)
     until = time.monotonic() + 3.0
     result = run_suites.run_suite(checkout, until, "test-red")

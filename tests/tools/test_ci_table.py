@@ -15,7 +15,7 @@ REAL = suites.read_table(ROOT / "tools" / "ci" / "suites.toml")
 
 
 def test_every_suite_has_a_target_and_runs_at_night() -> None:
-    """Those of the table, `make test-all` and the nightly workflow are the same."""
+    """The suites of the table, of `make test-all` and of the nightly workflow are the same."""
     makefile = (ROOT / "Makefile").read_text()
     workflow = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
     long_suites = (f"test-{suite.name}" for suite in REAL.suites)

@@ -93,7 +93,7 @@ def test_a_fixed_line_of_the_harness_is_one_token(tokenizer: Tokenizer) -> None:
 
 
 def test_the_mask_covers_exactly_the_answers(rendering: Rendering) -> None:
-    """Two tool calls and the final text, each with its end of turn."""
+    """Two tool calls and the final text are trained, each with its end of turn."""
     problem = next(generate("train", 2))
     example = solved(rendering, problem)
     output = rendering.tokenizer.decode(example.ids[example.mask].tolist())

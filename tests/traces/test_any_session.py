@@ -109,7 +109,7 @@ def test_builders_train_the_same_tokens_in_their_exact_contexts(
     limit: int | None,
     side: bool,  # noqa: FBT001 - drawn, not passed
 ) -> None:
-    """Exact contexts, each token once, balanced and equal ledgers, the same trained tokens."""
+    """Every builder trains the same tokens once, in their contexts, with an equal ledger."""
     calls = drawn.calls
     made: list[Pairs] = []
     ledgers = []

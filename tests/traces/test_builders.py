@@ -62,7 +62,7 @@ def test_wrong_options_are_named(name: str, options: dict[str, object], message:
 
 
 def test_a_duplicate_call_is_refused() -> None:
-    """Tokens of a duplicate would be counted twice."""
+    """A duplicate call is an error, since its tokens would be counted twice."""
     with pytest.raises(CaptureError, match="session s: call 0 is recorded twice"):
         PrefixMerging().build([call(0, [1], [2]), call(0, [1], [2])])
 

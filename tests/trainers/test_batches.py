@@ -114,7 +114,7 @@ def test_draws_depend_on_results_and_step(
 
 
 def test_a_small_set_is_repeated_within_a_step(folder: Path) -> None:
-    """Every task is in it equally often."""
+    """Every task is in the step equally often."""
     chosen = make(folder, tasks_per_step=2 * COUNT).choose(2, {})
     assert Counter(chosen) == dict.fromkeys(range(COUNT), 2)
 
@@ -123,10 +123,10 @@ def test_a_small_set_is_repeated_within_a_step(folder: Path) -> None:
     ("rewards", "expected"),
     [
         ((1.0, 0.0, 0.0, 0.0), 0.25),
-        ((1.0, None, 0.0, None), 0.5),  # failures do not count
+        ((1.0, None, 0.0, None), 0.5),  # failed sessions do not count
         ((None, None), None),
         ((float("nan"), 1.0), 1.0),
-        ((-1.0, 3.0), 0.5),  # as 0 and 1
+        ((-1.0, 3.0), 0.5),  # counted as 0 and 1
     ],
 )
 def test_pass_rates_are_means_of_rewards(
@@ -143,7 +143,7 @@ def test_pass_rates_are_means_of_rewards(
 
 
 def test_tasks_that_changed_are_noticed_on_resume(folder: Path, tmp_path: Path) -> None:
-    """Fewer, other, changed or reordered ones are refused by name; the same ones are not."""
+    """Fewer, other, changed or reordered tasks are refused by name; the same tasks are not."""
     lines = (folder / "tasks.jsonl").read_text().splitlines(keepends=True)
     run, source = tmp_path / "run", tmp_path / "source"
     run.mkdir()

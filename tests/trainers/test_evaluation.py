@@ -100,7 +100,7 @@ def test_intervals() -> None:
 
 
 def test_intervals_cover_the_true_rate() -> None:
-    """About 95 % of them do, for tasks of mixed difficulty with four attempts each."""
+    """About 95 % of intervals contain the true rate, for tasks of mixed difficulty."""
     random = np.random.default_rng(0)
     covered = 0
     for _ in range(400):
@@ -128,7 +128,7 @@ def test_a_comparison_is_paired() -> None:
 
 @pytest.mark.parametrize(("tasks", "k"), [(20, 4), (100, 4), (100, 1), (40, 8)])
 def test_comparisons_cover_the_true_difference(tasks: int, k: int) -> None:
-    """About 95 % of them, for tasks of mixed difficulty of which each is 5 points easier now."""
+    """About 95 % of intervals contain the true difference, for tasks of mixed difficulty."""
     random = np.random.default_rng(0)
     covered = found = 0
     for _ in range(300):

@@ -107,7 +107,7 @@ def test_builders_give_tokens_the_same_weight(
 def test_rewards_per_trace_do_not_depend_on_the_builder(
     group: list[tuple[list[Call], float]], advantage: Estimator
 ) -> None:
-    """A reward of a merged trace, or the same of each of its calls: the same advantages."""
+    """A merged trace's reward, or the same for each of its calls, gives the same advantages."""
     merged, single = build(group, "prefix_merging"), build(group, "per_request")
     of_call = {
         (done.session, span.call): float(index) / 3

@@ -61,7 +61,7 @@ def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
 
 
 def test_incomplete_checkpoints_are_ignored(tmp_path: Path) -> None:
-    """What a crash has left is not the latest one, and does not prevent the next save."""
+    """A folder left by a crash is not the latest checkpoint, and does not prevent a save."""
     whole = checkpoint.save(tmp_path, trainer(), step=1, version=1)
     (tmp_path / ".step-000002.part").mkdir()
     (tmp_path / ".step-000002.part" / "model.safetensors").write_bytes(b"half")
@@ -99,7 +99,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("allowed", [1_000, 60_000, 100_000])
 def test_a_full_disk_leaves_no_partial_checkpoint(tmp_path: Path, allowed: int) -> None:
-    """Whichever file cannot be written."""
+    """No partial checkpoint is left, whichever file cannot be written."""
     trained = trainer()
     trained.step(groups(tiny()), version=0)
     whole = checkpoint.save(tmp_path, trained, step=1, version=1)

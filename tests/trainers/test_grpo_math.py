@@ -45,7 +45,7 @@ def group_advantages(
     [
         ("grpo", 0.0, REWARDS, np.array([0, -1, -1, 0, 2]) / math.sqrt(1.2)),
         ("grpo", 1.0, [0.0, 2.0], [-0.5, 0.5]),  # eps is added to the standard deviation of 1
-        ("dr_grpo", 1e-6, REWARDS, [0, -1, -1, 0, 2]),  # centred only
+        ("dr_grpo", 1e-6, REWARDS, [0, -1, -1, 0, 2]),  # centred, not scaled
         ("rloo", 1e-6, REWARDS, [0, -1.25, -1.25, 0, 2.5]),  # 3 less the others' mean of 0.5
     ],
 )
@@ -101,7 +101,7 @@ def test_several_rewards_of_a_session_are_weighted_by_tokens() -> None:
 
 
 def test_a_session_without_trained_tokens_has_its_outcome() -> None:
-    """Rewards of its traces do not count."""
+    """Rewards of traces without trained tokens do not count; the session's outcome does."""
     assert SessionReward.of([5.0], [0], otherwise=2.0).mean == 2.0
     assert SessionReward.of([], [], otherwise=2.0).mean == 2.0
 
@@ -151,7 +151,7 @@ def test_the_corrected_penalty_has_the_gradient_of_the_divergence(
     generator = torch.Generator().manual_seed(0)
     sampler, old, now, reference = torch.randn(4, 8, generator=generator, dtype=torch.float64)
     if importance is None:
-        old = sampler  # the captured ones
+        old = sampler  # the captured logprobs
     logits = now.requires_grad_()
     new, fixed = logits.log_softmax(-1), reference.log_softmax(-1)
     (expected,) = torch.autograd.grad((new.exp() * (new - fixed)).sum(), logits, retain_graph=True)
@@ -186,7 +186,7 @@ def test_the_loss_is_clipped_and_weighted(row: dict[str, Any]) -> None:
     ],
 )
 def test_weights_of_tokens_by_normalisation(normalisation: str, expected: list[float]) -> None:
-    """A session has two traces of 1 token, another one of 8."""
+    """Two traces of 1 token of one session, and one of 8 of another, have the defined weights."""
     config = GrpoConfig(normalisation=normalisation, constant_length=100)  # type: ignore[arg-type]
     got = token_weights([trained("a", 1), trained("b", 8), trained("a", 1)], config)
     assert got == pytest.approx(expected)

@@ -56,7 +56,7 @@ def test_calls_may_have_different_temperatures() -> None:
     ids=["top_p", "top_k", "greedy"],
 )
 def test_truncated_distributions_are_not_trained(distribution: Distribution) -> None:
-    """The trainer cannot reproduce them; the ledger has the reason."""
+    """Tokens that the trainer cannot reproduce are masked, with the reason in the ledger."""
     batch = sampled_at(tiny(), Distribution(), distribution)
     samples, ledger = prepare(batch, GrpoConfig(), version=VERSION)
     assert ledger.balanced

@@ -127,7 +127,7 @@ def test_models_without_trees(make: Any, message: str) -> None:
 
 
 def test_the_packing_of_a_run_is_decided_and_named() -> None:
-    """By the model, unless the configuration says otherwise."""
+    """The model decides about packing, unless the configuration does."""
     assert PolicyModel(tiny(), AUTO).packing == "prefixes that traces share are computed once"
     assert PolicyModel(tiny(), PLAIN).packing.endswith("tree_packing is false")
     assert Grpo(tiny(), AUTO).config.tree_packing is True
@@ -163,7 +163,7 @@ def test_traces_of_a_hybrid_do_not_affect_each_other(
     kind: str,
     checkpointing: bool,  # noqa: FBT001
 ) -> None:
-    """Neither in a padded batch nor in a tree: log probabilities and gradient are those alone."""
+    """In a batch or a tree, a trace has the log probabilities and gradient of a pass alone."""
     samples = nested()
     options = {"gradient_checkpointing": checkpointing}
     alone, padded, packed = (
@@ -182,7 +182,7 @@ def test_traces_of_a_hybrid_do_not_affect_each_other(
 @settings(max_examples=10, deadline=None)
 @given(make_samples())
 def test_trees_of_a_hybrid_give_the_results_of_separate_rows(samples: list[Sample]) -> None:
-    """Short runs of any shape: the convolution sees across forks."""
+    """Runs shorter than the convolution have the results of separate rows, too."""
     alone = run_policy(make_kind("qwen3_5"), samples, replace(PLAIN, micro_tokens=1))
     packed = run_policy(make_kind("qwen3_5"), samples, TREE)
     assert float((alone.gradient - packed.gradient).abs().max()) < 1e-4
@@ -191,7 +191,7 @@ def test_trees_of_a_hybrid_give_the_results_of_separate_rows(samples: list[Sampl
 
 
 def test_a_hybrid_computes_turns_that_drop_reasoning_once() -> None:
-    """Forty of them, with at least four times fewer positions."""
+    """Forty such turns need at least four times fewer positions."""
     context, *parts = draw_rows(60, *[8, 4, 6] * 40)
     samples = []
     for reasoning, answer, tool in zip(*(parts[i::3] for i in range(3)), strict=True):
@@ -210,7 +210,7 @@ def test_a_hybrid_computes_turns_that_drop_reasoning_once() -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
 def test_a_step_of_a_hybrid_does_not_depend_on_the_packing(kind: str) -> None:
-    """The loss, the norm of the gradient, and the weights after the step."""
+    """The loss, the norm of the gradient and the weights after the step are the same."""
     reports, trained = [], []
     for config in (replace(PLAIN, micro_tokens=1), PLAIN, AUTO):
         model = make_kind(kind)
@@ -227,7 +227,7 @@ def test_a_step_of_a_hybrid_does_not_depend_on_the_packing(kind: str) -> None:
 
 
 def test_a_copy_of_a_hybrid_computes_its_own_weights() -> None:
-    """Also one that was made after the layers were set up for trees."""
+    """A copy made after the layers were set up for trees does not use the original's weights."""
     model = make_kind("qwen3_5")
     PolicyModel(model, TREE)
     other = copy.deepcopy(model)
@@ -240,7 +240,7 @@ def test_a_copy_of_a_hybrid_computes_its_own_weights() -> None:
 
 
 def test_other_forward_passes_are_unchanged() -> None:
-    """Those with padding on the left have the same results as before."""
+    """Forward passes with padding on the left have the same results as before."""
     model = tiny().eval()
     ids = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])

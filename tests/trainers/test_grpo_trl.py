@@ -112,7 +112,7 @@ def trl_inputs(samples: tuple[Sample, ...], config: GrpoConfig) -> dict[str, Any
 def test_the_gradient_is_that_of_trl(
     tmp_path: Path, normalisation: str, options: dict[str, Any]
 ) -> None:
-    """Off-policy, with clipped tokens: loss and gradient agree within 1e-7.
+    """Loss and gradient of off-policy, partly clipped tokens agree within 1e-7.
 
     With importance sampling the old log probabilities are the trainer's, so that ratios are 1.
     """

@@ -57,7 +57,7 @@ def test_updates_are_counted_over_epochs() -> None:
 
 # --------------------------------------------------------------------------- without signal
 def test_groups_without_signal_are_left_out() -> None:
-    """The samples are the same without them, and the ledger counts their tokens."""
+    """The samples are the same without such groups, and the ledger counts their tokens."""
     flat = [done for task in ("u", "v", "w") for done in flat_group(task)]
     alone, _ = prepare(groups(MODEL), GrpoConfig(), version=VERSION)
     samples, ledger = prepare(groups(MODEL) + flat, GrpoConfig(), version=VERSION)
@@ -135,7 +135,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped() -> None:
     ids=["stopped", "spent"],
 )
 def test_sessions_stopped_at_a_limit_can_be_left_out(end: dict[str, Any]) -> None:
-    """Their tokens are dropped, but their rewards still count in the baseline."""
+    """Tokens of such sessions are dropped, but the rewards still count in the baseline."""
     batch = groups(MODEL)
     stopped = replace(batch[1], **end)
     batch[1] = stopped
@@ -159,7 +159,7 @@ def test_weights_of_low_precision_are_refused(dtype: torch.dtype) -> None:
 
 
 def test_float32_weights_change_under_autocast() -> None:
-    """Nearly all do, at a learning rate whose changes bfloat16 would round away."""
+    """Nearly all weights change, at a learning rate whose changes bfloat16 would round away."""
     model = tiny()
     before = weights(model)
     report = Grpo(model, GrpoConfig(lr=1e-6, autocast="bfloat16")).step(

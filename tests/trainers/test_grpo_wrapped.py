@@ -33,7 +33,7 @@ from tugline.trainers.grpo.train import Grpo, StepReport
 pytestmark = [
     # two processes that wait for each other, on a machine that may be busy
     pytest.mark.timeout(600),
-    # of PEFT
+    # PEFT's call
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]
 
@@ -68,7 +68,7 @@ def test_two_processes_train_as_one(ranks: Ranks, case: str) -> None:
     assert (last.importance_bounded if "importance" not in changes else last.clip_fraction) > 0.1
     for results in ranks:
         trained, encoded = results[case]
-        # the trees of both differ: AdamW makes more of differences in gradients near zero
+        # two ranks have other trees than one process; AdamW enlarges small differences
         within = 5e-5 if case == "hybrid" else 1e-5
         assert float((trained - weights(alone)).abs().max()) < within
         for data, other in zip(encoded, expected, strict=True):
@@ -100,7 +100,7 @@ def test_a_resumed_run_has_the_same_weights(ranks: Ranks, home: Path, name: str)
 
 @pytest.mark.usefixtures("ranks")
 def test_a_sharded_model_is_written_as_a_whole_one(home: Path, tmp_path: Path) -> None:
-    """In the names of its source, with the same bytes; a checkpoint, too."""
+    """Published model and checkpoint have the source's names and the bytes of a whole model."""
     alone = tmp_path / "alone"
     (alone / "published").mkdir(parents=True)
     shutil.copytree(home / "source", alone / "source")
@@ -114,7 +114,7 @@ def test_a_sharded_model_is_written_as_a_whole_one(home: Path, tmp_path: Path) -
 
 
 def test_only_rank_0_holds_gathered_tensors(ranks: Ranks) -> None:
-    """The others need no memory for the whole model when it is saved."""
+    """The other ranks need no memory for the whole model when it is saved."""
     whole = sum(each.numel() for each in checkpoint.unique_weights(tiny()).values())
     assert [int(each["gathered"][0]) for each in ranks] == [whole, 0]
 

@@ -70,7 +70,7 @@ def publish(trainer: Grpo, folder: Path, dtype: str | None = None) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_published_model_is_as_its_source(tmp_path: Path, kind: str) -> None:
-    """In names, types, configuration and what is not trained; and it loads as the source does."""
+    """Names, types, configuration and untrained weights are the source's; it loads like it."""
     source = make_source(tmp_path / "source", kind)
     trainer = train(source)
     result = publish(trainer, tmp_path / "model")
@@ -116,7 +116,7 @@ def test_a_tied_weight_that_is_stored_twice_is_written_twice(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_is_as_its_source_in_float32(tmp_path: Path, kind: str) -> None:
-    """And training continues from it with the same weights."""
+    """Trained weights are in float32, and training continues from the checkpoint with them."""
     source = make_source(tmp_path / "source", kind)
     trainer = train(source)
     path = checkpoint.save(tmp_path, trainer, step=1, version=1)
@@ -161,7 +161,7 @@ def test_a_merged_adapter_is_published_in_the_names_of_the_source(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adapter_of_all_layers_is_merged(tmp_path: Path, kind: str) -> None:
-    """Also those of fused experts: the published model computes what the trainer computes."""
+    """The published model computes what the trainer computes, also with fused experts."""
     source = make_source(tmp_path / "source", kind)
     trainer = train(source, lora=Lora(rank=2))
     result = publish(trainer, tmp_path / "model", "float32")
@@ -176,7 +176,7 @@ def test_an_adapter_of_all_layers_is_merged(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_in_the_names_of_the_model_are_read(tmp_path: Path, kind: str) -> None:
-    """As in checkpoints of earlier versions, which have only what is trained."""
+    """Checkpoints of earlier versions have such names; a missing weight is an error."""
     model, _, _ = load(make_source(tmp_path / "source", kind), dtype=torch.float32)
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     save_file(expected, tmp_path / "model.safetensors")
@@ -227,7 +227,7 @@ def test_a_source_that_stores_tied_weights_twice_gets_both(tmp_path: Path) -> No
 
 
 def test_a_source_without_a_trained_weight_is_refused(tmp_path: Path) -> None:
-    """Before training, by the name of the weight."""
+    """A missing weight is an error that names it, before training."""
     source = make_source(tmp_path / "source", "qwen3")
     model, _, _ = load(source, dtype=torch.float32)
     tensors = load_file(source / "model.safetensors")
@@ -241,6 +241,6 @@ def test_a_source_without_a_trained_weight_is_refused(tmp_path: Path) -> None:
 
 
 def test_hybrid_kinds_have_gated_delta_net_layers() -> None:
-    """The list that other tests use is complete."""
+    """`HYBRID`, which other tests use, has all kinds with such layers and no others."""
     linear = [name for name in KINDS if "linear_attn" in " ".join(make_kind(name).state_dict())]
     assert tuple(linear) == HYBRID

@@ -130,7 +130,7 @@ async def test_a_finished_run_continues_with_more_steps(tmp_path: Path) -> None:
     summary = await run(write_config(tmp_path, schedule=plan | {"steps": 2}), folder)
     assert (summary.state.step, summary.state.sessions) == (2, 4)
     assert [row["step"] for row in rows(folder, "rollout/reward")] == [1, 2]
-    assert [score.step for score in summary.state.scores] == [0, 1, 2]  # the end of each run
+    assert [score.step for score in summary.state.scores] == [0, 1, 2]  # 0 and the end of each run
     assert sorted(path.name for path in (folder / CHECKPOINTS).iterdir()) == [
         "step-000001", "step-000002",
     ]  # fmt: skip
@@ -144,7 +144,7 @@ async def test_a_finished_run_continues_with_more_steps(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 async def test_a_hybrid_with_images_trains(tmp_path: Path) -> None:
-    """Its engine and trainer agree, and its trained model has what was not trained."""
+    """Engine and trainer agree, and the trained model has the vision weights unchanged."""
     plan = {"steps": 2, "tasks_per_step": 2, "samples": 2}
     config = write_config(tmp_path, schedule=plan, heldout=None)
     source = tmp_path / "model"

@@ -82,7 +82,7 @@ async def test_alarms_of_a_step(name: str, tmp_path: Path) -> None:
     good = groups(model)
     batch = [case.change(each) for each in good]
     ids = good[0].traces[0].ids
-    weights = copy.deepcopy(model)  # those of the engine
+    weights = copy.deepcopy(model)  # the engine's weights
     before = score(model, ids, 1.0)
     report = Grpo(model, GrpoConfig(lr=case.lr)).step(batch, version=VERSION)
     probe, sent = Probe(ids, before, score(model, ids, 1.0)), copy.deepcopy(model)

@@ -111,14 +111,14 @@ async def test_files_of_steps(live: RestartableServer, tmp_path: Path) -> None:
 def test_temperatures_are_those_of_the_next_token(recipe: Any) -> None:
     """prime-rl divides the logits at a position, which are of the next token, by its temperature.
 
-    It is never 0, which would make them infinite.
+    The temperature is never 0, which would make the logits infinite.
     """
     row = msgspec.structs.replace(sample(5), temperatures=np.float32([1, 1, 0.5, 0, 0.5]))
     assert recipe.make_micro_batch([row]).temperatures == [1, 0.5, 1, 0.5, 1]
 
 
 def test_ranks_have_equally_many_micro_batches(recipe: Any) -> None:
-    """Each sample is in one, none is too long, and padding batches train nothing."""
+    """Each sample is in one micro-batch, none is too long, and padding batches train nothing."""
     lengths = [9, 8, 5, 5, 4, 3, 2]
     ranks = recipe.pack([sample(length) for length in lengths], 10, 3)
     assert [len(batches) for batches in ranks] == [2, 2, 2]

@@ -61,7 +61,7 @@ def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def test_vllm_replaces_an_adapter(adapter: Path) -> None:
-    """The previous one is unloaded, if there is one."""
+    """The previous adapter is unloaded, if there is one."""
     not_loaded = "/v1/unload_lora_adapter"
     async with engine(fails=not_loaded) as (url, seen), VllmWeightUpdater(url) as weights:
         await weights.load(adapter, 7)
@@ -82,7 +82,7 @@ async def test_sglang_requests() -> None:
 
 
 async def test_failed_requests_are_errors() -> None:
-    """A cache that is not reset, and an engine that does not answer."""
+    """A cache that is not reset, and an engine that does not answer, raise an error."""
     fails = "/reset_prefix_cache?reset_running_requests=true"
     async with engine(fails=fails) as (url, _), VllmWeightUpdater(url) as weights:
         with pytest.raises(EngineError, match="cache is held"):

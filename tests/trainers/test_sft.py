@@ -53,7 +53,7 @@ def plain_loss(model: PreTrainedModel, samples: list[Sample]) -> torch.Tensor:
 
 @pytest.mark.parametrize("options", [{}, {"tree_packing": False}, {"micro_tokens": 40}])
 def test_loss_and_gradient_are_those_of_plain_torch(options: dict[str, Any]) -> None:
-    """Within 1e-6, however the update is cut into forward passes."""
+    """Loss and gradient agree within 1e-6, however an update is cut into forward passes."""
     samples, other = made_samples(7), tiny()
     loss = plain_loss(other, samples)
     loss.backward()
@@ -92,7 +92,7 @@ def read_one(path: Path, window: int = 999) -> Sample:
 
 @pytest.mark.parametrize("shape", ["text", "object", "prompt_completion"])
 def test_messages_are_rendered_and_only_answers_are_trained(tmp_path: Path, shape: str) -> None:
-    """Every answer up to its end token, after the context that the gateway renders."""
+    """Every answer is trained up to its end token, in the context that the gateway renders."""
     arguments = json.loads if shape == "object" else str
     messages = [
         serialize_message(each, reasoning_field=None, arguments=arguments) for each in CONVERSATION

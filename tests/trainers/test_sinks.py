@@ -90,7 +90,7 @@ async def test_the_server_has_the_figures_of_the_file(tmp_path: Path) -> None:
 def test_figures_that_cannot_be_sent_are_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run continues, and the file has them."""
+    """The run continues, and the file has the figures."""
     monkeypatch.setattr("tugline.trainers.sinks._SEND_S", 0.1)
     monkeypatch.setenv("TUGLINE_TOKEN", TOKENS.client)
     sinks = make_sinks((), Console(file=io.StringIO()), "http://127.0.0.1:9")
@@ -129,7 +129,7 @@ def test_weights_and_biases_offline(tmp_path: Path) -> None:
 
 
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures and alerts are in its local database."""
+    """Figures and alerts are in Trackio's local database."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     for name in [module for module in sys.modules if module.partition(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)  # it reads the folder when it is first imported

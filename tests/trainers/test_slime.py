@@ -124,7 +124,7 @@ async def test_a_session_without_a_reward_is_in_the_batch(
 async def test_groups_are_read_again_until_slime_has_saved(
     live: RestartableServer, recipe: Any
 ) -> None:
-    """The next run has those since the last checkpoint, in the same order."""
+    """The next run has the groups since the last checkpoint, in the same order."""
     await finish(live, a=[1.0, 0.0], b=[None, None], c=[0.0, 1.0], d=[1.0, 1.0])
     args = arguments(1, 2)
 
@@ -136,7 +136,7 @@ async def test_groups_are_read_again_until_slime_has_saved(
         with closing(recipe.TuglineGroups(args)) as source:
             taken = [take(source, 0)]
             source.save(0)
-            taken.append(take(source, 1))  # not saved
+            taken.append(take(source, 1))  # read but not saved
         with closing(recipe.TuglineGroups(args)) as source:
             source.load(0)
             return [*taken, take(source, 1), take(source, 2)]

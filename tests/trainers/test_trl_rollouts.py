@@ -29,7 +29,7 @@ AGENTS = AGENT.replace("range(1)", "range(3)")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    # raised by transformers for calls of TRL
+    # transformers warns about calls of TRL
     pytest.mark.filterwarnings("ignore:.*deprecated and will be removed:FutureWarning"),
 ]
 

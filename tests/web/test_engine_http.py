@@ -35,7 +35,7 @@ async def ask(http: EngineHttp) -> str:
 
 @pytest.mark.parametrize("early", [True, False], ids=["before", "at the next request"])
 async def test_a_closed_idle_connection_is_replaced(*, early: bool) -> None:
-    """The request is sent again on a new one, without an error."""
+    """The request is sent again on a new connection, without an error."""
     closed = asyncio.Event()
 
     async def handle(peer: Peer) -> None:
@@ -70,13 +70,13 @@ async def test_unrequested_data_is_dropped(*, together: bool) -> None:
     async with engine(handle) as http:
         assert await ask(http) == "1"
         await sent.wait()
-        for _ in range(20):  # until it has come, or was found to have
+        for _ in range(20):  # until the data has come and the client has noticed
             await asyncio.sleep(0)
         assert await ask(http) == "2"
 
 
 async def test_an_incomplete_reply_is_not_retried() -> None:
-    """The engine may have sampled already, also on a reused connection."""
+    """Even on a reused connection there is no retry, since the engine may have sampled already."""
 
     async def handle(peer: Peer) -> None:
         await peer.next_request()

@@ -91,7 +91,7 @@ class Cycle:
 
 
 async def test_old_cycles_are_collected_when_idle() -> None:
-    """Ordinary collections leave them out to stay short."""
+    """Old cycles, which ordinary collections leave out to stay short, are freed when idle."""
     collected, idle = asyncio.Event(), False
     callbacks = len(gc.callbacks)
     async with managed_gc(lambda: idle, every_s=0.001, full=1):
@@ -109,7 +109,7 @@ async def test_old_cycles_are_collected_when_idle() -> None:
 
 
 def test_the_file_limit_is_raised_to_the_maximum() -> None:
-    """Thousands of agents need more than the default."""
+    """The soft limit of open files becomes the hard one, since thousands of agents need it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 500), hard))

@@ -79,7 +79,7 @@ _AMBIGUOUS: list[tuple[dict[str, Any], st.SearchStrategy[Any]]] = [
 
 @st.composite
 def drawn_tools(draw: st.DrawFn) -> Drawn:
-    """A tool and its arguments; few of the schemas allow both a text and what it looks like."""
+    """A tool and its arguments; few schemas allow both a string and the value it looks like."""
     properties: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
     for key in draw(st.lists(KEYS, max_size=3, unique=True)):

@@ -99,7 +99,7 @@ def squeeze(text: str) -> str:
 def test_every_planted_word_of_a_mutated_answer_is_in_its_message(
     name: str, data: st.DataObject, malformed: MalformedCalls
 ) -> None:
-    """Tags left out, repeated, moved or cut: each word is in the text, in a call, or reasoning."""
+    """Each word of an answer with damaged tags is in its text, its calls or its reasoning."""
     calls = [("read", {"path": "Z1Y"}), ("edit", {"old": "Z2Y\nZ3Y"})]
     text = f"Z4Y {write(name, *calls[: 1 if name == 'llama-3' else 2])} Z5Y"
     special = [token for token in SPECIALS[name].split() if token in text]
@@ -121,7 +121,7 @@ def test_every_planted_word_of_a_mutated_answer_is_in_its_message(
             pieces[at], pieces[other] = pieces[other], pieces[at]
     stops = [find_syntax(name).tokenizer.decode([stop]) for stop in find_syntax(name).stop_ids]
     sampled = "".join(pieces)
-    for stop in stops:  # what follows one is not part of the answer
+    for stop in stops:  # the answer ends at a stop id
         sampled = sampled.partition(stop)[0] + (stop if stop == "<|call|>" else "")
     message = parse(name, sampled, malformed=malformed)
     assert find_missing(sampled, message) == []
@@ -157,7 +157,7 @@ CASES: dict[str, Callable[[str, str], str]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_damaged_call_is_never_a_call_with_less(name: str, case: str) -> None:
-    """Unclosed, cut or run together: text as it was written, or with the sampled arguments."""
+    """A damaged call is text as it was written, or a call with the arguments as sampled."""
     calls = [("read", {"path": "Z1Y"})]
     if case == "two in one block" and name not in ("llama-3", "gpt-oss"):
         calls.append(("edit", {"old": "Z2Y"}))
@@ -176,7 +176,7 @@ def test_a_damaged_call_is_never_a_call_with_less(name: str, case: str) -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_without_declared_tools_every_answer_is_text(name: str) -> None:
-    """What looks like a call is sent as it was written, as by the hosted APIs."""
+    """Text that looks like a call is sent as it was written, as by the hosted APIs."""
     sampled = write(name, ("read", {"path": "Z1Y"}))
     message = parse(name, sampled, tools=())
     assert message.tool_calls == ()
@@ -186,7 +186,7 @@ def test_without_declared_tools_every_answer_is_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "llama-3"])
 def test_a_call_of_an_undeclared_tool_is_a_call(name: str) -> None:
-    """The harness tells the model that there is no such tool; a malformed one stays text."""
+    """A well-formed call of an undeclared tool is left to the harness; a malformed one is text."""
     sampled = write(name, ("read", {"path": "Z1Y"}))
     [call] = parse(name, sampled, tools=(EDIT,)).tool_calls
     assert (call.name, json.loads(call.arguments)) == ("read", {"path": "Z1Y"})
@@ -211,7 +211,7 @@ REPEATED = {
 def test_a_repeated_or_nameless_parameter_makes_the_call_malformed(
     name: str, *, nameless: bool
 ) -> None:
-    """Neither of two values is dropped."""
+    """The whole call stays text, so that neither of two values is dropped."""
     sampled = REPEATED[name]
     if nameless:
         head, _, tail = sampled.rpartition("path")
@@ -270,7 +270,7 @@ def test_a_value_may_hold_the_tags_of_its_format() -> None:
 
 
 def test_a_good_call_after_a_bad_one_is_a_call() -> None:
-    """The bad one is text in its place, or a call with its sampled arguments."""
+    """The bad call is text in its place, or a call with the arguments as sampled."""
     good = '<tool_call>\n{"name": "read", "arguments": {"path": "a"}}\n</tool_call>'
     for bad in (good.replace("}}", "}"), good.removesuffix("\n</tool_call>").replace("}", "")):
         message = parse("qwen3", f"Hm.\n{bad}\n{good}")
@@ -283,7 +283,7 @@ def test_a_good_call_after_a_bad_one_is_a_call() -> None:
 
 @pytest.mark.parametrize("unit", ["<tool_call>", "</tool_call>", "<tool_call></tool_call>x"])
 def test_thousands_of_tags_are_parsed_at_once(unit: str) -> None:
-    """An answer of nothing but tags costs no more than its length."""
+    """An answer of thousands of tags is text as it was sampled, within the time limit."""
     made: Rendering = make_rendering("qwen3.5")
     parameter = "<parameter=path>\n</parameter>\n"
     many = "<tool_call>" * 20_000 + unit + "</tool_call>" * 20_000

@@ -66,7 +66,7 @@ def parse(made: Rendering, end: Ids, ids: list[int], cuts: list[int], tools: lis
 
 
 def is_allowed(tool: Tool, arguments: Any) -> bool:
-    """Whether the tool's schema allows the arguments, as the library for schemas says."""
+    """Whether the tool's schema allows the arguments, according to the `jsonschema` library."""
     return bool(jsonschema.Draft202012Validator(tool.parameters).is_valid(arguments))
 
 
@@ -121,7 +121,7 @@ def test_a_call_is_parsed_as_it_was_written(
 def test_space_is_removed_between_the_parts_of_json_only(
     value: Any, indent: int | None, *, ascii_only: bool, half: str
 ) -> None:
-    """However JSON is laid out, its compact form has the same texts and numbers, also halves."""
+    """Whatever JSON's layout, its compact form has the same texts, half surrogates and numbers."""
     whole = [value, half, 10**400]
     written = json.dumps(whole, indent=indent, ensure_ascii=ascii_only)
     compact = json.dumps(whole, separators=(",", ":"), ensure_ascii=ascii_only)

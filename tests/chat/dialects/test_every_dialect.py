@@ -59,7 +59,7 @@ UNDERSTOOD = [json.loads(line) for line in (HERE / "understood.jsonl").read_text
 # --------------------------------------------------------------------------- routes and secrets
 @pytest.mark.parametrize("row", TABLES["routes"], ids=lambda row: f"{row['request'][:4]}")
 def test_every_route_has_one_dialect(row: dict[str, Any]) -> None:
-    """The model routes are shared: version, key or header decides; Chat takes what is left."""
+    """A version, key or header selects the dialect of a shared route; Chat has all the rest."""
     request = HttpRequest(*row["request"])
     found = [(d.name, d.match(request)) for d in DIALECTS if d.match(request) is not None]
     owner = row["dialect"]
@@ -77,7 +77,7 @@ def test_the_secret_is_read_from_the_places_of_its_api(wire: Wire) -> None:
 # --------------------------------------------------------------------------- requests
 @each_wire
 def test_a_conversation_is_the_same_in_every_dialect(wire: TalkWire) -> None:
-    """Text, reasoning, parallel calls, results in another order, images of users and tools."""
+    """Text, reasoning, parallel calls, results in another order and images are parsed alike."""
     messages = (
         Message(Role.SYSTEM, "Be brief."),
         Message(Role.USER, "Look: ", images=(Image(PIXEL, 6),)),
@@ -148,7 +148,7 @@ def test_the_cache_changes_nothing(
 
 
 def test_requests_with_a_common_beginning_are_parsed_correctly() -> None:
-    """Repeated keys, white space, items that end elsewhere: the cache follows the JSON."""
+    """The cache follows the JSON: repeated keys, white space and where items really end."""
 
     def parse(text: str, cache: ParseCache) -> list[str]:
         body = HttpRequest("POST", "v1", "/chat/completions", "", {}, text.encode())
@@ -239,7 +239,7 @@ def test_an_echoed_answer_keeps_its_meaning(wire: TalkWire, data: st.DataObject)
 
 @pytest.mark.parametrize("case", TABLES["replies"], ids=lambda case: case["name"])
 def test_a_reply_has_the_parts_and_events_of_its_api(case: dict[str, Any]) -> None:
-    """Whole and streamed, also for malformed calls; the counts are exact."""
+    """A reply has the API's parts, whole, streamed and for malformed calls, and exact counts."""
     wire = WIRES[case["dialect"]]
     request = wire.hello(tools=wire.tools, **case.get("fields", {}))
     message = msgspec.convert(case["message"], Message)
@@ -254,7 +254,7 @@ def test_a_reply_has_the_parts_and_events_of_its_api(case: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("case", TABLES["streams"], ids=lambda case: case["name"])
 def test_a_stream_has_the_events_of_its_api(case: dict[str, Any]) -> None:
-    """In whatever order its choices continue, with keep-alives in between."""
+    """The events are the API's in any order of choices, also with keep-alives in between."""
     wire = WIRES[case["dialect"]]
     request = wire.hello(tools=wire.tools, **case.get("fields", {}))
     stream = wire.dialect.stream(request, "s1-4", 17)
@@ -291,7 +291,7 @@ def assert_events(stream: bytes, expected: list[dict[str, Any]]) -> None:
 def test_finish_reasons_are_those_of_the_api(
     finish: Finish, stop: str | None, calls: tuple[ToolCall, ...], reasons: tuple[str, ...]
 ) -> None:
-    """Finish, stop string and calls decide; a truncated answer is always marked as such."""
+    """Finish, stop string and calls decide the reason; a truncated answer is marked as such."""
     message = Message(Role.ASSISTANT, "x", calls)
     for wire, reason in zip(WIRES.values(), reasons, strict=True):
         reply = wire.whole(wire.hello(), message, finish=finish, stop=stop)
@@ -309,7 +309,7 @@ def usage_of(reply: dict[str, Any]) -> Any:
 
 @every_wire
 def test_usage_counts_are_exact(wire: Wire) -> None:
-    """A whole reply has them; a stream at its end, with OpenAI's APIs only on request."""
+    """A whole reply has its counts; a stream at its end, with OpenAI's APIs only on request."""
     message = Message(Role.ASSISTANT, "x", reasoning="Hm.")
     request = wire.hello(stream_options={"include_usage": True})
     usage = usage_of(wire.whole(request, message))
@@ -323,7 +323,7 @@ def test_usage_counts_are_exact(wire: Wire) -> None:
 
 @pytest.mark.parametrize("name", TABLES["counts"])
 def test_a_count_has_the_shape_of_its_api(name: str) -> None:
-    """Clients decide by it when to compact their history."""
+    """A token count, by which clients decide when to compact their history, is as in its API."""
     assert json.loads(WIRES[name].dialect.encode_count(12)) == TABLES["counts"][name]
 
 
@@ -362,7 +362,7 @@ def test_errors_have_the_original_shape(dialect: str, row: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("row", TABLES["overflows"], ids=lambda row: row["dialect"])
 def test_an_overflow_is_worded_as_clients_expect_it(row: dict[str, Any]) -> None:
-    """Claude Code compacts on "prompt is too long"; OpenAI's clients look at the code."""
+    """The message has the words on which an API's clients, such as Claude Code, compact."""
     prompt, window = row["counts"]
     error = ContextOverflow("no room", prompt=prompt, window=window)
     body = ALL_WIRES[row["dialect"]].dialect.encode_error(error)[2]

@@ -43,7 +43,7 @@ def test_candidates_are_in_order_and_counted_together() -> None:
 
 
 def test_a_stream_is_bare_data_lines() -> None:
-    """Gemini CLI fails on anything else; an error is bare JSON without ``data:``."""
+    """Gemini CLI accepts nothing but data lines; an error is bare JSON without ``data:``."""
     request = WIRE.hello()
     streamed = WIRE.streamed(request, Message(Role.ASSISTANT, "a\nb"))
     assert all(line.startswith(b"data: {") for line in streamed.split(b"\n\n")[:-1])

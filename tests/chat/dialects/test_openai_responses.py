@@ -64,7 +64,7 @@ def test_a_reply_is_the_sdks_and_repeats_its_request() -> None:
 
 
 def test_a_cut_answer_is_incomplete() -> None:
-    """The response and its last message say so; reasoning is sealed only if asked for."""
+    """The response and its last message are incomplete; reasoning is sealed only on request."""
     cut = Message(Role.ASSISTANT, "Loo", reasoning="Hm.")
     reply = WIRE.whole(parse(), cut, finish=Finish.LENGTH)
     assert reply["status"] == "incomplete"

@@ -56,7 +56,7 @@ def neutral(request: Request) -> Request:
 
 
 def finished(message: Message, **more: Any) -> Response:
-    """A finished response that says `message`."""
+    """A finished response with `message` as its answer."""
     fields = {"finish": Finish.STOP, "usage": Usage(31, 7, 20, 2), **more}
     return Response(id="s1-4", model="m", created=1_700_000_000, message=message, **fields)
 
@@ -156,7 +156,7 @@ class TalkWire(Wire):
 
     @abstractmethod
     def collect(self, stream: bytes) -> Any:
-        """The same, from a stream."""
+        """The answer in a stream, as a client keeps it."""
 
     @abstractmethod
     def echo(self, answer: Any, rewrite: str) -> Json:
@@ -458,7 +458,7 @@ class _CompletionsWire(Wire):
     fields = {"model": "m"}
 
     def write(self, messages: Sequence[Message]) -> Json:
-        """Everything that was said, as one text."""
+        """The texts of all messages, joined to one text."""
         return {"prompt": "".join(message.content for message in messages)}
 
 

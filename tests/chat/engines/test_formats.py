@@ -103,7 +103,7 @@ def test_a_stream_gives_every_token_once_however_it_is_cut(name: str, at_once: i
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_whole_reply_gives_every_token(name: str) -> None:
-    """One read, complete, with an end."""
+    """A whole reply has as many ids and logprobs as the engine counts, and its finish reason."""
     deltas = whole(name)
     ids, logprobs = joined(deltas)
     reply = json.loads(RECORDED[name]["whole"])
@@ -114,7 +114,7 @@ def test_a_whole_reply_gives_every_token(name: str) -> None:
 
 @pytest.mark.parametrize("name", OBSERVED)
 def test_an_observed_answer_has_its_parts_and_its_prompt(name: str) -> None:
-    """Reasoning, text and tool calls as the engine parsed them; the prompt's ids untouched."""
+    """Reasoning, text and calls are those that the engine parsed; the prompt's ids are as sent."""
     for deltas in (streamed(name), streamed(name, at_once=1000), whole(name)):
         reasoning = "".join(delta.reasoning for delta in deltas)
         text = "".join(delta.text for delta in deltas)
@@ -135,7 +135,7 @@ def test_an_observed_answer_has_its_parts_and_its_prompt(name: str) -> None:
 
 
 def test_versions_are_read_where_the_engine_reports_them() -> None:
-    """Both native routes have them; vLLM at the end of a stream, from the first token on."""
+    """Both native routes have versions; vLLM at a stream's end, counted from the first token."""
     spans = (VersionSpan(0, 0, 8),)
     assert [d.spans for d in streamed("vllm_generate") if d.spans] == [spans]
     assert [d.spans for d in streamed("sglang_generate") if d.spans] == [spans]
@@ -197,7 +197,7 @@ def test_an_observed_answer_without_ids_is_an_error(wire: EngineFormat) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_unreadable_events_are_an_engine_error(name: str) -> None:
-    """An error in the middle of a stream is one, too."""
+    """Unreadable events, and an error in the middle of a stream, are engine errors."""
     wire = FORMATS[name]
     for payload in (b"<html>", b"\xff\xfe", b'{"choices": 5, "meta_info": 5}'):
         with pytest.raises(EngineError, match="cannot be decoded"):
@@ -240,7 +240,7 @@ def test_an_overflow_inside_a_stream_is_one_too() -> None:
 
 
 def test_other_refusals_keep_status_and_message() -> None:
-    """Status, Retry-After and message reach whoever decides about a retry."""
+    """The error has the status, Retry-After and message, by which a retry is decided."""
     error = parse_engine_error(503, b'{"error": {"message": "overloaded"}}', "3")
     assert isinstance(error, EngineError)
     assert (error.status, error.retry_after) == (503, 3.0)
@@ -275,7 +275,7 @@ def test_structured_output_is_requested_in_each_engines_format(row: dict[str, An
 
 
 def test_sglang_refuses_what_its_chat_route_would_ignore() -> None:
-    """A limit of one tool call, to which the server does not keep."""
+    """A limit of one tool call, which SGLang would not keep to, is refused."""
     wire, tool = SglangChat(), {"name": "read", "description": "", "parameters": {}}
     with pytest.raises(Unsupported, match="one tool call") as caught:
         wire.build_request(ask_for(wire, tools=[tool], parallel=False))

@@ -129,7 +129,7 @@ def test_no_content_adds_a_special_token(name: str, *, merges: bool, data: st.Da
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_no_tool_result_adds_a_special_token(name: str, data: st.DataObject) -> None:
-    """An extended prompt has none either, before and after its shape is known."""
+    """An extended prompt has no more special tokens, before and after its tail's shape is known."""
     of = made(name, merges=True)
     prompt = of.render((HELLO,), ())[-64:]
     closing = of.template.think_end
@@ -263,7 +263,7 @@ def decode(of: Rendering, messages: list[Message], tools: tuple[Tool, ...] = ())
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_prompts_without_special_tokens_are_as_before(name: str) -> None:
-    """The ids equal those of the version before contents were told from the template."""
+    """The ids equal those of the version that did not escape contents."""
     calls = (ToolCall("call_0_0", "read", '{"path": "a > b", "n": [1, null, {"x": "<b>"}]}'),)
     conversation = [
         Message(Role.SYSTEM, "Be brief <"),
@@ -301,7 +301,7 @@ def test_a_tool_result_cannot_write_a_system_message() -> None:
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_the_name_of_a_forced_tool_adds_no_special_token(name: str) -> None:
-    """The name is the client's."""
+    """Special tokens in the name of a forced tool, which the client chooses, become text."""
     of = make_rendering(name)
     forced = []
     for tool in ("name", SPECIALS[name].split()[-1], f"<{SPECIALS[name].split()[-1]}"):
@@ -365,7 +365,7 @@ def vocabulary_of(kind: str) -> tuple[Backend, Backend]:
 @pytest.mark.parametrize("kind", KINDS)
 @given(pieces=st.lists(st.sampled_from([*MARKS, " ", "x", "<", "|", "\n", "＜", "end|>", "]~"])))
 def test_escaped_contents_are_encoded_as_without_added_tokens(kind: str, pieces: list[str]) -> None:
-    """Whatever the tokenizer does to texts before it splits them changes nothing."""
+    """The ids equal those of a tokenizer without added tokens, whatever its normalizer does."""
     backend, plain = vocabulary_of(kind)
     contents = ContentTokenizer(Tokenizer(backend, kind))
     text = "".join(pieces)
@@ -374,7 +374,7 @@ def test_escaped_contents_are_encoded_as_without_added_tokens(kind: str, pieces:
 
 
 def test_a_mark_that_is_a_word_of_the_vocabulary_is_split() -> None:
-    """A model whose words include the mark would make it of text again."""
+    """An escaped mark is encoded by its parts, even where the vocabulary has it as one word."""
     words = {word: index for index, word in enumerate(["<", "e", "n", "d", ">", "<end>", "x"])}
     backend = Backend(models.BPE(words, [], ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -420,7 +420,7 @@ def test_kimi_declares_tools_as_json_where_its_types_do_not_suffice() -> None:
 
 
 def test_only_the_tool_that_cannot_be_written_has_its_schema_as_json() -> None:
-    """The others are declared as ever."""
+    """A tool that the template cannot express has its schema as JSON; others are as before."""
     of = make_rendering("nemotron-3")
     odd = Tool("odd", "Odd.", {"type": "object", "properties": {"a": True}})
     prompt = decode(of, [HELLO], (*TOOLS, odd))
@@ -431,7 +431,7 @@ def test_only_the_tool_that_cannot_be_written_has_its_schema_as_json() -> None:
 @pytest.mark.parametrize("name", OFFLINE)
 @pytest.mark.parametrize("arguments", ['{"path": "a', "[1]", "null", "NaN", '"x"'])
 def test_a_malformed_call_is_text_beside_a_good_one(name: str, arguments: str) -> None:
-    """The result follows; the good call stays a call, where a message can have both."""
+    """A malformed call is in the prompt as it was written; the results of both calls follow."""
     of = make_rendering(name)
     good, bad = ToolCall("call_0_0", "read", '{"path": "a"}'), ToolCall("call_0_1", "r", arguments)
     results = [Message(Role.TOOL, f"R{at}", tool_call_id=f"call_0_{at}") for at in range(2)]
@@ -444,7 +444,7 @@ def test_a_malformed_call_is_text_beside_a_good_one(name: str, arguments: str) -
 
 
 def test_errors_have_no_keys_of_escaping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A content with the key from an error could forge a special token."""
+    """An error has no key of the escaping, with which a content could forge a special token."""
     of = Rendering(make_tokenizer(), "qwen3")
 
     def refuse(messages: list[dict[str, Any]], **_: Any) -> None:

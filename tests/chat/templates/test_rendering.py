@@ -56,7 +56,7 @@ def test_every_template_of_the_library_is_known_by_name() -> None:
 
 
 def test_a_published_model_is_known_by_its_exact_name() -> None:
-    """The template of a fine-tuned model is not guessed."""
+    """A published name has its template; that of a fine-tuned model is not guessed."""
     made = Rendering.for_model(make_tokenizer(), "Qwen/Qwen3-8B")
     assert made.name == "qwen3"
     assert Rendering.for_model(make_tokenizer(), "me/Qwen3-8B") is None
@@ -101,10 +101,10 @@ def test_a_last_message_of_the_assistant_is_a_closed_turn(name: str, tools: Any)
 def test_the_end_of_a_prompt_is_enough_to_extend_it(
     name: str, merges: str, data: st.DataObject
 ) -> None:
-    """The extension from the last 64 ids is the library's from all of them.
+    """The last 64 ids of a prompt give the extension that the library makes from all of them.
 
-    Whatever was sampled, whatever the results hold, however the vocabulary merges it with what is
-    around, and also the second time, when the shape of the tail is known.
+    This holds for anything sampled, any results and any merges of a vocabulary with what is around
+    them, and also the second time, when the shape of the tail is known.
     """
     made = _merging(name, merges)
     history = [HELLO, Message(Role.ASSISTANT, "Yes."), HELLO][: data.draw(st.sampled_from((1, 3)))]
@@ -131,7 +131,10 @@ def test_the_end_of_a_prompt_is_enough_to_extend_it(
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_an_answer_that_ends_a_prompt_is_followed_by_another(name: str) -> None:
-    """The ids of a closed answer stay, and what follows is the template's; else there is none."""
+    """The ids of an answer with its stop id stay, and the template's follow.
+
+    An answer without one is not extended, nor one that the next role closes.
+    """
     made = make_rendering(name)
     prompt = made.render((HELLO,), TOOLS)
     whole = made.render((HELLO, SUMMARY), TOOLS)
@@ -221,7 +224,7 @@ def test_reasoning_is_kept_as_long_as_was_chosen(retention: str) -> None:
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_late_system_messages_keep_their_place(name: str) -> None:
-    """Late ones are neither left out nor moved, whatever role a template gives them."""
+    """Late system messages are neither left out nor moved, whatever role they are given."""
     made = make_rendering(name)
     answer = Message(Role.ASSISTANT, "ANSWER")
     messages = [
@@ -244,7 +247,7 @@ def test_late_system_messages_keep_their_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "qwen3-vl"])
 def test_images_are_refused_by_name(name: str) -> None:
-    """Images are not dropped silently."""
+    """An image is an error that names images; it is not dropped silently."""
     picture = Message(Role.USER, "See", images=(Image("data:image/png;base64,AA"),))
     with pytest.raises(Unsupported, match="images") as caught:
         make_rendering(name).render((picture,), ())

@@ -1,8 +1,9 @@
 """A Ray cluster that grows and shrinks by Ray's own autoscaler, its machines on this one.
 
-``ray_autoscaled.py PORT`` prints the cluster's address, and for each line on stdin the names of
-its machines. Ray's provider for such machines gives all of them this machine's name, so that of
-this file, which the autoscaler's process imports, names them apart. ``ray start`` wants a token.
+``ray_autoscaled.py PORT`` prints the cluster's address, and for each line on stdin the names of its
+machines. Ray's provider for such machines gives all of them the name of this machine. The provider
+in this file, which the autoscaler's process imports, gives each its own. ``ray start`` requires a
+token.
 """
 
 import functools
@@ -20,7 +21,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeP
 answer = functools.partial(print, "at", flush=True)
 """Print an answer with a prefix, since Ray prints lines of its own."""
 MACHINES = 3
-"""Most of them."""
+"""Largest number of machines."""
 LISTS = (
     "cluster_synced_files", "head_setup_commands", "head_start_ray_commands",
     "initialization_commands", "rsync_exclude", "rsync_filter", "setup_commands",
@@ -61,7 +62,7 @@ def main(port: str) -> None:
             "gcs_address": address,
             "disable_node_updaters": True,
             "disable_launch_config_check": True,
-            "use_node_id_as_ip": True,  # they share one
+            "use_node_id_as_ip": True,  # all machines share one address
         },
         "head_node_type": "ray.head.default",
         "available_node_types": {

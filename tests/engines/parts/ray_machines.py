@@ -52,7 +52,7 @@ def main() -> None:
             options = {"name": "vllm_server_0", "lifetime": "detached"}
             EngineServer.options(scheduling_strategy=on_head, **options).remote(int(name))
         answer(cluster.address)
-    os._exit(0)  # what is left ends with this process
+    os._exit(0)  # programs that are left end with this process
 
 
 def _add(cluster: Cluster, name: str) -> object:

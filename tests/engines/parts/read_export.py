@@ -37,7 +37,7 @@ def differing(row: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Both tables."""
+    """Open both tables."""
     result, plain, padded = sys.argv[1:]
     rows = load_dataset("parquet", data_files=plain, split="train")
     found = [name for row in rows for name in differing(row)]

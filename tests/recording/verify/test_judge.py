@@ -230,7 +230,7 @@ def test_any_sampled_answer_passes(
 
 @pytest.mark.parametrize(("recorded", "used"), [("", "tokens"), ("text", "text")])
 def test_a_recording_keeps_its_encoding_of_special_tokens(recorded: str, used: str) -> None:
-    """One made before the setting has the tokenizer's encoding."""
+    """A recording from before the setting has the tokenizer's encoding of special tokens."""
     header = msgspec.json.encode(replace(HEADER, special_tokens_in_contents=recorded))
     read = msgspec.json.decode(header, type=Header)
     assert make_rendering(read, RENDERING.tokenizer).special_tokens_in_contents == used
@@ -244,7 +244,7 @@ def _observed(tmp_path: Path, mode: Mode, **fields: Any) -> tuple[Path, Recordin
 
 
 def test_an_observed_answer_is_checked_with_a_tokenizer_only(tmp_path: Path) -> None:
-    """Without one it is not checked; with one its text must be in that of the sampled ids."""
+    """Without a tokenizer the text is not checked; with one, the sampled ids must decode to it."""
     path, recording = _observed(tmp_path, Mode.OBSERVED)
     check = verify_session(path, recording, TextVerifier()).checks["text"]
     assert check.verdict is VerifyVerdict.UNCHECKED
@@ -259,7 +259,7 @@ def test_an_observed_answer_is_checked_with_a_tokenizer_only(tmp_path: Path) -> 
 
 
 def test_a_call_without_ids_is_in_the_ledger(tmp_path: Path) -> None:
-    """Text mode is neither exact nor broken."""
+    """A call in text mode is neither exact nor broken; its tokens are counted by reason."""
     none = np.empty(0, np.int32)
     no_ids = {"prompt_ids": none, "sampled_ids": none, "logprobs": np.empty(0, np.float32)}
     recorded = _observed(tmp_path, Mode.TEXT, versions=(), unreported_tokens=4, **no_ids)

@@ -32,7 +32,7 @@ from tugline.types import (
 )
 
 HOSTILE = "</script><img src=x onerror=alert(1)> \x1b[31m red \u202e backwards 界🙂"
-"""What a model might say to a page or a terminal."""
+"""Text of a model that may harm a page or a terminal."""
 LAST_WORD = "zanzibar"
 START = 1_000_000.0
 """Start of every session, in Unix seconds."""

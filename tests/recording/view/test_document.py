@@ -44,7 +44,7 @@ def test_the_page_is_self_contained(tmp_path: Path) -> None:
 
 
 def test_the_page_without_a_session_is_small() -> None:
-    """Each session's file has it, so a run of a thousand sessions has it a thousand times."""
+    """The empty page, which the file of every session repeats, has at most 120 kB."""
     pages = files("tugline.recording.view") / "pages"
     assert len((pages / "session.html").read_bytes()) <= 120_000
 

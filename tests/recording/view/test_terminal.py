@@ -41,7 +41,7 @@ def session(tmp_path: Path) -> ViewedSession:
 
 
 def test_the_view_is_complete_without_colour(session: ViewedSession) -> None:
-    """The outcome, each turn, the events, each trace and the ledger."""
+    """The view has the outcome, each turn, the events, each trace and the ledger."""
     text = render(session)
     assert "\x1b" not in text
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
@@ -82,7 +82,7 @@ def test_a_turn_has_its_messages_and_answer(session: ViewedSession) -> None:
 
 
 def test_a_long_session_is_abbreviated(tmp_path: Path) -> None:
-    """A line per turn and the first and last answers, quickly; others on request."""
+    """Each turn has a line, but only the first and last answers are printed; others on request."""
     session = view(long(tmp_path, turns=400, base=400, length=20))
     began = time.process_time()
     text = render(session)
@@ -96,21 +96,21 @@ def test_a_long_session_is_abbreviated(tmp_path: Path) -> None:
 
 
 def test_many_traces_are_abbreviated(tmp_path: Path) -> None:
-    """`per_request` makes a trace per call: the first and last are listed."""
+    """`per_request` makes a trace for each call, of which the first and last are listed."""
     text = render(view(long(tmp_path, turns=40, base=50, length=5), "per_request"))
     assert "… 17 more traces" in text
     assert "trace 20  main" not in text
 
 
 def test_without_a_tokenizer_ids_are_printed(session: ViewedSession) -> None:
-    """Each token is a number."""
+    """Each token is printed as its id, a number."""
     lines = render(session, texts=TokenText(None)).splitlines()
     (line,) = (line for line in lines if line.startswith("  call 0 "))
     assert line.split()[3:] == [str(token) for token in session.calls[0].sampled_ids]
 
 
 def test_tokens_keep_their_leading_spaces() -> None:
-    """A vocabulary that marks the start of words by a bar, as SentencePiece does, has spaces."""
+    """A word that a vocabulary like SentencePiece's marks with a bar begins with a space."""
     backend = Backend(models.WordLevel({"▁a": 0, "▁world": 1, "?": 2}, unk_token="?"))
     backend.decoder = decoders.Metaspace()
     metaspace = Tokenizer(backend, "metaspace")

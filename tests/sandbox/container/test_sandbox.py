@@ -113,7 +113,7 @@ async def test_cancelling_during_a_mount(
 async def test_own_folders_are_writable(
     podman: str, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """Workdir, home and /tmp, also for users other than root and with a read-only image."""
+    """Workdir, home and /tmp are writable for any user and with a read-only image."""
     runtime = Container(engine=podman, image=DEBIAN, **options)
     async with runtime.open(tmp_path / "sandbox", SandboxSpec(files={"a": "1"})) as sandbox:
         script = "touch b ~/c /tmp/d && echo ok; touch /usr/e 2>/dev/null || echo kept; id -u"
@@ -125,7 +125,7 @@ async def test_own_folders_are_writable(
 
 
 async def test_an_image_without_shell_is_an_error(podman: str, tmp_path: Path) -> None:
-    """No container or mount is left."""
+    """The error leaves no container and no mount."""
     context = tmp_path / "context"
     context.mkdir()
     (context / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
@@ -148,7 +148,7 @@ async def test_a_missing_image_name_is_an_error(podman: str, tmp_path: Path) -> 
 
 
 async def test_a_missing_engine_is_an_error(tmp_path: Path) -> None:
-    """The reason says how to start one; a session fails with `SandboxError`."""
+    """The reason has the command that starts one; a session fails with `SandboxError`."""
     runtime = Container(engine=f"unix://{tmp_path}/none.sock", image=DEBIAN)
     reason = await asyncio.to_thread(runtime.check_available)
     assert "none.sock" in reason
@@ -203,7 +203,7 @@ async def test_an_engine_that_stops_before_the_end(tmp_path: Path) -> None:
 async def test_a_hanging_engine_does_not_block_reap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that accepts connections but does not answer does not block a node's start."""
+    """An engine that accepts connections but never answers does not block a node's start."""
     monkeypatch.setattr(ContainerEngine.run_blocking, "__defaults__", ("it failed", 0.5))
     ping = b"HTTP/1.0 200 OK\r\nApi-Version: 1.41\r\nLibpod-Api-Version: 4.3.1\r\n\r\nOK"
     writers = []

@@ -64,7 +64,7 @@ async def test_tasks_and_sessions_can_be_read(server: RunningServer) -> None:
 async def test_a_result_is_committed_once_and_read_in_every_form(server: RunningServer) -> None:
     """Repeating a commit is fine, another result is not; every form has the trajectory.
 
-    Its version is that of the weights when it was leased.
+    The trajectory's version is that of the weights when its session was leased.
     """
     await server.ask("POST", "/v1/weights", json={"version": 3})
     node, epoch = await server.start()
@@ -88,7 +88,7 @@ async def test_a_result_is_committed_once_and_read_in_every_form(server: Running
 
 
 async def test_local_recordings_can_be_read(server: RunningServer, tmp_path: Path) -> None:
-    """Turns and texts of the last lease, before there is a result; 204 for other nodes."""
+    """The recording of the last lease can be read before the result; other nodes' are a 204."""
     _, epoch = await server.start(samples=2)
     folder = tmp_path / "nodes" / "n" / "recordings"
     folder.mkdir(parents=True)
@@ -159,7 +159,7 @@ async def test_health_status_and_metrics(server: RunningServer) -> None:
 async def test_store_errors_are_503_and_faults_are_500(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A 503 says when to retry; a 500 names the log entry, and both hide the error's text."""
+    """A 503 has a time to retry; a 500 names the log entry, and both hide the error's text."""
 
     def fail(error: Exception) -> Callable[[Tx], None]:
         def op(_tx: Tx) -> None:

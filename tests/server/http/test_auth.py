@@ -26,7 +26,7 @@ def _path(route: Route, ident: str = "t") -> str:
 
 
 async def test_every_route_needs_its_token(server: RunningServer) -> None:
-    """No token, unknown tokens, one of a lost node, and every role that the route does not list."""
+    """A missing, unknown or lost node's token gets 401, a role that the route lacks 403."""
     lost = await server.join("again")
     await server.lease(lost, wait_s=0)
     await server.join("again")
@@ -91,7 +91,7 @@ def read_audit_log(server: RunningServer) -> list[tuple[str, ...]]:
 
 
 async def test_a_token_of_a_tenant_changes_only_its_work(server: RunningServer) -> None:
-    """Notes, cancellations and deliveries of other tenants are refused, and changes for all."""
+    """Changes to work of other tenants, and to what all tenants share, are refused."""
     people = {"eve": Person("eve-token", "client", "eve")}
     server.app.tokens = msgspec.structs.replace(TOKENS, people=people)
     given = {**TASK, "id": "a", "callback": {"url": "https://8.8.8.8/"}}

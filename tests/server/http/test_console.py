@@ -32,7 +32,7 @@ async def test_every_path_serves_the_console(server: RunningServer, path: str) -
 
 
 async def test_lists_begin_with_the_newest(server_of_each: RunningServer) -> None:
-    """Pages backwards, with the results of ended sessions."""
+    """Pages go backwards, with the results of ended sessions."""
     server = server_of_each
     await server.finish(id="mend", samples=3)
     await server.submit(id="later", samples=2)

@@ -86,7 +86,7 @@ def _request_options(case: Case, url: str, node: NodeRegistered, *, real: bool) 
     return {"base_url": url, "headers": headers, "timeout": 20}
 
 
-@pytest.mark.filterwarnings("ignore:Do not use the `random`")  # schemathesis does
+@pytest.mark.filterwarnings("ignore:Do not use the `random`")  # schemathesis uses it
 @pytest.mark.parametrize(
     ("operation", "mode"), MODES, ids=lambda case: getattr(case, "label", case)
 )
@@ -124,7 +124,7 @@ def test_the_document_is_up_to_date() -> None:
 
 @pytest.mark.parametrize("name", ["Task", "Limits", "Sampling", "Group"])
 def test_every_number_of_a_task_has_a_range(name: str) -> None:
-    """Minimum and maximum are in the schema."""
+    """The schema has the minimum and maximum of each number."""
     for field, schema in DOCUMENT["components"]["schemas"][name]["properties"].items():
         for kind in schema.get("anyOf", [schema]):
             if kind.get("type") in {"integer", "number"}:
