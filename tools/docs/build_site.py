@@ -105,6 +105,8 @@ def stage(pages: Path) -> None:
 def describe_commands() -> str:
     """Return a page with the help of every command."""
     text = generate_markdown_docs(make_app(), generate_toc=False)
+    # anchors of the site keep every hyphen of a heading, unlike the links that cyclopts makes
+    text = text.replace("(#tugline-completion)", "(#tugline---completion)")
     return text.replace("# tugline\n", "# The command line\n", 1)
 
 
