@@ -17,14 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 from support.models import make_kind
 from trainers.sessions import VERSION, groups, recaptured, session, tiny, trace, weights
 from tugline.inference.load import load
+from tugline.trainers.config import Lora
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.distributed import gather_tensors, shard
 from tugline.trainers.grpo.train import Grpo, StepReport
 from tugline.trainers.lora import write_trained
+from tugline.trainers.models import Placement, load_model
 from tugline.types import Trajectory
 
 STEPS, SAVED = 5, 2
+CPU = torch.device("cpu")
 CONFIG = GrpoConfig(lr=1e-4, sessions_per_update=3, importance="truncate", warmup_updates=6)
 LORA = peft.LoraConfig(
     r=4,
@@ -131,10 +134,38 @@ def resume(name: str, share: slice, folder: Path) -> torch.Tensor:
 
 
 def publish(folder: Path, model: torch.nn.Module) -> None:
-    """Write a model in the names of ``source``, and a checkpoint."""
-    trainer = Grpo(model, CONFIG, source=folder / "source")
+    """Write a model in the names of its source, and a checkpoint."""
+    trainer = Grpo(model, CONFIG, source=folder / "qwen3_moe")
     write_trained(folder / "published", model, trainer.source)
     checkpoint.save(folder / "saved", trainer, step=1, version=VERSION)
+
+
+LOADED: dict[str, tuple[str, Placement, Lora | None]] = {
+    "experts": ("qwen3_moe", Placement(CPU, sharded=True), None),
+    "tied": ("qwen3", Placement(CPU, sharded=True), None),
+    "images": ("qwen3_5_with_images", Placement(CPU, sharded=True), None),
+    "adapter": ("qwen3_moe", Placement(CPU, sharded=True, compute=torch.bfloat16), Lora(rank=2)),
+}
+"""Models that each rank loads a part of: the kind of the source, where it computes, the adapter."""
+
+
+def load_by_rank(folder: Path) -> dict[str, tuple[torch.Tensor, list[bytes]]]:
+    """Return all weights of each model in `LOADED`, and the type of each as text."""
+    results = {}
+    for name, (kind, placement, adapter) in LOADED.items():
+        model = load_model(folder / kind, placement, adapter, seed=3).model
+        types = [str(each.dtype).encode() for each in model.parameters()]
+        results[f"loaded {name}"] = (weights(model).float(), types)
+    return results
+
+
+def train_in_bfloat16(folder: Path, share: slice) -> tuple[torch.Tensor, list[bytes]]:
+    """Train a step of a sharded model that computes in bfloat16."""
+    placement = Placement(CPU, sharded=True, compute=torch.bfloat16)
+    model = load_model(folder / "qwen3", placement).model
+    trainer = Grpo(model, replace(CONFIG, autocast="bfloat16"))
+    report = trainer.step(batches()[0][share], version=VERSION)
+    return weights(model), [msgspec.json.encode(report)]
 
 
 def work(rank: int, folder: Path) -> None:
@@ -149,8 +180,10 @@ def work(rank: int, folder: Path) -> None:
     for name in RESUMED:
         share = slice(1) if rank == 0 else slice(1, None)
         results[f"resumed {name}"] = (resume(name, share, folder / name), [])
+    results |= load_by_rank(folder)
+    results["bfloat16"] = train_in_bfloat16(folder, slice(1) if rank == 0 else slice(1, None))
     (folder / "published").mkdir(exist_ok=True)
-    experts = load(folder / "source", dtype=torch.float32)[0]
+    experts = load(folder / "qwen3_moe", dtype=torch.float32)[0]
     shard(experts)
     publish(folder, experts)
     whole = gather_tensors(checkpoint.unique_weights(fsdp()))

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from msgspec.structs import replace
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from support.models import SMALL
-from trainers.sessions import VERSION, groups, recaptured, session, tiny, trace
+from trainers.sessions import VERSION, groups, recaptured, session, tiny, trace, weights
 from tugline.errors import CaptureError, ConfigError
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.samples import prepare
@@ -62,6 +63,24 @@ def test_kl_grows_with_the_distance_from_the_reference() -> None:
     assert first.kl == pytest.approx(0, abs=1e-9)
     assert second.kl is not None
     assert second.kl > 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # in PEFT
+def test_the_reference_of_an_adapter_is_its_model_without_it() -> None:
+    """The divergence is that from a second model, and gradients and weights are the same."""
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    runs = []
+    for reference in (None, tiny()):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(tiny(), lora)
+        trainer = Grpo(model, GrpoConfig(kl=0.1, lr=1e-2), reference=reference)
+        reports = [trainer.step(groups(tiny()), version=VERSION) for _ in range(2)]
+        runs.append((weights(model), [report.kl for report in reports]))
+    (own, divergences), (other, expected) = runs
+    assert divergences == pytest.approx(expected, rel=1e-4)
+    assert divergences[0] == pytest.approx(0, abs=1e-9)
+    assert divergences[1] > 1e-6
+    assert float((own - other).abs().max()) < 1e-6
 
 
 def test_kl_without_a_reference_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,20 @@ from msgspec.structs import replace
 from transformers import GPT2Config, GPT2LMHeadModel, JambaConfig, JambaForCausalLM, PreTrainedModel
 
 from support.models import SMALL, make_kind, make_mistral
-from trainers.sessions import VERSION, captured, groups, run_policy, sample, session, tiny, weights
+from trainers.sessions import (
+    VERSION,
+    captured,
+    gradient,
+    groups,
+    run_policy,
+    sample,
+    session,
+    tiny,
+    weights,
+)
 from tugline.errors import CaptureError, ConfigError
-from tugline.trainers.grpo.batch import Row
+from tugline.trainers.grpo import forward
+from tugline.trainers.grpo.batch import Row, plain_sample
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.forward import PolicyModel
 from tugline.trainers.grpo.packing import Costs, pack
@@ -291,6 +303,57 @@ def test_checkpointed_layers_are_computed_twice(tree: bool, checkpointing: bool)
     again = run_policy(model, [FIVE], config)
     assert sum(computed) == (2 if checkpointing else 1)
     assert float((run_policy(tiny(), [FIVE], TREE).gradient - again.gradient).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_offloaded_inputs_of_layers_are_not_kept_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+    offload: bool,  # noqa: FBT001
+) -> None:
+    """The backward pass gets them from copies, with the same gradient."""
+
+    def copying(*, pin_memory: bool) -> torch.autograd.graph.saved_tensors_hooks:
+        assert not pin_memory  # on a CPU, where `save_on_cpu` would keep the tensor itself
+        return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda copied: copied)
+
+    monkeypatch.setattr(forward, "save_on_cpu", copying)
+    config = replace(TREE, gradient_checkpointing=True, offload_activations=offload)
+    model = tiny()
+    inputs = list[weakref.ref[torch.Tensor]]()
+    model.model.layers[1].register_forward_pre_hook(
+        lambda _, args: inputs.append(weakref.ref(args[0]))
+    )
+    policy = PolicyModel(model, config)
+    inputs.clear()
+    (micro,) = pack([Row(FIVE)], policy.config, policy.device, Costs())
+    new = policy.logprobs(micro)
+    assert [each() is None for each in inputs] == [offload]
+    new.sum().backward()
+    plain = tiny()
+    PolicyModel(plain, TREE).logprobs(micro).sum().backward()
+    assert float((gradient(model) - gradient(plain)).abs().max()) < 1e-6
+
+
+def test_the_paths_of_a_tree_are_gathered_in_groups() -> None:
+    """No group of several runs has more than four keys for each token of the tree."""
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(0, 48, 400)
+    rows = [np.append(trunk[: 10 * n], rng.integers(0, 48, 3)) for n in range(1, 41)]
+    samples = [plain_sample(row.astype(np.int32), np.arange(len(row)) > 5) for row in rows]
+    alone, packed = (
+        run_policy(tiny(), samples, replace(config, micro_tokens=tokens))
+        for config, tokens in ((PLAIN, 1), (TREE, 20_000))
+    )
+    (micro,) = pack([Row(each) for each in samples], TREE, torch.device("cpu"), Costs())
+    assert micro.paths is not None
+    keys = [sum(group.keys) for group in micro.paths.groups]
+    assert len(keys) > 3
+    assert sum(keys) > 15 * micro.computed
+    assert max(keys) <= 4 * micro.computed
+    assert (
+        float(np.abs(np.concatenate(alone.logprobs) - np.concatenate(packed.logprobs)).max()) < 1e-5
+    )
+    assert float((alone.gradient - packed.gradient).abs().max()) < 1e-5
 
 
 def test_training_has_no_dropout() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from trainers.ranks import (
     ALONE,
     CASES,
     CONFIG,
+    LOADED,
     RESUMED,
     SAVED,
     batches,
@@ -29,6 +31,7 @@ from trainers.test_hub import make_source, read
 from tugline.inference.load import load
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.train import Grpo, StepReport
+from tugline.trainers.models import Placement, load_model
 
 pytestmark = [
     # two processes that wait for each other, on a machine that may be busy
@@ -50,7 +53,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(home: Path) -> Ranks:
     """Results of both ranks, by case."""
-    make_source(home / "source", "qwen3_moe")
+    for kind in {kind for kind, _, _ in LOADED.values()}:
+        make_source(home / kind, kind)
     mp.spawn(work, args=(home,), nprocs=2)
     return [torch.load(home / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
@@ -98,17 +102,51 @@ def test_a_resumed_run_has_the_same_weights(ranks: Ranks, home: Path, name: str)
         assert float((trained - expected).abs().max()) < 1e-5
 
 
+@pytest.mark.parametrize("name", LOADED)
+def test_ranks_load_their_parts_of_a_model(ranks: Ranks, home: Path, name: str) -> None:
+    """Together they have the weights and types of a model that one process loads."""
+    kind, placement, adapter = LOADED[name]
+    alone = load_model(home / kind, replace(placement, sharded=False), adapter, seed=3).model
+    types = [str(each.dtype).encode() for each in alone.parameters()]
+    for results in ranks:
+        whole, found = results[f"loaded {name}"]
+        assert torch.equal(whole, weights(alone).float())
+        assert found == types
+    frozen = {each.dtype for each in alone.parameters() if not each.requires_grad}
+    assert frozen == ({torch.bfloat16} if adapter else set())
+    trained = {each.dtype for each in alone.parameters() if each.requires_grad}
+    assert trained == {torch.float32}
+
+
+def test_a_sharded_model_that_computes_in_bfloat16_keeps_float32_weights(
+    ranks: Ranks, home: Path
+) -> None:
+    """A step differs from one under autocast by the rounding of bfloat16 only."""
+    model = load_model(home / "qwen3", Placement(torch.device("cpu"))).model
+    start = weights(model)
+    trainer = Grpo(model, msgspec.structs.replace(CONFIG, autocast="bfloat16"))
+    expected = trainer.step(batches()[0], version=VERSION)
+    moved = weights(model) - start
+    for results in ranks:
+        trained, (encoded,) = results["bfloat16"]
+        report = msgspec.json.decode(encoded, type=StepReport)
+        assert report.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
+        assert trained.dtype == torch.float32
+        assert float(torch.cosine_similarity(trained - start, moved, dim=0)) > 0.9
+    assert torch.equal(ranks[0]["bfloat16"][0], ranks[1]["bfloat16"][0])
+
+
 @pytest.mark.usefixtures("ranks")
 def test_a_sharded_model_is_written_as_a_whole_one(home: Path, tmp_path: Path) -> None:
     """Published model and checkpoint have the source's names and the bytes of a whole model."""
     alone = tmp_path / "alone"
     (alone / "published").mkdir(parents=True)
-    shutil.copytree(home / "source", alone / "source")
-    publish(alone, load(alone / "source", dtype=torch.float32)[0])
+    shutil.copytree(home / "qwen3_moe", alone / "qwen3_moe")
+    publish(alone, load(alone / "qwen3_moe", dtype=torch.float32)[0])
     name = "model.safetensors"
     whole = (alone / "published" / name).read_bytes()
     assert whole == (home / "published" / name).read_bytes()
-    assert read(home / "published").keys() == read(home / "source").keys()
+    assert read(home / "published").keys() == read(home / "qwen3_moe").keys()
     saved = Path("saved", "step-000001", name)
     assert (alone / saved).read_bytes() == (home / saved).read_bytes()
 

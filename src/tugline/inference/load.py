@@ -41,6 +41,7 @@ def load_empty(
     described = _load_model(folder, dtype=dtype, device_map="meta")
     with accelerate.init_empty_weights():
         model = type(described)(described.config)
+    model.tie_weights()
     own = dict(described.named_parameters())
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(own[name].dtype)

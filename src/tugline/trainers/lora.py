@@ -13,19 +13,31 @@ from tugline.trainers.grpo.hub import get_base_model, get_weights, write_weights
 
 
 def add_adapter(model: Any, lora: Lora, seed: int) -> torch.nn.Module:
-    """Return a model with a new adapter, which is equal on every rank."""
+    """Return a model with a new adapter, which is equal on every rank.
+
+    The adapter's weights are allocated, also if those of the model are on the meta device.
+    """
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - an extra
+    from peft.tuners.lora import LoraLayer  # noqa: PLC0415
 
     targets = list(lora.targets) or "all-linear"
     settings = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM"
     )
-    torch.manual_seed(seed)
     # PEFT 0.21 uses a deprecated name of transformers, and does not find its own patterns for
     # fused experts, which it applies
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern", RuntimeWarning)
-        return get_peft_model(model, settings)
+        adapted: torch.nn.Module = get_peft_model(model, settings)
+    torch.manual_seed(seed)
+    for layer in adapted.modules():
+        if isinstance(layer, LoraLayer):
+            for part in (layer.lora_A, layer.lora_B):
+                part.to_empty(device="cpu")
+            layer.reset_lora_parameters(  # type: ignore[no-untyped-call]
+                "default", init_lora_weights=True
+            )
+    return adapted
 
 
 def merge_adapter(model: Any) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the conventional name
 from msgspec.structs import replace
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
@@ -60,6 +61,7 @@ class PolicyModel:
     def __init__(self, model: torch.nn.Module, config: UpdateConfig) -> None:
         self.model = model
         self._chunk = config.logits_chunk
+        self._offloads = config.offload_activations
         root: Any = model.module if isinstance(model, DistributedDataParallel) else model
         inner = root.get_base_model() if hasattr(root, "get_base_model") else root
         self._root = root
@@ -84,7 +86,7 @@ class PolicyModel:
         if recompute == "auto":
             recompute = _count_weights(inner) >= _LARGE
         if recompute or config.offload_activations:
-            _checkpoint_layers(inner, offload=config.offload_activations)
+            _checkpoint_layers(inner)
 
     @property
     def device(self) -> torch.device:
@@ -124,8 +126,16 @@ class PolicyModel:
             unused = torch.zeros(1, 1, 1, 1, device=ids.device)
             tree = {"position_ids": micro.positions, "attention_mask": unused}
             tree["tree_paths"] = micro.paths
-        states: torch.Tensor = self._body(input_ids=ids, use_cache=False, **tree).last_hidden_state
+        with self._saving():
+            output = self._body(input_ids=ids, use_cache=False, **tree)
+        states: torch.Tensor = output.last_hidden_state
         return states
+
+    def _saving(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which layers, which are checkpointed, save their inputs."""
+        if not self._offloads:
+            return contextlib.nullcontext()
+        return save_on_cpu(pin_memory=self.device.type != "cpu")
 
     def _score(
         self, states: torch.Tensor, target: torch.Tensor, temperature: torch.Tensor
@@ -261,9 +271,9 @@ def count_operations(inner: Any) -> Costs:
     return Costs(2.0 * weights, 4.0 * heads * width * layers, 2.0 * vectors)
 
 
-def _checkpoint_layers(inner: Any, *, offload: bool) -> None:
+def _checkpoint_layers(inner: Any) -> None:
     try:
-        inner.activation_checkpointing_enable({"use_reentrant": False}, offload=offload)
+        inner.activation_checkpointing_enable({"use_reentrant": False})
     except ValueError as error:
         msg = f"gradient_checkpointing: {error}; set it to false"
         raise ConfigError(msg, "gradient_checkpointing") from error
