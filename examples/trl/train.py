@@ -53,7 +53,7 @@ def make_arguments(config: TrainConfig, out: Path, **changes: object) -> GRPOCon
         "epsilon_high": update.clip_high,
         "loss_type": "dapo",
         "scale_rewards": SCALE[update.advantage],
-        "save_steps": schedule.checkpoint_every,
+        "save_steps": schedule.checkpoint_every or 1,
         "save_total_limit": schedule.keep,
         "logging_steps": 1,
         "seed": schedule.seed,

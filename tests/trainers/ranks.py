@@ -20,7 +20,7 @@ from tugline.inference.load import load
 from tugline.trainers.config import Lora
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.trainers.grpo.distributed import gather_tensors, shard
+from tugline.trainers.grpo.distributed import shard
 from tugline.trainers.grpo.train import Grpo, StepReport
 from tugline.trainers.lora import write_trained
 from tugline.trainers.models import Placement, load_model
@@ -186,7 +186,8 @@ def work(rank: int, folder: Path) -> None:
     experts = load(folder / "qwen3_moe", dtype=torch.float32)[0]
     shard(experts)
     publish(folder, experts)
-    whole = gather_tensors(checkpoint.unique_weights(fsdp()))
-    results["gathered"] = (torch.tensor(sum(each.numel() for each in whole.values())), [])
+    saving = checkpoint.start(folder / "started", Grpo(fsdp(), CONFIG), step=1, version=VERSION)
+    own = sum(each.numel() for part in saving.draft.layers for each in part.values())
+    results["copied"] = (torch.tensor(own), [])
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()

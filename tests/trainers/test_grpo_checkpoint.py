@@ -43,6 +43,34 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
     assert straight.updates == resumed.updates
 
 
+def test_a_checkpoint_is_as_of_its_start(tmp_path: Path) -> None:
+    """Updates that are made while a checkpoint is written are not in it."""
+    batch = groups(tiny())
+    first = trainer()
+    first.step(batch, version=0)
+    before = weights(first.model)
+    saving = checkpoint.start(tmp_path, first, step=1, version=1)
+    assert checkpoint.latest(tmp_path) is None
+    first.step(batch, version=1)
+    saving.write()
+    resumed = trainer(seed=9)
+    checkpoint.load(saving.path, resumed)
+    assert torch.equal(weights(resumed.model), before)
+    resumed.step(batch, version=1)
+    assert torch.equal(weights(resumed.model), weights(first.model))
+
+
+def test_a_checkpoint_before_the_first_update_has_no_moments(tmp_path: Path) -> None:
+    """Training continues from it as from the start."""
+    path = checkpoint.save(tmp_path, trainer(), step=0, version=0)
+    resumed = trainer(seed=9)
+    checkpoint.load(path, resumed)
+    straight = trainer()
+    for each in (resumed, straight):
+        each.step(groups(tiny()), version=0)
+    assert torch.equal(weights(resumed.model), weights(straight.model))
+
+
 def test_other_tools_can_read_the_model(tmp_path: Path) -> None:
     """A checkpoint is a model folder of Hugging Face."""
     mine = trainer()
@@ -79,10 +107,12 @@ def test_an_existing_step_is_not_overwritten(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, trainer(seed=1), step=1, version=1)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "config.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.moments", "config.json"])
 def test_damaged_checkpoints_are_refused(tmp_path: Path, name: str) -> None:
     """A checkpoint with a flipped bit or a missing file is refused, and nothing is loaded."""
-    path = checkpoint.save(tmp_path, trainer(), step=1, version=1)
+    trained = trainer()
+    trained.step(groups(tiny()), version=0)
+    path = checkpoint.save(tmp_path, trained, step=1, version=1)
     file = path / name
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -104,7 +134,7 @@ def test_a_full_disk_leaves_no_partial_checkpoint(tmp_path: Path, allowed: int) 
     trained.step(groups(tiny()), version=0)
     whole = checkpoint.save(tmp_path, trained, step=1, version=1)
     sizes = {file.name: file.stat().st_size for file in whole.iterdir()}
-    assert sizes["model.safetensors"] < 100_000 < sizes["optimizer.pt"]
+    assert sizes["model.safetensors"] < 100_000 < sizes["optimizer.moments"]
     message = "step-000002 cannot be written"
     with limited_files(allowed), pytest.raises(CheckpointError, match=message):
         checkpoint.save(tmp_path, trained, step=2, version=2)

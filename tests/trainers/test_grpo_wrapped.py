@@ -151,10 +151,12 @@ def test_a_sharded_model_is_written_as_a_whole_one(home: Path, tmp_path: Path) -
     assert (alone / saved).read_bytes() == (home / saved).read_bytes()
 
 
-def test_only_rank_0_holds_gathered_tensors(ranks: Ranks) -> None:
-    """The other ranks need no memory for the whole model when it is saved."""
-    whole = sum(each.numel() for each in checkpoint.unique_weights(tiny()).values())
-    assert [int(each["gathered"][0]) for each in ranks] == [whole, 0]
+def test_each_rank_copies_a_part_of_a_checkpoint(ranks: Ranks) -> None:
+    """Together the ranks hold each weight once while a checkpoint is written."""
+    whole = sum(each.numel() for each in tiny().state_dict().values())
+    parts = [int(each["copied"][0]) for each in ranks]
+    assert sum(parts) == whole
+    assert min(parts) > 0.3 * whole
 
 
 @pytest.mark.usefixtures("ranks")

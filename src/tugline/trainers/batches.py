@@ -222,6 +222,9 @@ def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:
     if plan.staleness and config.grpo.importance is None:
         kind += "; stale tokens are clipped: set grpo.importance to truncate"
     order = ", on average" if plan.choose == "pass_rate" else ""
+    often = f"{plan.checkpoint_minutes:g} minutes"
+    if plan.checkpoint_every is not None:
+        often = f"{plan.checkpoint_every} steps"
     held_out = config.heldout
     lines = [
         f"model       {config.model}",
@@ -233,7 +236,7 @@ def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:
         if held_out
         else "",
         f"sessions    {groups * plan.samples}, {plan.samples} in a group",
-        f"checkpoints every {plan.checkpoint_every} steps, the last {plan.keep} are kept",
+        f"checkpoints every {often}, the last {plan.keep} are kept",
         f"metrics     console, metrics.jsonl {' '.join(sink.name for sink in config.metrics)}",
         f"folder      {folder}{' (resumed)' if folder.exists() else ''}",
     ]

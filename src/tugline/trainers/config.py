@@ -71,8 +71,11 @@ class Schedule(Config, frozen=True):
     patience: NonNegativeFloat = 3600.0
     """Seconds for which a step whose sessions all failed for a reason outside the policy is run
     again, after pauses that double up to 5 minutes, before the run ends with that reason."""
-    checkpoint_every: PositiveInt = 1
-    """Steps between checkpoints; a resumed run repeats the steps after the last checkpoint."""
+    checkpoint_minutes: PositiveFloat = 10.0
+    """Minutes between checkpoints. A resumed run trains the steps after the last checkpoint again,
+    on the same sessions, which are not run again."""
+    checkpoint_every: PositiveInt | None = None
+    """Steps between checkpoints, instead of minutes."""
     keep: PositiveInt = 3
     """Number of newest checkpoints to keep."""
     seed: NonNegativeInt = 0

@@ -6,11 +6,12 @@ batches are submitted and not yet trained, no token is older than s versions, an
 is discarded. Batches are trained in the order of submission, so long tasks are not postponed. With
 s = 0, sampling and training alternate.
 
-Order of writes (I3). A session is done once its result is in the store, a step once its checkpoint
-has been renamed into place; the checkpoint is written before the weights are published. A resumed
-run loads the newest checkpoint, which names the tasks of the next batches, reads the results of
-their finished sessions from the store and runs the others: no prompt is skipped or trained on
-twice. A repeated step has the same results, and so the same next tasks. Version numbers are never
+Order of writes (I3). A session is done once its result is in the store, a step once a checkpoint of
+it or of a later step has been renamed into place. Checkpoints are written in the background, after
+the weights have been published. A resumed run loads the newest one, which names the tasks of the
+next batches, reads the results of their finished sessions from the store and runs the others: no
+prompt is skipped or trained on twice, and a kill costs the training since the checkpoint, but no
+session. A repeated step has the same results, and so the same next tasks. Version numbers are never
 reused: if weights were published after the checkpoint, its weights get a new number.
 """
 
@@ -131,6 +132,7 @@ class TrainingLoop:
             self.report,
         )
         self._began = time.monotonic()
+        self._saved = self._began
         self._earlier_s = self.state.elapsed_s
         self._submitted = self.state.step
         self.state = self._choose(self.state)
@@ -158,6 +160,7 @@ class TrainingLoop:
             self._learner.shutdown(wait=False)
         await asyncio.to_thread(self._save)
         await asyncio.to_thread(self._write_result)
+        await asyncio.to_thread(self._trainer.finish_saving)
         self.state = replace(self.state, elapsed_s=self._elapsed_s())
         return TrainSummary(state=self.state, change=await self._compare_scores())
 
@@ -187,8 +190,6 @@ class TrainingLoop:
         await self._finish_evaluation()  # it needs the weights that are still served
         self.sinks.log(number, {"version": float(version)} | lasting)
         self._count(learned, results)
-        if number % self._schedule.checkpoint_every == 0:
-            await asyncio.to_thread(self._save)
         publication = await self._served.publish(self.state.version, learned.probe)
         self._step_s = time.monotonic() - began
         spent = {"wait_s": wait_s, "train_s": learned.seconds, "step_s": self._step_s}
@@ -200,6 +201,8 @@ class TrainingLoop:
             learned.rollout, learned.report, publication, self.state.entropies
         ).items():
             self.sinks.alarm(number, name, text)
+        if self._is_checkpoint_due():
+            await asyncio.to_thread(self._save)
 
     async def _submit(self, last: int) -> None:
         """Submit the batches up to `last` that have not been submitted.
@@ -281,8 +284,16 @@ class TrainingLoop:
         )
         self.state = self._choose(counted)
 
+    def _is_checkpoint_due(self) -> bool:
+        every = self._schedule.checkpoint_every
+        if every is not None:
+            return self.state.step % every == 0
+        return time.monotonic() - self._saved >= 60 * self._schedule.checkpoint_minutes
+
     def _save(self) -> None:
-        """Save a checkpoint of the step, or update the state in its existing checkpoint."""
+        """Begin to save a checkpoint, or update the state in the existing one of the step."""
+        self._saved = time.monotonic()
+        self._trainer.finish_saving()
         folder = self.folder / CHECKPOINTS
         state = replace(self.state, elapsed_s=self._elapsed_s())
         path = checkpoint.path_of(folder, state.step)

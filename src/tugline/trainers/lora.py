@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tugline.trainers.config import Lora
-from tugline.trainers.grpo.distributed import gather_tensors
+from tugline.trainers.grpo.distributed import gather_tensor
 from tugline.trainers.grpo.hub import get_base_model, get_weights, write_weights
 
 
@@ -41,8 +41,9 @@ def add_adapter(model: Any, lora: Lora, seed: int) -> torch.nn.Module:
 
 
 def merge_adapter(model: Any) -> dict[str, torch.Tensor]:
-    """Return the full weights with an adapter merged; `model` is not changed."""
-    return {name: gather_tensors(tensor.detach()) for name, tensor in _merge(model, merged=True)}
+    """Return the full weights with an adapter merged, on rank 0; `model` is not changed."""
+    merged = ((n, gather_tensor(tensor.detach(), 0)) for n, tensor in _merge(model, merged=True))
+    return {name: tensor for name, tensor in merged if tensor is not None}
 
 
 def find_trained(model: Any) -> dict[str, torch.Tensor]:

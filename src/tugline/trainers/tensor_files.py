@@ -40,10 +40,11 @@ def read_places(folder: Path) -> dict[str, StoredTensor]:
     files = [WEIGHTS]
     if (folder / INDEX).is_file():
         files = sorted({*json.loads((folder / INDEX).read_bytes())["weight_map"].values()})
-    return {name: place for file in files for name, place in _read_header(folder / file)}
+    return {name: place for file in files for name, place in read_header(folder / file).items()}
 
 
-def _read_header(path: Path) -> list[tuple[str, StoredTensor]]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the place of each tensor of a file; errors are those of `read_places`."""
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > path.stat().st_size:
@@ -55,13 +56,13 @@ def _read_header(path: Path) -> list[tuple[str, StoredTensor]]:
         begin, end = (8 + length + offset for offset in entry["data_offsets"])
         place = StoredTensor(path.name, entry["dtype"], (*entry["shape"],), begin, end - begin)
         places.append((name, place))
-    return sorted(places, key=lambda item: item[1].begin)
+    return dict(sorted(places, key=lambda item: item[1].begin))
 
 
 def create_files(folder: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Create the files of `tensors` with their headers, and return the new place of each tensor.
 
-    File, type and shape are those of `tensors`. With several files there is an index.
+    File, type and shape are those of `tensors`.
     """
     places: dict[str, StoredTensor] = {}
     files: dict[str, dict[str, StoredTensor]] = {}
@@ -85,11 +86,11 @@ def create_files(folder: Path, tensors: Mapping[str, StoredTensor]) -> dict[str,
         for name, tensor in own.items():
             places[name] = tensor._replace(begin=begin, size=sizes[name])
             begin += sizes[name]
-    _write_index(folder, places)
     return places
 
 
-def _write_index(folder: Path, places: Mapping[str, StoredTensor]) -> None:
+def write_index(folder: Path, places: Mapping[str, StoredTensor]) -> None:
+    """Write the index of a model that has several files."""
     files = {name: place.file for name, place in places.items()}
     if {*files.values()} != {WEIGHTS}:
         total = sum(place.size for place in places.values())

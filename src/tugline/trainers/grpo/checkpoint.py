@@ -2,37 +2,48 @@
 
 A checkpoint is a directory such as ``step-000012``. It has the model in the Hugging Face format
 (the files of the folder that it was loaded from, with float32 weights, and ``config.json``), or an
-adapter in the PEFT format (``adapter_model.safetensors``, ``adapter_config.json``); the optimizer
-and the state of the trainer's random generator (``optimizer.pt``); and ``state.json`` with the step
-and the digest of every other file. It is written under a hidden name, flushed to disk and then
-renamed, so a crash at any time leaves earlier checkpoints unchanged (I3).
+adapter in the PEFT format (``adapter_model.safetensors``, ``adapter_config.json``); the moments of
+the optimizer (``optimizer.moments``) and its other state with that of the trainer's random
+generator (``trainer.pt``); and ``state.json`` with the step and the digest of every other file. It
+is written under a hidden name, flushed to disk and then renamed, so a crash at any time leaves
+earlier checkpoints unchanged (I3).
 
-Under torchrun every rank must call `save` and `load`. Rank 0 writes unsharded tensors, so a run can
-be resumed with another number of ranks, and other tools can read the files. For that it needs main
-memory for the whole optimizer and one layer; the other ranks hold one whole tensor at a time.
+Under torchrun every rank must call `start` and `load`. `start` copies weights and moments to the
+memory of the host, one tensor at a time, each to one of the ranks on the machine of rank 0, which
+together hold each once; training may go on when it returns. `Saving.write`, which may run in a
+thread, writes the copies. The files have whole tensors, so a run can be resumed with another number
+of ranks, and other tools can read them.
 """
 
-import hashlib
+import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import safetensors
-import safetensors.torch
 import torch
+import xxhash
 
 from tugline.atomic import flush_path, write_file
 from tugline.errors import CheckpointError
-from tugline.trainers.grpo.distributed import gather_tensors, rank_and_world, shard_like
-from tugline.trainers.grpo.hub import get_base_model, get_weights, write_weights
-from tugline.trainers.grpo.loading import load_weights
+from tugline.trainers.grpo.distributed import raise_together, rank_and_world
+from tugline.trainers.grpo.draft import (
+    ADAPTER,
+    MOMENTS,
+    TRAINER,
+    Draft,
+    copy_adapter,
+    unique_weights,
+)
+from tugline.trainers.grpo.hub import get_base_model
+from tugline.trainers.grpo.loading import copy_rows, load_weights
 from tugline.trainers.grpo.update import Updater
 
 STATE = "state.json"
-ADAPTER = "adapter_model.safetensors"
-OPTIMIZER = "optimizer.pt"
+_BLOCK = 16 << 20
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -44,7 +55,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """Policy version of these weights."""
     updates: int
     files: dict[str, str]
-    """SHA-256 by file name."""
+    """XXH3 digest (128 bits) by file name."""
     extra: dict[str, Any] = {}
     """Data of the caller, such as its position in the data set."""
 
@@ -54,6 +65,7 @@ def path_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step:06d}"
 
 
+# --------------------------------------------------------------------------- writing
 def save(
     directory: Path,
     trainer: Updater,
@@ -68,70 +80,91 @@ def save(
     Raises `CheckpointError` if the step exists already or cannot be written; no part of the new
     checkpoint is left then.
     """
+    saving = start(directory, trainer, step=step, version=version, extra=extra, keep=keep)
+    saving.write()
+    return saving.path
+
+
+def start(
+    directory: Path,
+    trainer: Updater,
+    *,
+    step: int,
+    version: int,
+    extra: dict[str, Any] | None = None,
+    keep: int = 3,
+) -> "Saving":
+    """Copy a checkpoint to the memory of the host; errors and arguments are those of `save`."""
     path = path_of(directory, step)
-    optimizer = gather_tensors(trainer.optimizer.state_dict())
-    draft = directory / f".{path.name}.part"
+    draft = Draft(directory / f".{path.name}.part")
+    with _describe_errors(path, draft.folder):
+        raise_together(_make_folder(path, draft.folder) if rank_and_world()[0] == 0 else None)
+        if hasattr(trainer.model, "peft_config"):
+            draft.adapter = copy_adapter(trainer.model)
+        else:
+            draft.copy_model(trainer)
+        draft.copy_optimizer(trainer)
+    state = CheckpointState(
+        step=step, version=version, updates=trainer.updates, files={}, extra=extra or {}
+    )
+    return Saving(path, draft, state, keep)
+
+
+def _make_folder(path: Path, folder: Path) -> Exception | None:
+    """Make the folder of a draft; return what prevents it."""
+    if path.exists():
+        msg = f"checkpoint {path} exists; remove it or save to another directory"
+        return CheckpointError(msg)
     try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        return error
+    return None
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint whose files are to be written."""
+
+    path: Path
+    draft: Draft
+    state: CheckpointState
+    keep: int
+
+    def write(self) -> None:
+        """Write this rank's part; on rank 0, also wait for the others and complete the checkpoint.
+
+        Raises `CheckpointError`; no part of the new checkpoint is left then.
+        """
+        folder = self.draft.folder
+        with _describe_errors(self.path, folder):
+            self.draft.write()
+            if rank_and_world()[0] > 0:
+                return
+            files = sorted(folder.iterdir())
+            for file in files:
+                flush_path(file)
+            digests = {file.name: _digest(file) for file in files}
+            _replace_state(folder, msgspec.structs.replace(self.state, files=digests))
+            folder.rename(self.path)
+            flush_path(self.path.parent)
+            for old in _steps(self.path.parent)[: -max(1, self.keep)]:
+                shutil.rmtree(old)
+
+
+@contextlib.contextmanager
+def _describe_errors(path: Path, draft: Path) -> Iterator[None]:
+    """Remove the draft and raise `CheckpointError` if it cannot be written."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError, ValueError, safetensors.SafetensorError) as error:
         if rank_and_world()[0] == 0:
             shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-        _write_model(draft, trainer)
-        if rank_and_world()[0] > 0:
-            return path
-        if path.exists():
-            shutil.rmtree(draft)
-            msg = f"checkpoint {path} exists; remove it or save to another directory"
-            raise CheckpointError(msg)
-        torch.save({"optimizer": optimizer, "order": trainer.order.get_state()}, draft / OPTIMIZER)
-        state = CheckpointState(
-            step=step,
-            version=version,
-            updates=trainer.updates,
-            files={file.name: _digest(file) for file in sorted(draft.iterdir())},
-            extra=extra or {},
-        )
-        for file in draft.iterdir():
-            flush_path(file)
-        _replace_state(draft, state)
-        draft.rename(path)
-        flush_path(directory)
-        for old in _steps(directory)[: -max(1, keep)]:
-            shutil.rmtree(old)
-    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-        shutil.rmtree(draft, ignore_errors=True)
         msg = f"checkpoint {path} cannot be written ({error}); check that the disk is not full"
         raise CheckpointError(msg) from error
-    return path
-
-
-def unique_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights by name, tied weights once; for a PEFT model, those of the adapter."""
-    if hasattr(model, "peft_config"):
-        from peft import get_peft_model_state_dict  # noqa: PLC0415 - an extra
-
-        return dict(get_peft_model_state_dict(model, save_embedding_layers=False))
-    named = get_weights(get_base_model(model))
-    first = {id(tensor): name for name, tensor in reversed(named.items())}
-    return {name: named[name].detach() for name in reversed(first.values())}
-
-
-def _write_model(folder: Path, trainer: Updater) -> None:
-    """Write the adapter of a PEFT model, or all weights in float32."""
-    if hasattr(trainer.model, "peft_config"):
-        write_adapter(folder, trainer.model)
-        return
-    base = get_base_model(trainer.model)
-    weights = get_weights(base)
-    write_weights(folder, base, weights, weights.items(), trainer.source, "float32")
-
-
-def write_adapter(folder: Path, model: Any) -> None:
-    """Write the adapter of a PEFT model as PEFT does; every rank must call this."""
-    weights = gather_tensors(unique_weights(model))
-    if rank_and_world()[0] == 0:
-        whole = {name: tensor.contiguous() for name, tensor in weights.items()}
-        safetensors.torch.save_file(whole, folder / ADAPTER, metadata={"format": "pt"})
-        model.peft_config["default"].save_pretrained(folder)
 
 
 def _replace_state(path: Path, state: CheckpointState) -> None:
@@ -161,10 +194,9 @@ def load(path: Path, trainer: Updater) -> CheckpointState:
             problem = "damaged" if file.is_file() else "missing"
             raise CheckpointError(f"checkpoint {path}: {name} is {problem}; use an earlier one")
     try:
-        # mapped, so that ranks of one machine share the memory
-        rest = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
+        rest = torch.load(path / TRAINER, map_location="cpu", weights_only=True)
         _load_weights(path, trainer.model)
-        _load_optimizer(rest["optimizer"], trainer.optimizer)
+        _load_optimizer(path, rest, trainer)
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path} does not fit this model: {error}") from error
     trainer.order.set_state(rest["order"])
@@ -184,15 +216,24 @@ def _load_weights(path: Path, model: torch.nn.Module) -> None:
             msg = f"{ADAPTER} and the model differ in {len(different)} weights, such as"
             raise ValueError(f"{msg} {different[0]}")
         for name, tensor in own.items():
-            tensor.copy_(shard_like(stored.get_tensor(name), tensor))
+            copy_rows(tensor, stored.get_slice(name))
 
 
-def _load_optimizer(stored: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, moments in stored["state"].items():
-        for name, tensor in moments.items():
-            moments[name] = shard_like(tensor, parameters[number]).clone()  # off the mapped file
-    optimizer.load_state_dict(stored)
+def _load_optimizer(path: Path, rest: dict[str, Any], trainer: Updater) -> None:
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    parameters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    if rest["steps"]:  # before the first update there are no moments
+        with safetensors.safe_open(path / MOMENTS, "pt") as file:
+            kinds = sorted({name.rpartition(".")[2] for name in file.keys()})  # noqa: SIM118 - no mapping
+            for number, step in rest["steps"].items():
+                parameter = parameters[number]
+                state[number] = {"step": step}
+                for kind in kinds:
+                    moment = torch.zeros_like(parameter)
+                    copy_rows(moment, file.get_slice(f"{names[id(parameter)]}.{kind}"))
+                    state[number][kind] = moment
+    trainer.optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"]})
 
 
 def read(path: Path) -> CheckpointState:
@@ -226,5 +267,8 @@ def _steps(directory: Path) -> list[Path]:
 
 
 def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    digest = xxhash.xxh3_128()
+    with file.open("rb", buffering=0) as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

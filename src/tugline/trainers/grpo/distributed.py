@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -99,22 +99,32 @@ def shard(model: torch.nn.Module, compute: torch.dtype | None = None) -> None:
     fully_shard(model, mp_policy=policy)
 
 
-def gather_tensors(value: Any) -> Any:
-    """Return tensors, or dicts of tensors, with sharded tensors gathered into CPU memory.
+def count_writers() -> int:
+    """Return the number of ranks that write files: those on the machine of rank 0."""
+    _, world = rank_and_world()
+    return min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
 
-    Every rank must call this function. Only rank 0 keeps the tensors, one after the other; for the
-    other ranks they are empty.
+
+def gather_tensor(tensor: torch.Tensor, writer: int) -> torch.Tensor | None:
+    """Return the whole of a tensor, on the CPU if it was sharded, for the rank `writer`.
+
+    Every rank must call this function; it returns None for the others.
     """
-    if isinstance(value, dict):
-        return {key: gather_tensors(item) for key, item in value.items()}
-    if not isinstance(value, DTensor):
-        return value
-    whole = value.full_tensor()
-    return whole.cpu() if dist.get_rank() == 0 else whole.new_empty(0)
+    mine = rank_and_world()[0] == writer
+    if not isinstance(tensor, DTensor):
+        return tensor if mine else None
+    whole = tensor.full_tensor()
+    return whole.cpu() if mine else None
 
 
-def shard_like(whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a whole tensor, sharded as `other`; every rank must call this."""
-    if not isinstance(other, DTensor) or whole.shape != other.shape:
-        return whole
-    return distribute_tensor(whole, other.device_mesh, other.placements)
+def raise_together(error: Exception | None) -> None:
+    """Raise `error` on its rank, and an `OSError` with its text on the others.
+
+    Every rank must call this function, with None if it has no error.
+    """
+    texts = gather([f"{type(error).__name__}: {error}" if error else ""])
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text:
+            raise OSError(f"rank {rank}: {text}")

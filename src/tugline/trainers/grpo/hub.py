@@ -20,13 +20,19 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.core_model_loading import revert_weight_conversion
 
 from tugline.errors import ConfigError
-from tugline.trainers.grpo.distributed import gather_tensors, rank_and_world
+from tugline.trainers.grpo.distributed import (
+    count_writers,
+    gather_tensor,
+    raise_together,
+    rank_and_world,
+)
 from tugline.trainers.tensor_files import (
     WEIGHTS,
     StoredTensor,
     copy_tensor,
     create_files,
     read_places,
+    write_index,
     write_tensor,
 )
 
@@ -54,7 +60,7 @@ def get_weights(model: Any) -> dict[str, torch.Tensor]:
 def check_names(model: Any, trained: Weights, source: Path) -> None:
     """Raise `ConfigError` unless each trained weight has a place in the files of `source`."""
     try:
-        _choose_places(model, trained, _read_source(source), None)
+        _choose_places(_name_trained(model, trained), _read_source(source), None)
     except ValueError as error:
         raise ConfigError(f"model: {error}", "model") from error
 
@@ -67,29 +73,37 @@ def _read_source(source: Path) -> dict[str, StoredTensor]:
         raise ConfigError(msg, "model") from error
 
 
+def _name_trained(model: Any, trained: Weights) -> list[tuple[set[str], tuple[int, ...]]]:
+    """Return the names, in files, and the shape of each trained weight; tied ones have several."""
+    tied = _find_tied(model)
+    return [
+        (tied.get(name, {name}), tuple(tensor.shape))
+        for part in _group_layers((name, _on_meta(tensor)) for name, tensor in trained)
+        for name, tensor in revert_weight_conversion(model, part).items()
+    ]
+
+
 def _choose_places(
-    model: Any, trained: Weights, stored: Mapping[str, StoredTensor], dtype: str | None
+    trained: Iterable[tuple[set[str], tuple[int, ...]]],
+    stored: Mapping[str, StoredTensor],
+    dtype: str | None,
 ) -> dict[str, StoredTensor]:
     """Return `stored` with the types in which the trained weights are written.
 
     Raises `ValueError` for weights that are not in `stored`, or of another shape or type there.
     """
-    tied = _find_tied(model)
     places = dict(stored)
     missing: list[str] = []
-    for part in _group_layers((name, _on_meta(tensor)) for name, tensor in trained):
-        for name, tensor in revert_weight_conversion(model, part).items():
-            names = tied.get(name, {name}) & stored.keys()
-            if not names:
-                missing.append(name)
-            for each in names:
-                place = stored[each]
-                if place.shape != tuple(tensor.shape) or place.dtype not in _TYPES:
-                    shape = tuple(tensor.shape)
-                    msg = f"{each} has shape {shape} in the model, and {place.shape} and type"
-                    msg += f" {place.dtype} in its files: it must be F32, BF16 or F16 of one shape"
-                    raise ValueError(msg)
-                places[each] = place._replace(dtype=_NAMES[dtype] if dtype else place.dtype)
+    for names, shape in trained:
+        if not names & stored.keys():
+            missing.append(min(names))
+        for each in names & stored.keys():
+            place = stored[each]
+            if place.shape != shape or place.dtype not in _TYPES:
+                msg = f"{each} has shape {shape} in the model, and {place.shape} and type"
+                msg += f" {place.dtype} in its files: it must be F32, BF16 or F16 of one shape"
+                raise ValueError(msg)
+            places[each] = place._replace(dtype=_NAMES[dtype] if dtype else place.dtype)
     if missing:
         msg = f"{len(missing)} weights of the model are not in its files, such as {missing[0]};"
         msg += f" the files have {', '.join(sorted(stored)[:2])}"
@@ -149,36 +163,95 @@ def write_weights(
     """Write a model's files and ``config.json``, with new values of its trained weights.
 
     `trained` has the names and shapes of `weights`, whose tensors are made and gathered one layer
-    at a time; every rank must call this function, and rank 0 writes. Other tensors and the
-    configuration are copied from `source`; without it, all weights are trained. `dtype` is a name
-    such as ``bfloat16``; None: each tensor has its type in `source`.
+    at a time. Every rank must call this function; those on the machine of rank 0 write the layers
+    in turn. Raises `OSError`.
     """
-    if rank_and_world()[0] > 0:
-        for _, tensor in weights:
-            gather_tensors(tensor)
-        return
-    left = iter(weights)
+    writer = WeightWriter(folder, model, trained, source, dtype)
+    writer.create()
+    problem: Exception | None = None
+    for part in gather_layers(weights):
+        try:
+            if part is not None and problem is None:
+                writer.write(part)
+        except (OSError, ValueError) as error:
+            problem = error  # the other ranks are gathering the next layers
     try:
-        stored = _read_source(source) if source else _describe_model(model)
-        places = create_files(folder, _choose_places(model, trained.items(), stored, dtype))
-        written: set[str] = set()
-        tied = _find_tied(model)
-        for part in _group_layers((name, gather_tensors(tensor)) for name, tensor in left):
-            for name, tensor in revert_weight_conversion(model, part).items():
-                for each in tied.get(name, {name}) & places.keys() - written:
-                    write_tensor(folder, places[each], _get_bytes(tensor, places[each].dtype))
-                    written.add(each)
-        for name in places.keys() - written:
-            assert source is not None  # noqa: S101 - without a source, all weights are trained
-            copy_tensor(source, stored[name], folder, places[name])
-        _write_config(folder, model, source)
-    except Exception:
-        for _, tensor in left:  # other ranks are gathering them
-            gather_tensors(tensor)
-        raise
+        if problem is None:
+            writer.copy_rest()
+    except (OSError, ValueError) as error:
+        problem = error
+    raise_together(problem)
 
 
-def _get_bytes(tensor: torch.Tensor, dtype: str) -> memoryview:
+def gather_layers(weights: Weights) -> Iterator[dict[str, torch.Tensor] | None]:
+    """Yield the weights of each layer, gathered, to the rank whose turn it is to write them.
+
+    Every rank must take all of them; it gets None for those of the others.
+    """
+    rank, _ = rank_and_world()
+    writers = count_writers()
+    for number, part in enumerate(_group_layers(weights)):
+        turn = number % writers
+        whole = {name: gather_tensor(tensor, turn) for name, tensor in part.items()}
+        yield {n: t for n, t in whole.items() if t is not None} if turn == rank else None
+
+
+class WeightWriter:
+    """Writes the weights of a model in the names, types and files of its source.
+
+    Tensors that are not trained and the configuration are copied from `source`; without it, all
+    weights are trained. `dtype` is a name such as ``bfloat16``; None: each tensor has its type in
+    `source`. Raises `ConfigError` for a source without readable files.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Any,
+        trained: Mapping[str, torch.Tensor],
+        source: Path | None,
+        dtype: str | None,
+    ) -> None:
+        self._folder = folder
+        self._model = model
+        self._source = source
+        self._stored = _read_source(source) if source else _describe_model(model)
+        named = _name_trained(model, trained.items())
+        self._places = _choose_places(named, self._stored, dtype)
+        self._trained = set[str]().union(*(names for names, _ in named))
+        self._tied = _find_tied(model)
+
+    def create(self) -> None:
+        """Create the files, on rank 0; every rank must call this. Raises `OSError`."""
+        problem: Exception | None = None
+        try:
+            if rank_and_world()[0] == 0:
+                write_index(self._folder, create_files(self._folder, self._places))
+                _write_config(self._folder, self._model, self._source)
+        except OSError as error:
+            problem = error
+        raise_together(problem)
+        self._places = read_places(self._folder)
+
+    def write(self, part: Mapping[str, torch.Tensor]) -> None:
+        """Write the weights of a layer, which are whole, by their names in the model."""
+        for name, tensor in revert_weight_conversion(self._model, dict(part)).items():
+            for each in self._tied.get(name, {name}) & self._places.keys():
+                place = self._places[each]
+                write_tensor(self._folder, place, get_bytes(tensor, place.dtype))
+
+    def copy_rest(self) -> None:
+        """Copy this rank's share of the tensors that are not trained."""
+        rank, _ = rank_and_world()
+        writers = count_writers()
+        rest = [name for name in self._places if name not in self._trained]
+        for name in rest[rank::writers] if rank < writers else []:
+            assert self._source is not None  # noqa: S101 - without a source, all are trained
+            copy_tensor(self._source, self._stored[name], self._folder, self._places[name])
+
+
+def get_bytes(tensor: torch.Tensor, dtype: str) -> memoryview:
+    """Return the bytes of a tensor in a type, such as ``F32``."""
     plain = tensor.detach().to("cpu", _TYPES[dtype]).contiguous()
     data: memoryview = plain.reshape(-1).view(torch.uint8).numpy().data
     return data

@@ -70,14 +70,15 @@ class WeightFiles:
                 if conversion.rule is None:
                     name = next(iter(conversion.parts))
                     stored = files[self._stored[name].file].get_slice(name)
-                    _copy(weights[conversion.target], stored)
+                    copy_rows(weights[conversion.target], stored)
                     continue
                 made = conversion.make(lambda name: files[self._stored[name].file].get_tensor(name))
                 for name, whole in made:
-                    _copy(weights[name], whole)
+                    copy_rows(weights[name], whole)
 
 
-def _copy(tensor: torch.Tensor, whole: Any) -> None:
+@torch.no_grad()
+def copy_rows(tensor: torch.Tensor, whole: Any) -> None:
     """Copy `whole`, a tensor or a slice of a file, to a tensor that may be a shard of it."""
     if not isinstance(tensor, DTensor):
         tensor.copy_(whole[...])
