@@ -39,7 +39,7 @@ async def test_a_killed_run_resumes(tmp_path: Path) -> None:
     The last two batches are drawn by pass rate, since the first two have all four tasks.
     """
     schedule: dict[str, Any] = {"steps": 4, "tasks_per_step": 2, "samples": 2, "staleness": 1}
-    schedule["choose"] = "pass_rate"
+    schedule |= {"choose": "pass_rate", "checkpoint_every": 1}
     write_config(tmp_path, schedule=schedule, heldout={"every": 4})
     tasks = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "train.jsonl").write_text("".join(tasks[:4]))
@@ -47,9 +47,9 @@ async def test_a_killed_run_resumes(tmp_path: Path) -> None:
     points: dict[str, Callable[[], bool]] = {
         "while loading": (run / "config.json").exists,
         "while sampling": lambda: any((run / "recordings").glob("*")),
-        "before a checkpoint": has_metric(run, "rollout/reward"),
+        "before publishing": has_metric(run, "rollout/reward"),
+        "after publishing": has_metric(run, "publish/version"),
         "in a checkpoint": lambda: any((run / CHECKPOINTS).glob("*step-000001*")),
-        "while publishing": has_metric(run, "publish/version"),
         "with a drawn batch on its way": lambda: any((run / "recordings").rglob("g0000006-*")),
     }
     for number, reached in enumerate(points.values()):
@@ -65,14 +65,37 @@ async def test_a_killed_run_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)
+async def test_a_killed_run_without_a_checkpoint_runs_no_session_again(tmp_path: Path) -> None:
+    """The steps since the last checkpoint are trained again, on the sessions in the store."""
+    schedule = {"steps": 3, "tasks_per_step": 2, "samples": 2}
+    write_config(tmp_path, schedule=schedule, heldout=None)
+    run = tmp_path / "run"
+    process = await start(tmp_path, *TRAIN)
+    await kill_when(process, lambda: any(row["step"] == 2 for row in read_lines(run / METRICS)))
+    assert not any((run / CHECKPOINTS).glob("*"))
+    before = {path: path.stat().st_mtime_ns for path in (run / "recordings").rglob("g*.rec")}
+    out, _ = await end(await start(tmp_path, *TRAIN, "--resume", "--json"))
+    state = json.loads(out)["state"]
+    check_totals(run, state, steps=3, sessions=12)
+    after = {path: path.stat().st_mtime_ns for path in (run / "recordings").rglob("g*.rec")}
+    assert len(after) == 12
+    done = {path for path in before if path.name.startswith(("g0000000", "g0000001"))}
+    assert len(done) == 4
+    assert all(after[path] == before[path] for path in done)
+    assert any((run / CHECKPOINTS).glob("step-000003"))
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_a_run_on_two_devices_survives_the_death_of_one(tmp_path: Path) -> None:
     """All ranks end; a single process resumes from the checkpoint of a sharded adapter."""
     schedule = {"steps": 3, "tasks_per_step": 2, "samples": 2, "staleness": 1}
+    schedule["checkpoint_every"] = 1
     write_config(tmp_path, schedule=schedule, fsdp=True, lora={"rank": 4}, heldout=None)
     run = tmp_path / "run"
     process = await start(tmp_path, *TORCHRUN, *TRAIN)
-    while not has_metric(run, "publish/version")():
+    while not (run / CHECKPOINTS / "step-000001").exists():
         assert process.returncode is None, await process.communicate()
         await asyncio.sleep(0.05)
     ranks = psutil.Process(process.pid).children()

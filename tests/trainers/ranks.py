@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -190,4 +192,37 @@ def work(rank: int, folder: Path) -> None:
     own = sum(each.numel() for part in saving.draft.layers for each in part.values())
     results["copied"] = (torch.tensor(own), [])
     torch.save(results, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+# --------------------------------------------------------------------------- a killed rank
+PARTS = (slice(1), slice(1, 4), slice(4, None), slice(0))
+"""Parts of a step's sessions of four ranks; the last has none."""
+
+
+def train_until_killed(rank: int, folder: Path) -> None:
+    """One of four ranks: save after `SAVED` steps; rank 2 dies in the second step after that."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/four", rank=rank, world_size=4)
+    model = fsdp()
+    trainer = Grpo(model, CONFIG)
+    for number, batch in enumerate(batches()):
+        if rank == 2 and number == SAVED + 1:
+            head = trainer.policy.model.get_output_embeddings()
+            head.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        trainer.step(batch[PARTS[rank]], version=VERSION)
+        if number + 1 == SAVED:
+            checkpoint.save(folder, trainer, step=SAVED, version=VERSION)
+
+
+def resume_with_two(rank: int, folder: Path) -> None:
+    """One of two ranks: train the rest from the newest checkpoint; write the weights."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/two", rank=rank, world_size=2)
+    trainer = Grpo(fsdp(7), CONFIG)
+    newest = checkpoint.latest(folder)
+    assert newest is not None
+    checkpoint.load(newest, trainer)
+    trained = train_rest(trainer, slice(1) if rank == 0 else slice(1, None))
+    torch.save(trained, folder / f"resumed{rank}.pt")
     dist.destroy_process_group()

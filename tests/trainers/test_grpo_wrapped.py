@@ -22,8 +22,10 @@ from trainers.ranks import (
     batches,
     lora,
     publish,
+    resume_with_two,
     train,
     train_rest,
+    train_until_killed,
     work,
 )
 from trainers.sessions import VERSION, tiny, weights
@@ -168,3 +170,17 @@ def test_peft_reads_a_saved_adapter(home: Path) -> None:
     checkpoint.load(saved, mine)
     assert torch.equal(weights(theirs), weights(mine.model))
     assert not (saved / "model.safetensors").exists()
+
+
+def test_a_run_of_four_processes_is_killed_and_resumed_by_two(tmp_path: Path) -> None:
+    """One rank dies in the middle of an update; in the end the weights are those of one process."""
+    with pytest.raises((mp.ProcessExitedException, mp.ProcessRaisedException)):
+        mp.spawn(train_until_killed, args=(tmp_path,), nprocs=4)
+    assert checkpoint.latest(tmp_path) == tmp_path / f"step-{SAVED:06d}"
+    mp.spawn(resume_with_two, args=(tmp_path,), nprocs=2)
+    alone = Grpo(tiny(), CONFIG)
+    for batch in batches():
+        alone.step(batch, version=VERSION)
+    for rank in range(2):
+        trained = torch.load(tmp_path / f"resumed{rank}.pt", weights_only=True)
+        assert float((trained - weights(alone.model)).abs().max()) < 1e-5

@@ -3,6 +3,7 @@
 A run stores its configuration in its folder and cannot be resumed with a different one.
 """
 
+import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -123,6 +124,10 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     publish_dtype: Literal["bfloat16", "float32"] | None = None
     """Data type of trained weights in the folders that engines load and in `model/`; None: that of
     each weight in the initial model's files. Set it to the type in which the engine serves."""
+    publish_folder: Path | None = None
+    """Folder for the weights that engines load, which they must be able to read: with engines on
+    this machine, a folder in memory such as `/dev/shm`. Weights of earlier versions are removed.
+    None: the run's folder."""
     window: PositiveInt | None = None
     """Context window of an engine in this process, in tokens; None: the model's."""
     node: NodeSettings = NodeSettings()
@@ -174,6 +179,13 @@ class TrainConfig(Config, frozen=True, kw_only=True):
         options = self.template.get("harness", {}).get("options", {})
         return self.window or options.get("context_window")
 
+    def weights_folder(self, run: Path) -> Path:
+        """Return the folder of published weights; another run has another one."""
+        if self.publish_folder is None:
+            return run.absolute() / "weights"
+        digest = hashlib.blake2b(bytes(run.absolute()), digest_size=6).hexdigest()
+        return self.publish_folder.absolute() / f"tugline-{digest}"
+
     @property
     def updates(self) -> GrpoConfig:
         """Settings of the updates; forward passes are as long as the context window by default."""
@@ -212,7 +224,15 @@ def read_config(
         )
         raise ConfigError(msg, "engine.tokenizer")
     engine = replace(config.engine, urls=urls, tokenizer=tokenizer)
-    return replace(config, server=server or config.server, model=model, engine=engine)
+    given_folder = config.publish_folder
+    publish_folder = None if given_folder is None else folder / given_folder.expanduser()
+    return replace(
+        config,
+        server=server or config.server,
+        model=model,
+        engine=engine,
+        publish_folder=publish_folder,
+    )
 
 
 # --------------------------------------------------------------------------- on disk
@@ -227,7 +247,7 @@ def store_config(folder: Path, config: Config) -> None:
         changed = [
             name
             for name in config.__struct_fields__
-            if name not in {"metrics", "out", "device", "fsdp"}
+            if name not in {"metrics", "out", "device", "fsdp", "publish_folder"}
             and _comparable(name, getattr(stored, name)) != _comparable(name, getattr(config, name))
         ]
         if changed:

@@ -60,8 +60,6 @@ from tugline.trainers.rollouts import RolloutServer, open_rollout_server
 from tugline.trainers.sinks import FAILED, Sinks
 from tugline.types import Call, Task, Trajectory
 
-WEIGHTS = "weights"
-"""Subfolder of the weights that engines at ``engine.urls`` load."""
 _PROBE_IDS = 1024
 Report = Callable[[str], None]
 
@@ -85,6 +83,8 @@ async def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder_lock(folder, instead="choose another --out"))
         store_config(folder, config)
+        published = config.weights_folder(folder)
+        shutil.rmtree(published, ignore_errors=True)  # of a run that was killed
         batches.store(folder)
         batches.run = name_run(folder) if config.server is not None else ""
         report("loading the model")
@@ -94,7 +94,7 @@ async def train(
         sinks.start(folder, msgspec.to_builtins(config, enc_hook=str), state.step)
         try:
             async with (
-                open_replicas(config, models, (folder / WEIGHTS / "first").absolute()) as replicas,
+                open_replicas(config, models, published / "first") as replicas,
                 open_rollout_server(config, folder, replicas.connection) as server,
             ):
                 freeze_gc()
@@ -128,7 +128,7 @@ class TrainingLoop:
             self.config,
             self.models,
             make_publisher(self.config, self.server.control, self.replicas),
-            self.folder / WEIGHTS,
+            self.config.weights_folder(self.folder),
             self.report,
         )
         self._began = time.monotonic()
@@ -156,7 +156,7 @@ class TrainingLoop:
             restoring.cancel()
             if self._evaluation is not None:
                 self._evaluation.cancel()
-            shutil.rmtree(self.folder / WEIGHTS, ignore_errors=True)
+            shutil.rmtree(self.config.weights_folder(self.folder), ignore_errors=True)
             self._learner.shutdown(wait=False)
         await asyncio.to_thread(self._save)
         await asyncio.to_thread(self._write_result)

@@ -53,8 +53,9 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Positions computed with gradient, without padding."""
     tokens_padding: int
     """Padding positions of the same passes."""
-    tokens_separate: int
-    """Positions that the same traces would need without shared prefixes."""
+    packing: float
+    """Positions that the same traces would need without shared prefixes, divided by
+    `tokens_forwarded`; 1 if nothing is shared."""
     loss: float
     """Mean over updates."""
     kl: float | None
@@ -184,15 +185,16 @@ class Grpo(Updater):
         ledger = leave_out(ledger, masked={}, dropped={Reason.NON_FINITE: lost})
         tokens = max(1, sum(update.sums["tokens"] for update in finite))
         count = max(1, len(finite))
+        forwarded = sum(update.sums["forwarded"] for update in updates)
         return StepReport(
             updates=len(applied),
             updates_skipped=len(updates) - len(finite),
             skipped_because_of=tuple(sorted({name for u in updates for name in u.culprits})),
             samples=len(samples),
             tokens_trained=ledger.trained,
-            tokens_forwarded=int(sum(update.sums["forwarded"] for update in updates)),
+            tokens_forwarded=int(forwarded),
             tokens_padding=int(sum(update.sums["padding"] for update in updates)),
-            tokens_separate=int(sum(update.sums["separate"] for update in updates)),
+            packing=sum(update.sums["separate"] for update in updates) / max(1.0, forwarded),
             loss=sum(update.sums["loss"] for update in finite) / count,
             kl=sum(update.sums["kl"] for update in finite) / tokens if self._has_kl else None,
             clip_fraction=sum(update.sums["clipped"] for update in finite) / tokens,
