@@ -139,13 +139,18 @@ def write_weights(config: TrainConfig, models: Models, folder: Path) -> None:
     models.trainer.write_weights(folder, config.publish_dtype)
 
 
+def name_draft(folder: Path) -> Path:
+    """Return the folder in which a model folder is written before it is complete."""
+    return folder.with_name(f".{folder.name}.part")
+
+
 @contextlib.contextmanager
 def model_folder(source: Path, folder: Path) -> Iterator[Path]:
     """Yield a draft of a model folder with all files of `source` but weights; it becomes `folder`.
 
     A draft that is not completed leaves `folder` as it was.
     """
-    draft = folder.with_name(f".{folder.name}.part")
+    draft = name_draft(folder)
     shutil.rmtree(draft, ignore_errors=True)
     ignored = shutil.ignore_patterns("*.safetensors", "*.bin", "*.index.json", "optimizer.pt")
     shutil.copytree(source, draft, ignore=ignored)

@@ -45,7 +45,7 @@ from tugline.trainers.grpo.distributed import add_up, gather, join_ranks
 from tugline.trainers.grpo.hub import get_base_model
 from tugline.trainers.grpo.update import Update, Updater
 from tugline.trainers.lora import write_trained
-from tugline.trainers.models import Placement, load_model, model_folder
+from tugline.trainers.models import Placement, load_model, model_folder, name_draft
 from tugline.trainers.sinks import Sinks
 from tugline.types import Ids, Mask, PluginSpec, Sample
 
@@ -254,7 +254,9 @@ def train(
             run.train(sinks)
         finally:
             sinks.close()
-        with model_folder(config.model, folder / MODEL) if folder else nullcontext(Path()) as draft:
+        result = shared / MODEL
+        other = nullcontext(name_draft(result))  # rank 0 makes it
+        with model_folder(config.model, result) if folder else other as draft:
             write_trained(draft, model, config.model)
         return run.state
 
