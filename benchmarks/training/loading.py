@@ -8,11 +8,13 @@ memory (RssAnon) with the size of its shard in float32. Pages of the mapped file
 ranks of a machine share them, and the kernel drops them when memory is short.
 """
 
+# ruff: noqa: INP001, T201 - a script that prints
 import argparse
 import json
 import tempfile
 import threading
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -50,7 +52,7 @@ def read_anonymous() -> int:
 class Peak:
     """The largest anonymous memory of this process while it is open."""
 
-    def __enter__(self) -> "Peak":
+    def __enter__(self) -> Self:
         self.before = self.bytes = read_anonymous()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch)

@@ -9,6 +9,7 @@ ranks and the time of all turns. `tokens` is the former division: each rank gets
 tokens, in the order of their prefixes, and makes its passes in that order.
 """
 
+# ruff: noqa: INP001, T201 - a script that prints
 import argparse
 import json
 import statistics

@@ -292,6 +292,23 @@ def test_logits_are_computed_in_chunks(chunk: int, rows: list[int]) -> None:
     assert float((whole.gradient - again.gradient).abs().max()) < 1e-6
 
 
+@pytest.mark.parametrize("chunk", [2, 1000])
+def test_the_logits_of_an_update_are_computed_once(chunk: int) -> None:
+    """`backward` gives the gradient of a sum of token losses without a second pass of the head."""
+    samples = [make_sample(range(n, n + 6), [False, *[True] * 5]) for n in (1, 2, 20)]
+    once, twice = (PolicyModel(tiny(), replace(TREE, logits_chunk=chunk)) for _ in range(2))
+    (micro,) = pack([Row(each) for each in samples], TREE, torch.device("cpu"), Costs())
+    head = once.model.get_output_embeddings()
+    computed = list[int]()
+    head.register_forward_hook(lambda _, args, __: computed.append(len(args[0])))
+    new = once.backward(micro, lambda new, tokens: new.square() * micro.advantage[tokens])
+    expected = twice.logprobs(micro)
+    (expected.square() * micro.advantage).sum().backward()
+    assert sum(computed) == len(micro.target) == 15
+    assert float((new - expected.detach()).abs().max()) < 1e-6
+    assert float((gradient(once.model) - gradient(twice.model)).abs().max()) < 1e-6
+
+
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_checkpointed_layers_are_computed_twice(tree: bool, checkpointing: bool) -> None:  # noqa: FBT001

@@ -42,6 +42,7 @@ from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.batch import MicroBatch, Row, plain_sample
 from tugline.trainers.grpo.config import UpdateConfig
 from tugline.trainers.grpo.distributed import add_up, gather, join_ranks
+from tugline.trainers.grpo.forward import TokenLoss
 from tugline.trainers.grpo.hub import get_base_model
 from tugline.trainers.grpo.update import Update, Updater
 from tugline.trainers.lora import write_trained
@@ -208,9 +209,9 @@ class Sft(Updater):
         total, count = add_up([float(own.sum()), len(own)], self.policy.device)
         return -total / count
 
-    def token_losses(self, new: torch.Tensor, micro: MicroBatch, figures: Update) -> torch.Tensor:
-        """Return the negative log likelihood of each token."""
-        return -new
+    def make_loss(self, micro: MicroBatch, figures: Update) -> TokenLoss:
+        """Return the negative log likelihood."""
+        return lambda new, _: -new
 
 
 # --------------------------------------------------------------------------- a run

@@ -13,8 +13,8 @@ model are not affected. Layers with a state are in `tugline.trainers.grpo.recurr
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -39,8 +39,10 @@ from tugline.types import Ids, Sample
 
 TREE_ATTENTION = "tugline_tree"
 """Name of the attention in a model's config."""
-FORWARD = "tugline_logprobs"
+FORWARD = "tugline_forward"
 """Name of the method added to an FSDP2 module, which gathers parameters as ``forward`` does."""
+TokenLoss = Callable[[torch.Tensor, slice], torch.Tensor]
+"""Returns the losses of consecutive trained tokens, of their log probabilities and their range."""
 
 _PROBE = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 6, 7, 8))
 """Rows with a common prefix, of ids that every model has."""
@@ -67,12 +69,12 @@ class PolicyModel:
         self._root = root
         self._body = inner.base_model
         self._head = inner.get_output_embeddings()
-        self._run = self._compute
+        self._run = self._call
         self._sharded = isinstance(root, FSDPModule)
         self._compute_type = get_compute_type(config)
         """A sharded model computes in this type by itself, see `distributed.shard`."""
         if self._sharded:
-            setattr(root, FORWARD, self._compute)
+            setattr(root, FORWARD, self._run)
             register_fsdp_forward_method(root, FORWARD)
             self._run = getattr(root, FORWARD)
         self.costs = count_operations(inner)
@@ -98,20 +100,64 @@ class PolicyModel:
 
         The logits that predict a token are divided by its temperature.
         """
-        logprobs: torch.Tensor = self._run(micro)
+        logprobs: torch.Tensor = self._run(self._compute, micro)
         self._reshard()
         return logprobs
 
+    def backward(self, micro: MicroBatch, loss: TokenLoss) -> torch.Tensor:
+        """Accumulate the gradient of a sum of token losses; return what `logprobs` returns.
+
+        The loss of a token must not depend on the log probabilities of others. Then the gradient of
+        a chunk of logits is computed at once, so they are neither stored nor computed again.
+        """
+        states, gradient, logprobs = self._run(self._backward_head, micro, loss)
+        torch.autograd.backward(states, gradient)
+        return cast("torch.Tensor", logprobs)
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
     def _compute(self, micro: MicroBatch) -> torch.Tensor:
+        states = self._select_states(micro)
         with self._precision():
-            states = self._states(micro).flatten(0, 1)
-            tokens = (states[micro.source], micro.target, micro.temperature)
             parts = [
                 # the logits of a chunk are recomputed in the backward pass, not stored
-                checkpoint(self._score, *chunk, use_reentrant=False)
-                for chunk in zip(*(torch.split(each, self._chunk) for each in tokens), strict=True)
+                checkpoint(
+                    self._score,
+                    states[tokens],
+                    micro.target[tokens],
+                    micro.temperature[tokens],
+                    use_reentrant=False,
+                )
+                for tokens in self._chunks(micro)
             ]
         return torch.cat(parts)
+
+    def _backward_head(
+        self, micro: MicroBatch, loss: TokenLoss
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the states of trained tokens, their gradient, and the log probabilities."""
+        states = self._select_states(micro)
+        gradients = list[torch.Tensor]()
+        parts = []
+        for tokens in self._chunks(micro):
+            leaf = states[tokens].detach().requires_grad_()
+            with self._precision():
+                new = self._score(leaf, micro.target[tokens], micro.temperature[tokens])
+            torch.autograd.backward(loss(new, tokens).sum())
+            assert leaf.grad is not None  # noqa: S101 - it requires one
+            gradients.append(leaf.grad)
+            parts.append(new.detach())
+        return states, torch.cat(gradients), torch.cat(parts)
+
+    def _select_states(self, micro: MicroBatch) -> torch.Tensor:
+        """Return the last hidden state before each trained token, shape ``(N, hidden)``."""
+        with self._precision():
+            return self._states(micro).flatten(0, 1)[micro.source]
+
+    def _chunks(self, micro: MicroBatch) -> list[slice]:
+        count = max(1, len(micro.target))
+        return [slice(at, at + self._chunk) for at in range(0, count, self._chunk)]
 
     def _precision(self) -> torch.autocast:
         enabled = self._compute_type is not None and not self._sharded

@@ -31,21 +31,26 @@ class TokenTerms(NamedTuple):
 
 
 def token_terms(
-    new: torch.Tensor, micro: MicroBatch, reference: torch.Tensor | None, config: GrpoConfig
+    new: torch.Tensor,
+    micro: MicroBatch,
+    reference: torch.Tensor | None,
+    config: GrpoConfig,
+    tokens: slice = slice(None),
 ) -> TokenTerms:
     """Return the loss terms of log probabilities; only `new` carries gradient.
 
     ``loss = clipped loss * importance weight + kl * divergence``. With `ratio_level` ``trace`` the
-    ratio is the geometric mean over a trace's trained tokens (GSPO, arXiv 2507.18071).
+    ratio is the geometric mean over a trace's trained tokens (GSPO, arXiv 2507.18071), and `new`
+    has all tokens of the pass; otherwise those in the range `tokens`.
     """
-    log_ratio = new - micro.old
+    log_ratio = new - micro.old[tokens]
     ratio = torch.exp(_level(log_ratio, micro, config.ratio_level))
-    policy_loss, clipped = clip_loss(ratio, micro.advantage, config)
-    weights, bounded = importance_weights(micro, config)
+    policy_loss, clipped = clip_loss(ratio, micro.advantage[tokens], config)
+    weights, bounded = (each[tokens] for each in importance_weights(micro, config))
     loss = policy_loss * weights
     kl = torch.zeros_like(new)
     if reference is not None:
-        kl = estimate_kl(new, reference)
+        kl = estimate_kl(new, reference[tokens])
         penalty = kl * torch.exp(log_ratio) * weights if config.kl_correction else kl
         loss = loss + config.kl * penalty
     return TokenTerms(loss, ratio.detach(), clipped, bounded, kl.detach())

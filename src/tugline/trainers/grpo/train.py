@@ -23,7 +23,7 @@ from tugline.traces.base import leave_out
 from tugline.trainers.grpo.batch import MicroBatch, Row, collate
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.distributed import gather
-from tugline.trainers.grpo.forward import PolicyModel, make_probe
+from tugline.trainers.grpo.forward import PolicyModel, TokenLoss, make_probe
 from tugline.trainers.grpo.loss import token_terms, token_weights
 from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.update import (
@@ -154,13 +154,22 @@ class Grpo(Updater):
             weights = token_weights([row.sample for row in chosen], self.config)
             yield [row._replace(weight=w) for row, w in zip(chosen, weights, strict=True)]
 
-    def token_losses(self, new: torch.Tensor, micro: MicroBatch, figures: Update) -> torch.Tensor:
-        """Return the clipped policy loss of each token."""
+    def make_loss(self, micro: MicroBatch, figures: Update) -> TokenLoss:
+        """Return the clipped policy loss of a pass's tokens."""
         reference = self._compute_reference(micro)
-        terms = token_terms(new, micro, reference, self.config)
-        for name in ("kl", "clipped", "bounded", "ratio"):
-            figures.sums[name] += float(getattr(terms, name).sum())
-        return terms.loss
+
+        def compute(new: torch.Tensor, tokens: slice) -> torch.Tensor:
+            terms = token_terms(new, micro, reference, self.config, tokens)
+            for name in ("kl", "clipped", "bounded", "ratio"):
+                figures.sums[name] += float(getattr(terms, name).sum())
+            return terms.loss
+
+        return compute
+
+    @property
+    def needs_whole_traces(self) -> bool:
+        """Whether the ratio of a token is the mean over its trace."""
+        return self.config.ratio_level == "trace"
 
     @torch.no_grad()
     def _compute_reference(self, micro: MicroBatch) -> torch.Tensor | None:

@@ -27,7 +27,7 @@ from tugline.errors import ConfigError
 from tugline.trainers.grpo.batch import MicroBatch, Row
 from tugline.trainers.grpo.config import UpdateConfig
 from tugline.trainers.grpo.distributed import add_up, clip_gradient
-from tugline.trainers.grpo.forward import PolicyModel
+from tugline.trainers.grpo.forward import PolicyModel, TokenLoss
 from tugline.trainers.grpo.hub import check_names, get_base_model
 from tugline.trainers.grpo.packing import pack
 from tugline.trainers.lora import find_trained
@@ -51,7 +51,7 @@ class Update:
     sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Sums over forward passes: ``tokens`` trained, ``forwarded`` positions without padding,
     ``padding``, ``separate`` (positions if traces shared none), ``loss``, and the figures added by
-    `Updater.token_losses`."""
+    `Updater.make_loss`."""
     recomputed: list[Recomputed] = field(default_factory=list)
     culprits: tuple[str, ...] = ()
     """Sessions whose loss or gradient is not finite; the update was skipped if there are any."""
@@ -85,11 +85,16 @@ class Updater(ABC):
         """Number of optimizer updates so far."""
 
     @abstractmethod
-    def token_losses(self, new: torch.Tensor, micro: MicroBatch, figures: Update) -> torch.Tensor:
-        """Return the loss of each trained token, shape ``(N,)``; add statistics to `figures`.
+    def make_loss(self, micro: MicroBatch, figures: Update) -> TokenLoss:
+        """Return the function that computes the losses of a pass's tokens, without their weights.
 
-        `new` has the log probabilities of the tokens, with gradient.
+        It adds its statistics to `figures`. See `needs_whole_traces` for the tokens that it gets.
         """
+
+    @property
+    def needs_whole_traces(self) -> bool:
+        """Whether the loss of a token depends on other tokens: then it gets all at once."""
+        return False
 
     @property
     def learning_rate_share(self) -> float:
@@ -140,15 +145,23 @@ class Updater(ABC):
 
     def _backward(self, micro: MicroBatch, figures: Update) -> None:
         """Accumulate the gradient and the figures of one forward pass."""
-        new = self.policy.logprobs(micro)
-        loss = (self.token_losses(new, micro, figures) * micro.weight).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        make_losses = self.make_loss(micro, figures)
+
+        def compute_loss(new: torch.Tensor, tokens: slice) -> torch.Tensor:
+            losses = make_losses(new, tokens) * micro.weight[tokens]
+            figures.sums["loss"] += float(losses.detach().sum())
+            return losses
+
+        if self.needs_whole_traces:
+            new = self.policy.logprobs(micro)
+            torch.autograd.backward(compute_loss(new, slice(None)).sum())
+        else:
+            new = self.policy.backward(micro, compute_loss)
         figures.recomputed += split_by_sample(new.detach(), micro)
         figures.sums["tokens"] += len(new)
         figures.sums["forwarded"] += micro.computed - micro.padding
         figures.sums["padding"] += micro.padding
         figures.sums["separate"] += sum(row.length for row in micro.rows)
-        figures.sums["loss"] += float(loss.detach())
 
     def pack(self, rows: Sequence[Row]) -> Iterator[MicroBatch]:
         """Yield the forward passes of `rows`."""
