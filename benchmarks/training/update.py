@@ -113,23 +113,23 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    found: dict[str, list[dict[str, float]]] = {"loop": [], "trainer": []}
+    measured: dict[str, list[dict[str, float]]] = {"loop": [], "trainer": []}
     for _ in range(options.rounds):
-        for name, figures in found.items():
+        for name, figures in measured.items():
             results = context.Queue()
             process = context.Process(target=measure, args=(name, results))
             process.start()
             figures.append(results.get(timeout=600))
             process.join()
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(measured))
         return
     middle = {
         name: {key: statistics.median(one[key] for one in each) for key in ("cpu_s", "peak_gib")}
-        for name, each in found.items()
+        for name, each in measured.items()
     }
     for name, each in middle.items():
-        times = ", ".join(f"{one['cpu_s']:.1f}" for one in found[name])
+        times = ", ".join(f"{one['cpu_s']:.1f}" for one in measured[name])
         print(f"{name:<8} {each['cpu_s']:6.1f} CPU-s ({times}), +{each['peak_gib']:.2f} GiB")
     ratios = {key: middle["trainer"][key] / middle["loop"][key] for key in ("cpu_s", "peak_gib")}
     print(f"ratio    {ratios['cpu_s']:6.2f}, memory {ratios['peak_gib']:.2f}")
