@@ -306,7 +306,8 @@ def test_the_logits_of_an_update_are_computed_once(chunk: int) -> None:
     (expected.square() * micro.advantage).sum().backward()
     assert sum(computed) == len(micro.target) == 15
     assert float((new - expected.detach()).abs().max()) < 1e-6
-    assert float((gradient(once.model) - gradient(twice.model)).abs().max()) < 1e-6
+    right = gradient(twice.model)
+    assert float((gradient(once.model) - right).abs().max() / right.abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize("tree", [False, True])
