@@ -1,4 +1,4 @@
-"""The three issues of `examples/swe_gym` in containers.
+"""The issues of `examples/swe_gym` in containers.
 
 `tasksets/test_swe_example.py` runs them in sandboxes.
 """
@@ -98,7 +98,7 @@ def r2e(tmp_path: Path, podman: str) -> Iterator[dict[str, str]]:  # noqa: ARG00
         "import larder.quantity\n\n\nclass TestParse:\n    def test_mixed(self):\n"
         "        assert larder.quantity.parse('1 1/2 kg') == (1.5, 'kg')\n"
     )
-    before = "RUN git -c safe.directory=* checkout -q HEAD~3 && rm -rf tests\n"
+    before = "RUN git -c safe.directory=* checkout -q HEAD~4 && rm -rf tests\n"
     build(name, context, f"COPY larder /testbed\nCOPY test_1.py /r2e_tests/\n{before}")
     yield {
         "repo_name": "larder",

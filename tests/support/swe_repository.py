@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "swe_gym"
 
 def make_repository(folder: Path) -> list[dict[str, Any]]:
     """The repository `larder` and `rows.jsonl` in `folder`; returns the rows."""
-    spec = importlib.util.spec_from_file_location("make_toy", EXAMPLE / "make_toy.py")
+    spec = importlib.util.spec_from_file_location("make_rows", EXAMPLE / "toy" / "make_rows.py")
     if spec is None or spec.loader is None:
         raise ImportError(EXAMPLE)
     module = importlib.util.module_from_spec(spec)

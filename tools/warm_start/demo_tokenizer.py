@@ -71,19 +71,25 @@ _WORDS = re.compile(rf"{_MARKS.pattern}|[^\s<]+|\s|<")
 SHORTEST_BLOCK = 40
 
 
-def train_tokenizer(texts: Iterable[str], phrases: Sequence[str], size: int = 1400) -> Tokenizer:
+def train_tokenizer(
+    texts: Iterable[str],
+    phrases: Sequence[str],
+    size: int = 1400,
+    special: Sequence[str] = SPECIAL,
+    pieces: str = PIECES,
+) -> Tokenizer:
     """Train a byte-level BPE tokenizer of at most `size` ids; deterministic."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.Split(Regex(pieces), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size - len(phrases),
-        special_tokens=list(SPECIAL),
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

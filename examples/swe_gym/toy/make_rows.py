@@ -1,8 +1,8 @@
-"""Make a small repository and three rows in the format of SWE-bench.
+"""Make a small repository and four rows in the format of SWE-bench.
 
-    python examples/swe_gym/make_toy.py [FOLDER]
+    python examples/swe_gym/toy/make_rows.py [FOLDER]
 
-writes FOLDER/larder, a git repository, and FOLDER/rows.jsonl (default: `toy` beside this script).
+writes FOLDER/larder, a git repository, and FOLDER/rows.jsonl (default: the folder of this script).
 As in SWE-bench, each row is a commit that fixed an issue: its patch has the commit's changes of
 code, its test patch those of tests, and its base is the previous commit. So the repository contains
 the solution of every row in its later history, which agents must not see.
@@ -116,6 +116,8 @@ class Issue(NamedTuple):
     """File, and the text added to it."""
     fail_to_pass: list[str]
     pass_to_pass: list[str]
+    mistake: tuple[str, str]
+    """A text of the solution, and what makes it fail; for the scripted sessions of `start.py`."""
 
 
 ISSUES = [
@@ -150,6 +152,7 @@ def test_no_unit():
         ),
         ["tests/test_quantity.py::test_mixed"],
         [f"tests/test_quantity.py::test_{name}" for name in ("whole", "fraction", "no_unit")],
+        ("number += ", "number -= "),
     ),
     Issue(
         'Amounts in different units are added up\n\n`merged([("milk", 1, "l"), ("milk", 2, "bottles'
@@ -177,6 +180,7 @@ def test_units():
         ),
         ["tests/test_basket.py::test_units"],
         ["tests/test_basket.py::test_sum", "tests/test_basket.py::test_order"],
+        (" + amount", " or amount"),
     ),
     Issue(
         "`soon` leaves out the last day and sorts by name\n\nWhat is good until the day that is "
@@ -211,6 +215,32 @@ def test_soon_order():
         ),
         ["tests/test_shelf.py::test_soon_ends", "tests/test_shelf.py::test_soon_order"],
         ["tests/test_shelf.py::test_expired"],
+        ("<= end", "< end"),
+    ),
+    Issue(
+        "Things of which nothing is needed are listed\n\n`merged` should leave out a thing if its "
+        'amounts add up to 0, as in `merged([("salt", 1, "g"), ("salt", -1, "g")])`.',
+        (
+            "larder/basket.py",
+            """\
+    return [(name, amount, unit) for (name, unit), amount in sorted(total.items())]
+""",
+            """\
+    needed = sorted(item for item in total.items() if item[1] != 0)
+    return [(name, amount, unit) for (name, unit), amount in needed]
+""",
+        ),
+        (
+            "tests/test_basket.py",
+            """
+
+def test_nothing():
+    assert merged([("salt", 1, "g"), ("salt", -1, "g"), ("ham", 2, "g")]) == [("ham", 2, "g")]
+""",
+        ),
+        ["tests/test_basket.py::test_nothing"],
+        [f"tests/test_basket.py::test_{name}" for name in ("sum", "order", "units")],
+        ("!= 0", "== 0"),
     ),
 ]
 
@@ -240,7 +270,7 @@ def main(folder: Path) -> list[dict[str, object]]:
 
 
 def row(repo: Path, number: int, commits: list[str]) -> dict[str, object]:
-    """Make a row. Public data sets specify the test command in three ways; so do the three rows."""
+    """Make a row. Public data sets specify the test command in three ways; so do the rows."""
     issue, base, end = ISSUES[number], commits[number], commits[number + 1]
     test_patch = git(repo, "diff", base, end, "--", "tests")
     test_fields: list[dict[str, object]] = [
@@ -265,7 +295,7 @@ def row(repo: Path, number: int, commits: list[str]) -> dict[str, object]:
         "test_patch": test_patch,
         "FAIL_TO_PASS": json.dumps(issue.fail_to_pass) if as_text else issue.fail_to_pass,
         "PASS_TO_PASS": json.dumps(issue.pass_to_pass) if as_text else issue.pass_to_pass,
-        **test_fields[number],
+        **test_fields[number % 3],
     }
 
 
@@ -307,5 +337,5 @@ def git(repo: Path, *arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "toy"
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
     print(f"{len(main(target))} rows in {target / 'rows.jsonl'}")
