@@ -10,13 +10,13 @@ SHARED := -n $(shell $(PYTHON) -c "import os; print(min(8, 2 * os.cpu_count()))"
 
 # CORE=1 runs the core of a long suite: without the tests that are marked nightly, and what they need.
 ONLY_CORE := $(if $(CORE),--core)
-SUITES := test test-properties test-browser test-sandboxes test-chaos test-slow test-harnesses test-engines
+SUITES := test test-properties test-browser test-sandboxes test-chaos test-slow test-harnesses test-engines test-experiment
 
 # Every process of every test would compile the package anew where this is set.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e test-all test-properties test-chaos test-slow test-harnesses test-engines test-browser test-sandboxes test-cluster docs bench console lock clean
+.PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e test-all test-properties test-chaos test-slow test-harnesses test-engines test-experiment test-browser test-sandboxes test-cluster docs bench console lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | awk -F'|' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -30,10 +30,10 @@ setup: $(STAMP) ## make .venv ready (the other targets do this themselves)
 demo: $(STAMP) ## train a tiny model on a real agent harness; options with ARGS="..."
 	@$(BIN)/tugline demo $(ARGS)
 
-test: $(STAMP) ## every check, then every test that is not marked slow, harness, engines, browser, podman or cluster
+test: $(STAMP) ## every check, then every test that is not marked slow, harness, engines, experiment, browser, podman or cluster
 	@$(MAKE) --no-print-directory -j2 lint types layers dependencies
 	@$(BIN)/python tools/bubblewrap.py
-	@$(BIN)/pytest $(SHARED) -m "not slow and not harness and not engines and not browser and not podman and not cluster" $(ARGS)
+	@$(BIN)/pytest $(SHARED) -m "not slow and not harness and not engines and not experiment and not browser and not podman and not cluster" $(ARGS)
 
 checks: lint types layers dependencies budgets ## every check, no other tests
 
@@ -58,7 +58,7 @@ budgets: $(STAMP) ## size budgets and whether the docs are complete
 	@$(BIN)/pytest -q tests/test_house.py
 
 unit: $(STAMP) ## tests without a real harness
-	@$(BIN)/pytest $(SPREAD) -m "not pi and not slow and not harness and not engines and not browser and not podman and not cluster" $(ARGS)
+	@$(BIN)/pytest $(SPREAD) -m "not pi and not slow and not harness and not engines and not experiment and not browser and not podman and not cluster" $(ARGS)
 
 e2e: $(STAMP) ## tests with the real pi harness
 	@$(BIN)/pytest -m "pi and not slow and not harness" $(ARGS)
@@ -85,6 +85,10 @@ test-harnesses: $(STAMP) ## every real harness and many agent frameworks against
 test-engines: $(STAMP) ## real vLLM and SGLang servers, verl and Tinker on CPU (6 GB on first use)
 	@$(BIN)/python tools/engines.py $(if $(CORE),vllm)
 	@$(BIN)/pytest $(SPREAD) -m engines --timeout 300 $(ONLY_CORE) $(ARGS)
+
+test-experiment: $(STAMP) ## examples/swe_gym at toy size: a tiny Qwen3.5 is trained with each real harness (CORE=1: with one)
+	@$(BIN)/python tools/bubblewrap.py
+	@$(BIN)/pytest -m experiment $(ONLY_CORE) $(ARGS)
 
 test-browser: $(STAMP) ## the console and the page of a session in a real Chromium (root on Debian gets one installed)
 	@$(BIN)/python tools/browser.py

@@ -23,7 +23,7 @@ settings.register_profile("tugline", deadline=None, max_examples=50, derandomize
 settings.load_profile("tugline")
 
 
-MARKED_IN_FILE = {"slow", "cluster", "harness", "engines", "browser"}
+MARKED_IN_FILE = {"slow", "cluster", "harness", "engines", "browser", "experiment"}
 """Markers that no helper applies: `test_house.py` checks it."""
 LEFT_OUT = pytest.StashKey[list[str]]()
 """Tests that `--core` leaves out, as ``file::name (how many)``."""

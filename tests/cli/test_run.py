@@ -94,6 +94,28 @@ def test_an_evaluation_gets_more_samples_in_its_folder(world: World) -> None:
 
 
 @pytest.mark.engine
+def test_changes_apply_to_settings_and_task_sets(tmp_path: Path, run_here: Run) -> None:
+    """A key of a task-set file changes that file, another one a setting; both are strict."""
+    write_tasks(tmp_path)
+    own = ("--set", "select.limit=2", "--set", "template.tags.kind=other", "--set", "node.slots=1")
+    report = run_set(run_here, "eval", "set.json", "--out", "o", *own)["evaluation"]
+    assert (report["attempts"], [*report["by_tag"]]) == (2, ["kind=other"])
+    for option, message in {
+        "template.harnes.name=pi": "unknown key 'harnes'",
+        "templat.harness.name=pi": "unknown key 'templat'",
+    }.items():
+        refused = run_here("run", "set.json", "--out", "other", "--set", option)
+        assert refused.returncode == 2
+        assert message in refused.stderr
+    write(tmp_path / "tasks.jsonl", [task("a")])
+    refused = run_here("run", "tasks.jsonl", "--out", "other", "--set", "select.limit=1")
+    assert refused.returncode == 2
+    assert "--set select.limit: none of the files is a task-set file" in refused.stderr
+    refused = run_here("up", "--set", "select.limit=1")
+    assert "unknown key 'select'" in refused.stderr
+
+
+@pytest.mark.engine
 def test_two_runs_are_compared_task_by_task(tmp_path: Path, run_here: Run) -> None:
     """Two runs of three sessions per task are compared; a finished run is read, not repeated."""
     write_tasks(tmp_path)

@@ -1,109 +1,103 @@
-"""`examples/swe_gym`: its files are valid, and the toy runs to its end."""
+"""`examples/swe_gym`: its files are valid, and agree; `e2e/test_swe_gym.py` runs the toy."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import itertools
-import json
 import shutil
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from launch.processes import World
 from support.swe_repository import EXAMPLE, make_repository, write_rows
-from support.tokenizer import make_tokenizer
 from tasksets.test_swe import GYM
-from tugline.config import load
 from tugline.datasets.base import TaskTemplate
 from tugline.datasets.files import read_set
 from tugline.datasets.swe import SweTaskSet
-from tugline.inference.server import create_app
-from tugline.launch.settings import load_settings
+from tugline.demo.run import WARM_START
 from tugline.rollout.parts import Parts
-from tugline.sandbox.bubblewrap import Bubblewrap
 from tugline.schema import read_values
-from tugline.testing import Reply, ScriptedEngine
-from tugline.trainers.grpo.config import GrpoConfig
-from tugline.types import Ids
-from tugline.web.serve import serve
+from tugline.trainers import sft
+from tugline.trainers.batches import TaskBatches
+from tugline.trainers.config import read_config
 
-SIZES = ("paper", "toy")
+SIZES = (EXAMPLE, EXAMPLE / "toy")
+FILES = ("train.yaml", "verified.yaml")
+SOURCE = {"options.dataset", "options.split", "options.path", "options.repos"}
+"""Options of the task set that say where the rows are."""
+ONLY_FULL = {
+    "engine.urls",
+    "engine.wait_s",
+    "fsdp",
+    "grpo.autocast",
+    "grpo.gradient_checkpointing",
+    "node.engines",
+    "node.max_initializing",
+    "node.quota_gb",
+}
+"""What the toy does without: several devices and machines, and much memory."""
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_task_sets_are_valid(size: str, tmp_path: Path) -> None:
-    """All keys are known, and each plug-in can be created with its options."""
-    file = EXAMPLE / f"{size}.yaml"
-    assert read_set(file) is not None
-    template = TaskTemplate.read(read_values(file)["template"], size, EXAMPLE)
+@pytest.mark.parametrize("folder", SIZES)
+@pytest.mark.parametrize("name", FILES)
+def test_tasks_are_valid(folder: Path, name: str, tmp_path: Path) -> None:
+    """All keys of a template are known, and each plug-in can be created with its options."""
+    template = TaskTemplate.read(read_values(folder / name)["template"], name, folder)
     (task,) = SweTaskSet(path=write_rows(tmp_path / "rows.jsonl", GYM)).tasks(template)
     Parts().check(task)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_cluster_settings_are_valid(size: str) -> None:
-    """All keys are known, with valid values."""
-    settings = load_settings(EXAMPLE / f"{size}.cluster.yaml", server={}, node={}, engine={})
-    assert settings.node.slots >= 1
+@pytest.mark.parametrize("folder", SIZES)
+def test_files_are_valid(folder: Path) -> None:
+    """Each file is read by the command that it is for."""
+    assert read_config(folder / "train.yaml", WARM_START).schedule.steps >= 2
+    assert read_set(folder / "verified.yaml") is not None
+    if (folder / "sft.yaml").exists():
+        assert sft.read_config(folder / "sft.yaml").model == folder / "start" / "model"
 
 
-def test_the_paper_configuration_matches_the_paper() -> None:
-    """The configuration has the paper's 293 tasks, samples, groups, epoch, optimizer and loss."""
-    settings = read_values(EXAMPLE / "paper.yaml")
-    assert (settings["select"]["limit"], settings["template"]["samples"]) == (293, 16)
-    assert settings["template"]["builder"] == {"name": "prefix_merging"}
-    grpo = load(EXAMPLE / "paper.grpo.yaml", GrpoConfig)
+def list_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of all values that are no tables."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            yield from list_keys(value, f"{name}.")
+        else:
+            yield name
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_both_sizes_have_the_same_keys(name: str) -> None:
+    """They differ in the source of the rows, the runtime's options and what only GPUs need."""
+    full, toy = (set(list_keys(read_values(folder / name))) for folder in SIZES)
+    named = {key for key in full ^ toy if key.partition("taskset.")[2] in SOURCE}
+    named |= {key for key in full if key.startswith("template.runtime.options.")}
+    assert (full ^ toy) - named == (ONLY_FULL if name == "train.yaml" else set())
+
+
+def test_the_configuration_is_that_of_the_paper() -> None:
+    """293 tasks, 4 prompts x 16 samples, one epoch, Adam, truncated weights, one prefix tree."""
+    config = read_config(EXAMPLE / "train.yaml", WARM_START)
+    select = config.tasks.select
+    assert select is not None
+    schedule = config.schedule
+    assert (select.limit, schedule.tasks_per_step, schedule.samples) == (293, 4, 16)
+    assert schedule.steps == 293 // 4
+    assert config.template["builder"] == {"name": "prefix_merging"}
+    assert config.template["harness"]["options"] == {"context_window": 65536}
+    grpo = config.grpo
     assert (grpo.lr, grpo.epochs, grpo.sessions_per_update) == (1e-6, 1, 4 * 16)
-    assert grpo.importance == "truncate"
-    toy = load(EXAMPLE / "toy.grpo.yaml", GrpoConfig)
-    assert toy.sessions_per_update == 3 * read_values(EXAMPLE / "toy.yaml")["template"]["samples"]
+    assert (grpo.importance, grpo.micro_tokens) == ("truncate", 65536)
+    toy = read_config(EXAMPLE / "toy" / "train.yaml", WARM_START)
+    batch = toy.schedule.tasks_per_step * toy.schedule.samples
+    assert toy.grpo.sessions_per_update == batch
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    """A copy of the example to start processes in."""
-    shutil.copytree(EXAMPLE, tmp_path / "example", ignore=shutil.ignore_patterns("toy", "runs"))
-    with contextlib.closing(World(tmp_path / "example")) as opened:
-        yield opened
-
-
-@contextlib.asynccontextmanager
-async def serve_engine(rows: Sequence[dict[str, str]]) -> AsyncIterator[str]:
-    """Serve an engine that solves an issue in every other session; its URL."""
-    tokens = make_tokenizer()
-    end = tokens.encode("<|im_end|>")
-    turns = {row["instance_id"]: itertools.cycle((True, False)) for row in rows}
-
-    def reply(prompt: Ids, _request: str) -> Reply:
-        text = tokens.decode(prompt.tolist())
-        row = next((row for row in rows if row["problem_statement"].strip() in text), None)
-        answer = "Done."
-        if row is not None and "(exit 0)" not in text:
-            answer = "I look at it first.\n```sh\nls\n```"
-            if next(turns[row["instance_id"]]):
-                answer = f"This mends it.\n```sh\ngit apply <<'PATCH'\n{row['patch']}PATCH\n```"
-        return Reply([*tokens.encode(answer), *end], tokens_per_chunk=64)
-
-    engine = ScriptedEngine(reply, vocab_size=tokens.size, eos_ids=end)
-    async with serve(create_app(engine, model_name="scripted")) as url:
-        yield url
-
-
-@pytest.mark.slow
-async def test_the_toy_runs_to_its_end(world: World) -> None:
-    """Half of the sessions earn 1 from SWE-bench's grading, with sandbox, agent and model."""
-    if reason := Bubblewrap().check_available():
-        pytest.skip(reason)
-    async with serve_engine(make_repository(world.folder / "toy")) as url:
-        options = ("--engine", url, "--tokenizer", "tokenizer.json", "--renderer", "qwen3")
-        process = world.tugline(
-            "run", "run", "toy.yaml", "--config", "toy.cluster.yaml", "--out", "runs", *options
-        )
-        assert await asyncio.to_thread(process.wait, 100) == 0, world.read_log("run")
-    lines = (world.folder / "runs" / "results.jsonl").read_text().splitlines()
-    earned = Counter((view["task"], view["reward"]) for view in map(json.loads, lines))
-    assert earned == {(f"tugline__larder-{n}", reward): 1 for n in (1, 2, 3) for reward in (0, 1)}
+def test_the_toy_holds_an_issue_out(tmp_path: Path) -> None:
+    """Of the four issues, three are trained on and one is evaluated."""
+    shutil.copy(EXAMPLE / "toy" / "train.yaml", tmp_path)
+    make_repository(tmp_path)
+    batches = TaskBatches(read_config(tmp_path / "train.yaml", WARM_START), tmp_path)
+    batches.check()
+    assert sorted(task.id[-1] for task in batches.trained) == ["1", "2", "4"]
+    assert [task.id[-1] for task in batches.held_out] == ["3"]

@@ -35,7 +35,7 @@ def eval(  # noqa: A001 - the name of the command
         k: Sessions per task, for pass@1 to pass@k; may be raised in the same folder.
         earlier: Folder of an earlier run of the same tasks.
     """
-    tasks = [replace(task, samples=k) for task in load_tasks(paths)]
+    tasks = [replace(task, samples=k) for task in load_tasks(paths, local.task_changes)]
     before = read_results(earlier) if earlier else None
     console = Console(stderr=True, highlight=False)
     views = run_with_progress(tasks, local, out, console, more_samples=True)

@@ -70,7 +70,10 @@ def generate(
         price_out: Price of a million sampled tokens.
     """
     condition = _parse_condition(accept)
-    tasks = [replace(task, samples=samples or task.samples) for task in load_tasks(paths)]
+    tasks = [
+        replace(task, samples=samples or task.samples)
+        for task in load_tasks(paths, local.task_changes)
+    ]
     console = Console(stderr=True, highlight=False)
     views = run_with_progress(tasks, local, out, console)
     totals, accepted = _read_run(out, views, read_tags(tasks), condition)

@@ -25,7 +25,7 @@ def run_with_progress(
     more_samples: bool = False,
 ) -> list[ResultView]:
     """Run sessions without a result in `out`, with progress. Raises `SystemExit` if stopped."""
-    settings = add_default_engine(local.load())
+    settings = add_default_engine(local.load(task_sets=True))
     progress = SessionProgress(console, sum(task.samples for task in tasks))
     views: list[ResultView] = []
 

@@ -3,9 +3,10 @@
 Flags override the configuration file, which has all settings.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from msgspec.structs import replace
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 from tugline.cli.key_values import parse_options
 from tugline.cli.options import DEMO_MODEL, Changes
 from tugline.cli.output import echo
+from tugline.datasets.files import SetFile
 from tugline.errors import UsageError
 from tugline.launch.settings import Flags, Settings, load_settings
 from tugline.types import Mode
@@ -51,8 +53,15 @@ class NodeOptions:
         server: Flags | None = None,
         name: str | None = None,
         processes: int | str | None = None,
+        task_sets: bool = False,
     ) -> Settings:
-        """Load the settings from their file and these flags. Raises `UsageError`."""
+        """Load the settings from their file and these flags. Raises `UsageError`.
+
+        With `task_sets`, the command also has `task_changes`, which are no settings.
+        """
+        changes = parse_options(self.changes, "--set")
+        if task_sets:
+            changes = {key: changes[key] for key in changes.keys() - self.task_changes.keys()}
         engine = {
             "urls": self.engine or None,
             "tokenizer": self.tokenizer,
@@ -62,17 +71,20 @@ class NodeOptions:
         }
         node = {"slots": self.slots, "name": name, "processes": processes}
         settings = load_settings(
-            self.config,
-            server=server or {},
-            node=node,
-            engine=engine,
-            changes=parse_options(self.changes, "--set"),
+            self.config, server=server or {}, node=node, engine=engine, changes=changes
         )
         if self.model is None:
             return settings
         if settings.engine.urls:
             return replace(settings, engine=replace(settings.engine, served_name=self.model))
         return replace(settings, engine=replace(settings.engine, model=Path(self.model)))
+
+    @property
+    def task_changes(self) -> Mapping[str, Any]:
+        """Changes of task-set files by dotted key, as opposed to those of the settings."""
+        changes = parse_options(self.changes, "--set")
+        own = SetFile.__struct_fields__
+        return {key: value for key, value in changes.items() if key.partition(".")[0] in own}
 
 
 DEFAULT_NODE = NodeOptions()

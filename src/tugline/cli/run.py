@@ -30,7 +30,7 @@ def run(*paths: Paths, out: Path, local: NodeOptions = DEFAULT_NODE, as_json: Js
         out: Folder of the run; an existing run resumes.
     """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    views = run_with_progress(load_tasks(paths), local, out, console)
+    views = run_with_progress(load_tasks(paths, local.task_changes), local, out, console)
     console.print(f"results: {out}/results.jsonl")
     failures = _print_failures(console, views)
     rewards = [view.reward for view in views if view.reward is not None]

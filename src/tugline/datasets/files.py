@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from tugline.config import NO_CHANGES, change
 from tugline.datasets.base import INSTANCE, SPLIT, TASKSET, Solution, TaskSet, TaskTemplate, task_id
 from tugline.errors import ConfigError, UsageError
 from tugline.plugins import make
@@ -200,17 +201,20 @@ class SelectedTasks:
         return self._set.solution(task)
 
 
-def load_tasks(paths: Iterable[Path | str]) -> list[Task]:
+def load_tasks(paths: Iterable[Path | str], changes: Mapping[str, Any] = NO_CHANGES) -> list[Task]:
     """Load tasks from files, folders of files (not recursively) and glob patterns.
 
-    Raises `ConfigError` if a file is invalid or an id is used twice, `UsageError` if no file is
-    found.
+    `changes` override values of task-set files by dotted key. Raises `ConfigError` if a file is
+    invalid or an id is used twice, `UsageError` if no file is found, or none for the changes.
     """
-    return [task for task, _ in gather(paths)]
+    gathered = gather(paths, changes=changes)
+    if changes and not any(selected for _, selected in gathered):
+        raise UsageError(f"--set {next(iter(changes))}: none of the files is a task-set file")
+    return [task for task, _ in gathered]
 
 
 def gather(
-    paths: Iterable[Path | str], *, folders: bool = False
+    paths: Iterable[Path | str], *, folders: bool = False, changes: Mapping[str, Any] = NO_CHANGES
 ) -> list[tuple[Task, SelectedTasks | None]]:
     """Load tasks, each with its set; with `folders` also folders of Harbor tasks.
 
@@ -220,7 +224,8 @@ def gather(
     sources: dict[str, str] = {}
     for path in paths:
         harbor = read_harbor_folder(Path(path)) if folders else None
-        for where, task, selected in _list_set(str(path), harbor) if harbor else _read_files(path):
+        found = _list_set(str(path), harbor) if harbor else _read_files(path, changes)
+        for where, task, selected in found:
             if task.id in sources:
                 raise ConfigError(f"{where}: id {task.id!r} is already used by {sources[task.id]}")
             sources[task.id] = where
@@ -228,10 +233,12 @@ def gather(
     return tasks
 
 
-def _read_files(path: Path | str) -> Iterator[tuple[str, Task, SelectedTasks | None]]:
+def _read_files(
+    path: Path | str, changes: Mapping[str, Any]
+) -> Iterator[tuple[str, Task, SelectedTasks | None]]:
     """Yield the tasks of files, each with its source for messages."""
     for file in find_files(path):
-        selected = read_set(file)
+        selected = read_set(file, changes)
         if selected is None:
             yield from ((where, task, None) for where, task in read_tasks(file))
         else:
@@ -242,14 +249,17 @@ def _list_set(where: str, selected: SelectedTasks) -> Iterator[tuple[str, Task, 
     yield from ((f"{where}, {task.tags[INSTANCE]}", task, selected) for task in selected.tasks())
 
 
-def read_set(path: Path) -> SelectedTasks | None:
-    """Read a task-set file; None for another file. Raises `ConfigError`."""
+def read_set(path: Path, changes: Mapping[str, Any] = NO_CHANGES) -> SelectedTasks | None:
+    """Read a task-set file with `changes`; None for another file. Raises `ConfigError`."""
     if path.suffix.lower() == ".jsonl" or path.is_dir():
         return None
     values = read_values(path)
     if not isinstance(values, dict) or "taskset" not in values:
         return None
-    return SelectedTasks(decode(values, SetFile, source=str(path)), str(path), path.parent)
+    file = decode(values, SetFile, source=str(path))
+    if changes:
+        file = decode(change(values, changes), SetFile, source="--set")
+    return SelectedTasks(file, str(path), path.parent)
 
 
 def read_harbor_folder(path: Path) -> SelectedTasks | None:
