@@ -232,4 +232,4 @@ def test_patches_with_quoted_names() -> None:
 def test_commits_of_the_toy_are_reproducible(tmp_path: Path) -> None:
     """Hashes of the commits do not depend on the machine."""
     rows = make_repository(tmp_path)
-    assert [row["base_commit"][:7] for row in rows] == ["d91a131", "c6019f3", "871deca", "25fe196"]
+    assert [row["base_commit"][:7] for row in rows] == ["baccd5a", "7b3020c", "99ea893", "132ac25"]

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from demo_tokenizer import SPECIAL, train_tokenizer
+from renderers import Qwen35RendererConfig, create_renderer
+from transformers import PreTrainedTokenizerFast
 
 from support.swe_repository import EXAMPLE, make_repository, write_rows
 from tasksets.test_swe import GYM
+from tugline.chat.tokenizer import Tokenizer
 from tugline.datasets.base import TaskTemplate
 from tugline.datasets.files import read_set
 from tugline.datasets.swe import SweTaskSet
@@ -101,3 +105,49 @@ def test_the_toy_holds_an_issue_out(tmp_path: Path) -> None:
     batches.check()
     assert sorted(task.id[-1] for task in batches.trained) == ["1", "2", "4"]
     assert [task.id[-1] for task in batches.held_out] == ["3"]
+
+
+BASH = {"name": "bash", "description": "Run é", "parameters": {"type": "object", "properties": {}}}
+
+
+def make_call(name: str, **arguments: object) -> dict[str, Any]:
+    """A tool call as in the OpenAI API, with its arguments as an object."""
+    return {"id": name, "type": "function", "function": {"name": "bash", "arguments": arguments}}
+
+
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief. "},
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "ok", "reasoning_content": "dropped by the template"},
+    {"role": "user", "content": "two"},
+    {
+        "role": "assistant",
+        "content": "look",
+        "reasoning_content": "I think",
+        "tool_calls": [make_call("a", command="ls\n<x>", n=3), make_call("b", command="cat")],
+    },
+    {"role": "tool", "tool_call_id": "a", "content": " x\n"},
+    {"role": "tool", "tool_call_id": "b", "content": "y"},
+    {"role": "assistant", "reasoning_content": "r", "tool_calls": [make_call("c", command="")]},
+    {"role": "tool", "tool_call_id": "c", "content": "z"},
+]
+
+
+@pytest.mark.parametrize("messages", [CONVERSATION, CONVERSATION[1:], CONVERSATION[:4]])
+@pytest.mark.parametrize("tools", [[{"type": "function", "function": BASH}], None])
+def test_the_toy_has_the_chat_template_of_qwen3_5(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> None:
+    """The template of its tokenizer gives the text that the gateway renders."""
+    special = (*SPECIAL, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    tokenizer = Tokenizer(train_tokenizer([], [], special=special), "bytes")
+    renderer = create_renderer(tokenizer, Qwen35RendererConfig())
+    hub = PreTrainedTokenizerFast(
+        tokenizer_object=train_tokenizer([], [], special=special),
+        chat_template=(EXAMPLE / "toy" / "chat_template.jinja").read_text(),
+    )
+    rendered = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+    text = hub.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, tokenize=False
+    )
+    assert text == tokenizer.decode([*rendered])

@@ -28,7 +28,7 @@ WHO = {
 PYTEST = "python3 -m pytest -rA -p no:cacheprovider"
 
 START: dict[str, str] = {
-    "README.md": "# larder\n\nWhat is in the kitchen, and for how long.\n",
+    "README.txt": "larder\n\nWhat is in the kitchen, and for how long.\n",
     "larder/__init__.py": '"""What is in the kitchen."""\n',
     "larder/quantity.py": '''\
 """Quantities as cooks write them."""
