@@ -34,10 +34,10 @@ ONLY_FULL = {
     "engine.wait_s",
     "fsdp",
     "grpo.autocast",
-    "grpo.gradient_checkpointing",
     "node.engines",
     "node.max_initializing",
     "node.quota_gb",
+    "publish_folder",
 }
 """What the toy does without: several devices and machines, and much memory."""
 
@@ -89,7 +89,7 @@ def test_the_configuration_is_that_of_the_paper() -> None:
     assert schedule.steps == 293 // 4
     assert config.template["builder"] == {"name": "prefix_merging"}
     assert config.template["harness"]["options"] == {"context_window": 65536}
-    grpo = config.grpo
+    grpo = config.updates
     assert (grpo.lr, grpo.epochs, grpo.sessions_per_update) == (1e-6, 1, 4 * 16)
     assert (grpo.importance, grpo.micro_tokens) == ("truncate", 65536)
     toy = read_config(EXAMPLE / "toy" / "train.yaml", WARM_START)
