@@ -8,10 +8,10 @@ needs the rows of `make_rows.py`, and writes to the folder `start` beside this s
   a vision tower), and a tokenizer with Qwen's special tokens;
 - `sessions.parquet`: scripted sessions of the harness, for `tugline sft`.
 
-A scripted engine answers in the model's place, and the real harness executes what it says: it looks
-at the files, applies a patch and looks at the change. Half of the patches are wrong. The tokenizer
-has one token for each piece of text that two sessions share, so the prompt of a harness, 6 to 80 KB,
-has a few hundred tokens.
+A scripted engine answers in the model's place, and the real harness executes what it says: it
+looks at the files, applies a patch and looks at the change. Half of the patches are wrong. The
+tokenizer has one token for each piece of text that two sessions share, so the prompt of a harness,
+6 to 80 KB, has about a hundred tokens.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ def write_answers(task: str, patch: str, harness: str, *, right: bool) -> list[s
         "I change the code.": "\n".join(["git apply <<'PATCH'", *changed, "PATCH"]),
         "I look at the change.": "git diff --stat",
     }
-    calls = [answer(thought, call(HARNESSES[harness], command)) for thought, command in commands.items()]
+    tool = HARNESSES[harness]
+    calls = [answer(thought, call(tool, command)) for thought, command in commands.items()]
     return [*calls, answer("The issue is resolved.", "Done.")]
 
 
@@ -157,7 +158,8 @@ def call(tool: ShellTool, command: str) -> str:
     """Return a call of a tool, in the format of Qwen3.5."""
     arguments = {tool.argument: command, **tool.others}
     texts = [f"<parameter={name}>\n{value}\n</parameter>" for name, value in arguments.items()]
-    return "\n".join(["<tool_call>", f"<function={tool.name}>", *texts, "</function>", "</tool_call>"])
+    lines = ["<tool_call>", f"<function={tool.name}>", *texts, "</function>", "</tool_call>"]
+    return "\n".join(lines)
 
 
 # --------------------------------------------------------------------------- recording
@@ -175,6 +177,8 @@ def record(tasks: Sequence[Task], harness: str, tokenizer: Tokenizer, folder: Pa
             text = answers[int(number)]
         return Reply(tokenizer.encode(text), tokens_per_chunk=64)
 
+    folder.mkdir(parents=True)
+    tokenizer.save(folder)
     views = asyncio.run(run(tasks, reply, tokenizer, folder))
     for view in views:
         expected = float(is_right(view.sample))
@@ -195,17 +199,12 @@ def find_session(recording: Path) -> str:
 
 
 async def run(
-    tasks: Sequence[Task],
-    reply: Callable[[Ids, str], Reply],
-    tokenizer: Tokenizer,
-    folder: Path,
+    tasks: Sequence[Task], reply: Callable[[Ids, str], Reply], tokenizer: Tokenizer, folder: Path
 ) -> list[ResultView]:
     """Run the tasks in `folder` with an engine that gives these replies."""
     engine = ScriptedEngine(
         reply, vocab_size=tokenizer.size, max_model_len=RECORDED_WINDOW, eos_ids=[END_OF_TURN]
     )
-    folder.mkdir(parents=True)
-    tokenizer.save(folder)
     async with serve(create_app(engine, model_name="scripted")) as url:
         settings = Settings(
             engine=EngineSettings(
@@ -237,7 +236,8 @@ def make_tokenizer(harness: str, folder: Path) -> Tokenizer:
         for right in (True, False)
         for text in write_answers(task, patch, harness, right=right)
     ]
-    trained = train_tokenizer([*texts, *answers * REPEATED], blocks, WORDS + len(blocks), special, PIECES)
+    corpus = [*texts, *answers * REPEATED]
+    trained = train_tokenizer(corpus, blocks, WORDS + len(blocks), special, PIECES)
     tokenizer = Tokenizer(trained, "tugline-toy")
     count = len(tokenizer.encode(texts[0]))
     print(f"{harness}: a session of {len(texts[0]):,} characters has {count:,} tokens")
