@@ -6,6 +6,7 @@ engine. The core of the suite runs the harness whose turn it is by the commit's 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -129,8 +130,7 @@ def test_the_toy_is_trained_and_evaluated(harness: str, tmp_path: Path) -> None:
 
     served = ("--model", trained / "model", "--renderer", "qwen3.5", "--slots", "2")
     limit = ("--set", "select.limit=1")
-    report = run(
-        example, TUGLINE, "eval", "toy/verified.yaml", *served, *own, *limit, "--out", "runs/eval"
-    )
-    assert "1 of 1 sessions" in report
-    assert "failed" not in report
+    measured = ("toy/verified.yaml", *served, *own, *limit, "--out", "runs/eval")
+    run(example, TUGLINE, "eval", *measured)
+    report = json.loads((example / "runs" / "eval" / "evaluation.json").read_text())["evaluation"]
+    assert (report["attempts"], report["unrewarded"]) == (1, 0)
