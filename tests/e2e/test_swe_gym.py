@@ -110,7 +110,8 @@ def test_the_toy_is_trained_and_evaluated(harness: str, tmp_path: Path) -> None:
         assert own_metrics["rollout/signal"] >= 1, output
         assert own_metrics["update/updates"] == 1
         assert own_metrics["update/mismatch/total/max_abs"] <= 1e-4
-        assert own_metrics["update/mismatch/total/tokens"] == own_metrics["rollout/sampled"]
+        compared = own_metrics["update/mismatch/total/tokens"]
+        assert compared == own_metrics["update/tokens_trained"] > 0
         assert own_metrics["publish/arrived"] == pytest.approx(1, abs=1e-2)
         assert own_metrics["publish/moved"] > 10 * own_metrics["publish/max_abs_dlogprob"]
         assert own_metrics["publish/max_abs_dlogprob"] <= 1e-4
