@@ -1,0 +1,1 @@
+"""Memory, time and cost of a training before it is started."""

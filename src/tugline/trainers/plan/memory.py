@@ -1,0 +1,260 @@
+"""Memory of a trainer's GPU at the peak of an update, by closed formulas.
+
+Symbols: ``T`` tokens of a pass, ``w`` ranks that share the weights, ``h`` hidden size, ``f`` width
+of the feed-forward network, ``V`` vocabulary; ``c`` bytes of a number in matrix products, ``r`` in
+the residual stream, ``g`` of a whole weight and its whole gradient.
+
+- **Kept**: weights, gradients and AdamW's two moments, ``16 / w`` bytes per trained weight.
+- **Whole**: FSDP2 gathers embeddings and output layer for a whole pass, and up to three layers: the
+  current one, the next one, and the buffer of the gathering. The gradient of the output layer is
+  whole until the end; that of a layer is copied to float32 to be reduced over the ranks.
+- **Inputs**: with checkpointing, the input of each layer is kept: ``r h T``.
+- **Layer**: one layer is computed again at a time; `count_layer` adds up what autograd then holds.
+  Its backward pass begins with the gradients of its output, ``r h T``, and of two matrices of the
+  feed-forward network, ``2 c f T``.
+- **Logits** exist for `logits_chunk` tokens at a time. The backward pass of ``log_softmax`` has four
+  arrays of float32: scaled logits, distance from the log-sum, exponential, and gradient.
+
+`list_moments` has the moments of an update that can be the peak; the largest is.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from tugline.trainers.plan.shape import Layer, ModelShape
+
+FLOAT32 = 4
+_MOMENTS = 2
+_LOGITS_ARRAYS = 4
+_GATHERED_LAYERS = 3
+_CHUNK = 64
+"""Tokens between two states that the kernels of a gated delta net store."""
+
+
+class Precision(NamedTuple):
+    """Bytes of numbers."""
+
+    frozen: int
+    """Of a weight below an adapter."""
+    whole: int
+    """Of a weight that is gathered from its shards, and of its whole gradient."""
+    compute: int
+    """In matrix products and attention."""
+    residual: int
+    """In the stream between layers."""
+    casts: bool = False
+    """Whether autocast makes a copy of the input for each matrix product."""
+
+
+FULL = Precision(frozen=4, whole=4, compute=4, residual=4)
+AUTOCAST = Precision(frozen=4, whole=4, compute=2, residual=4, casts=True)
+MIXED = Precision(frozen=2, whole=2, compute=2, residual=2)
+"""FSDP2's `MixedPrecisionPolicy`: bfloat16, with weights and sums of gradients in float32."""
+
+
+class Pass(NamedTuple):
+    """A forward pass and its backward pass."""
+
+    tokens: int
+    chunk: int
+    """Tokens whose logits are in memory at the same time."""
+    checkpointing: bool
+    offload: bool
+    """Whether inputs of layers wait in host memory."""
+    alone: bool
+    """Whether it is the only pass of its update, so that gradients do not exist before it."""
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on one GPU at the peak of an update."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    whole: int
+    """Gathered weights, and gradients that are not yet reduced."""
+    inputs: int
+    """Inputs of layers."""
+    layer: int
+    """Activations and their gradients."""
+    logits: int
+    host: int
+    """Host memory of the inputs; not part of the total."""
+    moment: str
+    """Part of the update with the peak."""
+
+    @property
+    def total(self) -> int:
+        """Sum of the parts on the GPU."""
+        kept = self.weights + self.gradients + self.optimizer + self.whole
+        return kept + self.inputs + self.layer + self.logits
+
+
+def estimate_memory(shape: ModelShape, precision: Precision, ranks: int, one: Pass) -> Memory:
+    """Return the memory of a GPU. `ranks` share the weights; 1: they are whole on each GPU."""
+    frozen = shape.weights if shape.adapted else 0
+    kept = {
+        "weights": (frozen * precision.frozen + shape.trained * FLOAT32) // ranks,
+        "optimizer": _MOMENTS * shape.trained * FLOAT32 // ranks,
+        "host": 0,
+    }
+    if one.offload:
+        kept["host"] = len(shape.layers) * precision.residual * shape.hidden * one.tokens
+    empty = dict.fromkeys(("gradients", "whole", "inputs", "layer", "logits"), 0)
+    peak = max(
+        list_moments(shape, precision, ranks, one), key=lambda moment: sum(moment[1].values())
+    )
+    return Memory(**kept, **empty | peak[1], moment=peak[0])
+
+
+def list_moments(
+    shape: ModelShape, p: Precision, ranks: int, one: Pass
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield the moments of an update that can be its peak, with the bytes of each part."""
+    sharded = ranks > 1
+    count = len(shape.layers)
+    all_gradients = shape.trained * FLOAT32 // ranks
+    of_root = shape.root_trained * FLOAT32 // ranks
+    of_layer = max(layer.trained for layer in shape.layers) * FLOAT32
+    before = 0 if one.alone else all_gradients
+    inner = all_gradients - of_root - of_layer // ranks if one.alone else all_gradients
+    root = shape.root * p.whole if sharded else 0
+    layer = max(layer.stored for layer in shape.layers) * p.whole if sharded else 0
+    gathered = min(_GATHERED_LAYERS, count + 1) * layer
+    reduced = of_layer if sharded else 0
+    head = 0 if shape.adapted else shape.head * p.whole
+    input_bytes = p.residual * shape.hidden * one.tokens
+    states = max(count_layer(layer, shape, p) for layer in shape.layers) * one.tokens
+    working = max(count_working(layer, shape, p) for layer in shape.layers) * one.tokens
+
+    def hold(layers: int) -> dict[str, int]:
+        """Return the activations from which the backward pass of so many layers begins."""
+        kept = 1 if one.offload else layers
+        computed = 1 if one.checkpointing else layers
+        return {"inputs": kept * input_bytes, "layer": computed * states + working}
+
+    yield "last layer", hold(count) | {"gradients": before, "whole": root + gathered + head}
+    if count > 1:
+        whole = root + gathered + head + reduced
+        yield "inner layer", hold(count - 1) | {"gradients": before, "whole": whole}
+        whole = root + layer + head + reduced
+        yield "first layer", hold(1) | {"gradients": inner, "whole": whole}
+    saved = 0 if one.checkpointing else count * states
+    yield (
+        "logits",
+        {
+            "gradients": before,
+            "whole": root + layer,
+            "inputs": 0 if one.offload else count * input_bytes,
+            "layer": saved + _count_last_states(shape, p) * one.tokens,
+            "logits": _count_logits(shape, p, one),
+        },
+    )
+    rest = all_gradients - of_root if one.alone else all_gradients
+    yield "embeddings", {"gradients": rest, "whole": _count_root(shape, p, sharded=sharded)}
+    # on a GPU, AdamW works on all weights at once and needs another number for each
+    yield "optimizer", {"gradients": all_gradients, "whole": all_gradients}
+
+
+# --------------------------------------------------------------------------- root
+def _count_root(shape: ModelShape, p: Precision, *, sharded: bool) -> int:
+    """Bytes of embeddings and output layer at the end of the backward pass.
+
+    First with their whole gradients, two parts and their sum if both are one weight. Then the
+    weights are sharded again, and the gradients copied to float32 to be reduced.
+    """
+    if shape.adapted:
+        return shape.root * p.whole if sharded else 0
+    gradients = 3 * shape.head if shape.tied else shape.root
+    if not sharded:
+        return gradients * FLOAT32
+    return max((shape.root + gradients) * p.whole, shape.root * (p.whole + FLOAT32))
+
+
+def _count_last_states(shape: ModelShape, p: Precision) -> int:
+    """Bytes per token of the last norm, the states of trained tokens, and their gradients."""
+    return _count_norm(shape, p) + 2 * p.compute * shape.hidden
+
+
+def _count_logits(shape: ModelShape, p: Precision, one: Pass) -> int:
+    """Bytes of the logits of a chunk and of the gradient of the output layer."""
+    chunk = min(one.chunk, one.tokens) * shape.vocabulary
+    arrays = _LOGITS_ARRAYS * FLOAT32 * chunk
+    if shape.adapted:
+        return arrays
+    head = shape.head * p.whole
+    return max(head + arrays, 3 * head + p.compute * chunk)
+
+
+# --------------------------------------------------------------------------- layers
+def count_layer(layer: Layer, shape: ModelShape, p: Precision) -> int:
+    """Bytes per token that autograd holds of one layer, besides its input."""
+    attends = layer.queries > 0
+    states = _count_attention(layer, shape, p) if attends else _count_delta_net(layer, shape, p)
+    first = _count_norm(shape, p, products=3 if attends else 4)
+    second = _count_norm(shape, p, products=2)
+    if p.residual == FLOAT32:
+        second += FLOAT32 * shape.hidden  # the input of the second norm, in no other layer
+    return first + states + second + _count_feed_forward(layer, shape, p)
+
+
+def count_working(layer: Layer, shape: ModelShape, p: Precision) -> int:
+    """Bytes per token of gradients at the start of a layer's backward pass."""
+    width = layer.feed_forward * max(1, layer.experts)
+    return p.residual * shape.hidden + 2 * p.compute * width
+
+
+def _count_norm(shape: ModelShape, p: Precision, products: int = 1) -> int:
+    """Bytes of a norm before so many matrix products.
+
+    It holds its input in float32, the normalized values unless its weight is frozen, and its
+    output, which the products share unless autocast makes a copy for each.
+    """
+    h = shape.hidden
+    wide = 0 if p.residual == FLOAT32 else FLOAT32 * h
+    normalized = 0 if shape.adapted else h * (FLOAT32 if shape.wide_norms else p.residual)
+    return wide + normalized + p.compute * h * (products if p.casts else 1)
+
+
+def _count_feed_forward(layer: Layer, shape: ModelShape, p: Precision) -> int:
+    """Bytes of the gate, its activation, the values and their product.
+
+    Experts also hold their inputs, their outputs, and these with their weights.
+    """
+    width = layer.feed_forward * max(1, layer.experts)
+    return p.compute * (4 * width + 3 * layer.experts * shape.hidden)
+
+
+def _count_attention(layer: Layer, shape: ModelShape, p: Precision) -> int:
+    """Bytes of queries, keys, values and output of flash attention.
+
+    Norms of queries and keys hold two more arrays, of which the first is float32.
+    """
+    q = layer.queries
+    k = layer.keys
+    states = p.compute * (2 * q + 2 * k)
+    if layer.normalized:
+        second = FLOAT32 if shape.wide_norms else p.compute
+        states += (FLOAT32 + (0 if shape.adapted else second)) * (q + k)
+    if layer.gated:
+        states += 2 * p.compute * q
+    return states
+
+
+def _count_delta_net(layer: Layer, shape: ModelShape, p: Precision) -> int:
+    """Bytes of a gated delta net with the kernel of flash-linear-attention.
+
+    The convolution holds its input and its output before the activation. The kernel holds
+    normalized queries and keys, the values, and a row of 64 numbers per head. The gated norm of
+    transformers works in float32.
+    """
+    k = layer.linear_keys
+    v = layer.linear_values
+    c = p.compute
+    convolution = 2 * c * (2 * k + v)
+    kernel = c * (2 * k + v + _CHUNK * layer.linear_heads)
+    gates = (5 * FLOAT32 + c) * layer.linear_heads
+    norm = 3 * FLOAT32 * v + c * v * (2 if shape.adapted else 3)
+    return convolution + kernel + gates + norm
