@@ -1,11 +1,11 @@
-"""``tugline plan``: machines that a run needs.
+"""``tugline plan``: machines that a run needs, and with a training file, the GPUs.
 
-A plan follows docs/deploy.md, with constants of the benchmarks, which were measured on one kind of
-processor: it is an estimate that shows the bottlenecks.
+The machines follow docs/deploy.md, with constants of the benchmarks, which were measured on one
+kind of processor; the GPUs follow docs/training.md. Both are estimates that show the bottlenecks.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -13,10 +13,13 @@ import msgspec
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from tugline.cli.options import Count, Json, NotNegative
+from tugline.cli.key_values import parse_options
+from tugline.cli.options import Changes, Count, Json, NotNegative
 from tugline.cli.output import format_counts, print_report, print_text
+from tugline.cli.training_run import name_missing_extra
 from tugline.errors import UsageError
 from tugline.schema import decode, read_values
+from tugline.trainers.config import TrainConfig
 
 
 class Agent(NamedTuple):
@@ -53,6 +56,10 @@ SAMPLED_BYTES = 7.0
 """Bytes that each sampled id adds."""
 BUSY = 0.7
 """Target utilisation of cores and memory."""
+_HARNESS = "claude_code"
+_SESSIONS = 512
+_EMBEDDED_SHARE = 0.4
+"""Share of a GPU's memory for an engine in the process of the trainer."""
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,14 +98,17 @@ Above = Annotated[float, Parameter(validator=Number(gt=0))]
 class Workload:
     """Sessions of a run, and machines for its agents."""
 
-    gpus: Count
-    """GPUs of the engines."""
-    model_tps: Above
-    """Tokens per second that each GPU samples with a full batch."""
-    harness: str = "claude_code"
-    """Harness preset, which determines the cost of an agent."""
-    sessions: Count = 512
-    """Sessions of a step, and of later steps that run at the same time."""
+    gpus: Count | None = None
+    """GPUs of the engines (with FILE: by default one for each of its engines)."""
+    model_tps: Above | None = None
+    """Tokens per second that each GPU samples with a full batch (with FILE: estimated by
+    default)."""
+    harness: str | None = None
+    """Harness preset, which determines the cost of an agent (default: that of FILE, else
+    claude_code)."""
+    sessions: Count | None = None
+    """Sessions of a step, and of later steps that run at the same time (default: those of FILE,
+    else 512)."""
     turns: Count = 30
     """Model calls per session."""
     turn_tokens: Count = 300
@@ -120,17 +130,42 @@ class Workload:
     memory_gb: Count = 256
     """Memory of a node's machine."""
 
+    @property
+    def sampled(self) -> int:
+        """Sampled tokens of a session."""
+        return self.turns * self.turn_tokens
+
+    @property
+    def ids(self) -> int:
+        """Tokens of a session's last context, answer included."""
+        return self.prompt + self.sampled + self.turns * self.result_tokens
+
+    def find_agent(self) -> Agent:
+        """Return the cost of the agent. Raises `UsageError` for a harness without measurements."""
+        name = self.harness or _HARNESS
+        if name not in AGENTS:
+            raise UsageError(f"--harness is {name!r}, must be one of {', '.join(AGENTS)}")
+        return AGENTS[name]
+
+    def count_other_s(self) -> float:
+        """Return the seconds in which a session samples nothing."""
+        agent = self.find_agent()
+        own_s = agent.start_s + self.turns * agent.turn_s
+        return own_s + self.turns * self.tool_s + self.eval_s
+
     def compute(self) -> Needs:
-        """Estimate the requirements. Raises `UsageError` for a harness without measurements."""
-        if self.harness not in AGENTS:
-            raise UsageError(f"--harness is {self.harness!r}, must be one of {', '.join(AGENTS)}")
-        agent = AGENTS[self.harness]
+        """Estimate the requirements. Raises `UsageError` for a missing or unknown value."""
+        agent = self.find_agent()
+        for name, value in (("--gpus", self.gpus), ("--model-tps", self.model_tps)):
+            if value is None:
+                raise UsageError(f"{name} is missing; give it, or the file of a training")
+        assert self.gpus is not None and self.model_tps is not None  # noqa: PT018, S101 - checked
         turns = self.turns
-        sampled = self.turns * self.turn_tokens
-        ids = self.prompt + sampled + turns * self.result_tokens
+        sampled = self.sampled
+        ids = self.ids
         rate = self.gpus * self.model_tps / sampled
         own_s = agent.start_s + turns * agent.turn_s
-        session_s = own_s + sampled * self.token_ms / 1000 + turns * self.tool_s + self.eval_s
+        session_s = sampled * self.token_ms / 1000 + self.count_other_s()
         agent_s = own_s + turns * self.tool_cpu_s + self.eval_s
         gateway_s = turns * (CALL_S + TURN_S * turns / 2) + sampled * TOKEN_S + SESSION_S
         at_once = math.ceil(rate * session_s)
@@ -144,7 +179,7 @@ class Workload:
             sessions_per_hour=rate * 3600,
             session_s=session_s,
             open_sessions=at_once,
-            busy=min(1.0, self.sessions / at_once),
+            busy=min(1.0, (self.sessions or _SESSIONS) / at_once),
             kv_tokens=at_once * (self.prompt + ids) // 2,
             nodes=nodes,
             slots=math.ceil(at_once / nodes),
@@ -158,10 +193,99 @@ class Workload:
         )
 
 
-def plan(workload: Workload, *, as_json: Json = False) -> None:
-    """Estimate the machines that a run needs, and its bottlenecks."""
-    needs = workload.compute()
-    print_report(needs, lambda: _show(needs, workload), as_json=as_json)
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class TrainingGpus:
+    """GPUs of a training; these options need FILE."""
+
+    ranks: Count = 1
+    """Processes of torchrun, each with a GPU."""
+    gpu_memory: Above = 80.0
+    """Memory of a GPU in GiB."""
+    engine_share: Annotated[float, Parameter(validator=Number(gt=0, lt=1))] | None = None
+    """Share of the memory of the trainer's GPUs for engines on them (default: engines have GPUs of
+    their own)."""
+    engine_gpus: Count = 1
+    """GPUs of each engine (tensor parallelism)."""
+    longest: Count | None = None
+    """Tokens of the longest trace (default: the context window of FILE, else a session)."""
+    price: Above | None = None
+    """Price of a GPU for an hour."""
+
+
+def plan(
+    config: Path | None = None,
+    /,
+    *,
+    workload: Workload | None = None,
+    training: TrainingGpus | None = None,
+    changes: Changes = None,
+    as_json: Json = False,
+) -> None:
+    """Estimate the machines and GPUs that a run needs, and its bottlenecks.
+
+    Args:
+        config: YAML or TOML file of `tugline train`, to plan its GPUs, time and cost as well.
+    """
+    load = workload or Workload()
+    gpus = training or TrainingGpus()
+    if config is None:
+        if changes or training:
+            given = f"--set {changes[0]}" if changes else "an option of a training's GPUs"
+            raise UsageError(f"{given} requires the file of a training")
+        needs = load.compute()
+        print_report(needs, lambda: _show(needs, load), as_json=as_json)
+        return
+    with name_missing_extra("train"):
+        from tugline.cli import plan_training as command  # noqa: PLC0415 - needs the extra
+
+        settings = command.read_training(config, parse_options(changes, "--set"))
+        load = _complete(load, settings, gpus.engine_gpus)
+        # without the URL of an engine, it runs in the process of the trainer, on its GPU
+        share = gpus.engine_share or (None if settings.engine.urls else _EMBEDDED_SHARE)
+        engines = max(1, (load.gpus or 1) // gpus.engine_gpus)
+        memory = int(gpus.gpu_memory * 2**30)
+        layout = command.Layout(
+            ranks=gpus.ranks,
+            engines=engines,
+            engine_gpus=gpus.engine_gpus,
+            share=share,
+            gpu_memory=memory,
+            price=gpus.price,
+        )
+        session = command.Session(
+            tokens=load.ids,
+            sampled=load.sampled,
+            other_s=load.count_other_s(),
+            longest=gpus.longest,
+            rate=load.model_tps,
+        )
+        planned = command.plan_training(settings, layout, session)
+    sampled = planned.tokens["sampled"]
+    rate = load.model_tps or sampled / planned.seconds["sampling"] / (load.gpus or 1)
+    load = replace(load, model_tps=rate)
+    needs = load.compute()
+
+    def show() -> None:
+        command.show_training(planned)
+        _show(needs, load)
+
+    print_report(
+        {"training": planned, "agents": needs}, show, as_json=as_json, failed=not planned.fits
+    )
+
+
+def _complete(workload: Workload, settings: TrainConfig, engine_gpus: int) -> Workload:
+    """Return the workload with what is not given taken from a training file."""
+    harness = settings.template.get("harness", {}).get("name")
+    schedule = settings.schedule
+    return replace(
+        workload,
+        gpus=workload.gpus or engine_gpus * max(1, len(settings.engine.urls)),
+        harness=workload.harness or (harness if harness in AGENTS else None),
+        sessions=workload.sessions
+        or schedule.tasks_per_step * schedule.samples * (1 + schedule.staleness),
+    )
 
 
 def _show(needs: Needs, workload: Workload) -> None:
@@ -179,8 +303,7 @@ def _show(needs: Needs, workload: Workload) -> None:
         "disk": f"{needs.disk_gb_per_day:,.1f} GB of recordings per day, and as much on the server",
     }
     if needs.busy < 1:
-        lines["too few"] = (
-            f"{workload.sessions} sessions a step keep {needs.busy:.0%} of the engines busy"
-        )
+        sessions = workload.sessions or _SESSIONS
+        lines["too few"] = f"{sessions} sessions a step keep {needs.busy:.0%} of the engines busy"
     for name, text in lines.items():
         print_text(f"{name:<12}{text}")

@@ -12,8 +12,8 @@ the residual stream, ``g`` of a whole weight and its whole gradient.
 - **Layer**: one layer is computed again at a time; `count_layer` adds up what autograd then holds.
   Its backward pass begins with the gradients of its output, ``r h T``, and of two matrices of the
   feed-forward network, ``2 c f T``.
-- **Logits** exist for `logits_chunk` tokens at a time. The backward pass of ``log_softmax`` has four
-  arrays of float32: scaled logits, distance from the log-sum, exponential, and gradient.
+- **Logits** exist for `logits_chunk` tokens at a time. Their backward pass has four arrays of
+  float32: scaled logits, distance from the log-sum, exponential, and gradient.
 
 `list_moments` has the moments of an update that can be the peak; the largest is.
 """
@@ -48,10 +48,19 @@ class Precision(NamedTuple):
     """Whether autocast makes a copy of the input for each matrix product."""
 
 
-FULL = Precision(frozen=4, whole=4, compute=4, residual=4)
-AUTOCAST = Precision(frozen=4, whole=4, compute=2, residual=4, casts=True)
-MIXED = Precision(frozen=2, whole=2, compute=2, residual=2)
-"""FSDP2's `MixedPrecisionPolicy`: bfloat16, with weights and sums of gradients in float32."""
+def choose_precision(*, compute: str | None, sharded: bool, lora: bool) -> Precision:
+    """Return the precision of a run that computes in the type `compute`; None: float32.
+
+    Sharded weights are gathered in that type and the stream has it (`MixedPrecisionPolicy`); else
+    autocast chooses it for matrix products alone. Weights below an adapter have it.
+    """
+    if compute != "bfloat16":
+        return Precision(frozen=4, whole=4, compute=4, residual=4)
+    if sharded:
+        return Precision(frozen=2, whole=2, compute=2, residual=2)
+    if lora:
+        return Precision(frozen=2, whole=4, compute=2, residual=2, casts=True)
+    return Precision(frozen=4, whole=4, compute=2, residual=4, casts=True)
 
 
 class Pass(NamedTuple):
@@ -65,6 +74,9 @@ class Pass(NamedTuple):
     """Whether inputs of layers wait in host memory."""
     alone: bool
     """Whether it is the only pass of its update, so that gradients do not exist before it."""
+    foreach: bool
+    """Whether AdamW works on all weights at once, with another number for each, as on a GPU; else
+    on one weight after the other, with two."""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,8 +166,9 @@ def list_moments(
     )
     rest = all_gradients - of_root if one.alone else all_gradients
     yield "embeddings", {"gradients": rest, "whole": _count_root(shape, p, sharded=sharded)}
-    # on a GPU, AdamW works on all weights at once and needs another number for each
-    yield "optimizer", {"gradients": all_gradients, "whole": all_gradients}
+    largest = 0 if shape.adapted else shape.head * FLOAT32 // ranks
+    temporary = all_gradients if one.foreach else 2 * largest
+    yield "optimizer", {"gradients": all_gradients, "whole": temporary}
 
 
 # --------------------------------------------------------------------------- root
@@ -197,7 +210,11 @@ def count_layer(layer: Layer, shape: ModelShape, p: Precision) -> int:
     second = _count_norm(shape, p, products=2)
     if p.residual == FLOAT32:
         second += FLOAT32 * shape.hidden  # the input of the second norm, in no other layer
-    return first + states + second + _count_feed_forward(layer, shape, p)
+    copies = 0
+    if p.casts and shape.adapted:  # of the inputs of the output projection and of the last product
+        width = layer.feed_forward * max(1, layer.experts)
+        copies = p.compute * (layer.queries + layer.linear_values + width)
+    return first + states + second + _count_feed_forward(layer, shape, p) + copies
 
 
 def count_working(layer: Layer, shape: ModelShape, p: Precision) -> int:
@@ -215,7 +232,8 @@ def _count_norm(shape: ModelShape, p: Precision, products: int = 1) -> int:
     h = shape.hidden
     wide = 0 if p.residual == FLOAT32 else FLOAT32 * h
     normalized = 0 if shape.adapted else h * (FLOAT32 if shape.wide_norms else p.residual)
-    return wide + normalized + p.compute * h * (products if p.casts else 1)
+    copies = products + shape.adapted if p.casts else 1
+    return wide + normalized + p.compute * h * copies
 
 
 def _count_feed_forward(layer: Layer, shape: ModelShape, p: Precision) -> int:

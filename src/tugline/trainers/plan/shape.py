@@ -14,6 +14,8 @@ import transformers
 
 from tugline.errors import ConfigError
 from tugline.trainers.config import Lora
+from tugline.trainers.grpo.forward import count_operations
+from tugline.trainers.grpo.packing import Costs
 from tugline.trainers.lora import add_adapter
 
 
@@ -69,6 +71,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Whether norms multiply by their weight in float32."""
     window: int
     """Largest context of the model, in tokens."""
+    costs: Costs
+    """Floating-point operations of a forward pass."""
 
     @property
     def weights(self) -> int:
@@ -79,12 +83,6 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def trained(self) -> int:
         """Parameters that training changes."""
         return self.root_trained + sum(layer.trained for layer in self.layers)
-
-    @property
-    def active(self) -> int:
-        """Parameters that a token is multiplied with."""
-        head = self.hidden * self.vocabulary
-        return head + sum(layer.active for layer in self.layers)
 
     @property
     def adapted(self) -> bool:
@@ -117,17 +115,17 @@ def measure_shape(config: Any, name: str, lora: Lora | None = None) -> ModelShap
     """Return the shape of a model with a configuration of transformers. Raises `ConfigError`."""
     try:
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except ValueError as error:
         msg = f"model: {name} is no causal language model: {str(error).splitlines()[0]}"
         raise ConfigError(msg, "model") from error
-    base = model
+    costs = count_operations(model)
     if lora is not None:
-        model = add_adapter(model, lora, 0)
+        add_adapter(model, lora, 0)  # changes the model in place
     text = config.get_text_config()
-    layers = base.base_model.layers
+    layers = model.base_model.layers
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    outside = [each for each in base.parameters() if id(each) not in inside]
+    outside = [each for each in model.parameters() if id(each) not in inside]
     return ModelShape(
         name=name,
         hidden=text.hidden_size,
@@ -135,9 +133,10 @@ def measure_shape(config: Any, name: str, lora: Lora | None = None) -> ModelShap
         layers=tuple(_measure_layer(layer, text) for layer in layers),
         root=sum(each.numel() for each in outside),
         root_trained=sum(each.numel() for each in outside if each.requires_grad),
-        tied=base.get_output_embeddings().weight is base.get_input_embeddings().weight,
+        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         wide_norms=type(layers[0].input_layernorm).__name__.startswith(_WIDE_NORMS),
         window=text.max_position_embeddings,
+        costs=costs,
     )
 
 
