@@ -35,8 +35,8 @@ def _describe(planned: TrainingPlan) -> Iterable[tuple[str, str]]:
     yield "model", f"{planned.model}: {planned.weights / 1e9:.2f} billion weights{trained}; {kinds}"
     yield "gpus", _describe_layout(layout)
     yield "trainer", _describe_memory(planned)
-    if planned.host:
-        yield "host", f"{planned.host / GIB:,.0f} GiB of main memory for the inputs of layers"
+    host = ", ".join(f"{name} {size / GIB:,.1f}" for name, size in planned.host.items() if size)
+    yield "host", f"{sum(planned.host.values()) / GIB:,.0f} GiB of main memory: {host}"
     yield "engine", _describe_engine(planned)
     yield "fits", _describe_fit(planned)
     disk = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in planned.disk.items())

@@ -49,7 +49,7 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     memory_file_rate: float = 1e9
     """Bytes per second of publishing through shared memory, on one machine."""
     storage_rate: float = 0.5e9
-    """Bytes per second of publishing through shared storage, and of checkpoints."""
+    """Bytes per second of publishing through storage that machines share."""
     gpus_per_machine: int = 8
     reserve: int = 3 * GIB
     """Bytes on a GPU for CUDA, NCCL and fragmentation."""
@@ -200,14 +200,25 @@ class Estimate:
         """Return the seconds of a step by part."""
         several = self.layout.gpus > self.speeds.gpus_per_machine
         rate = self.speeds.storage_rate if several else self.speeds.memory_file_rate
-        trained = self.shape.trained
-        written = trained if self.config.publishes_adapter else self.shape.weights
-        saved = _CHECKPOINT * trained / self.speeds.storage_rate
-        return {
+        adapter = self.config.publishes_adapter
+        written = self.shape.trained if adapter else self.shape.weights
+        seconds = {
             "sampling": self.time_sampling(),
             **self.time_training(),
             "publishing": 2 * written * _SERVED / rate,  # written, then read by the engines
-            "checkpoint": saved / self.config.schedule.checkpoint_every,
+        }
+        # copied to host memory by all ranks; written in the background
+        copied = _CHECKPOINT * self.shape.trained / self.layout.ranks / self.speeds.host_rate
+        every = self.config.schedule.checkpoint_every
+        minutes = self.config.schedule.checkpoint_minutes
+        share = 1 / every if every else min(1.0, sum(seconds.values()) / (60 * minutes))
+        return seconds | {"checkpoint": copied * share}
+
+    def count_host(self) -> dict[str, int]:
+        """Return bytes of host memory of all ranks."""
+        return {
+            "inputs of layers": self.memory.host * self.layout.ranks,
+            "copy of a checkpoint": _CHECKPOINT * self.shape.trained,
         }
 
     def time_sampling(self) -> float:

@@ -37,8 +37,8 @@ class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool
     change: str | None
     """Setting that makes it fit; None if it fits, or nothing known helps."""
-    host: int
-    """Bytes of host memory of all ranks, for inputs of layers."""
+    host: dict[str, int]
+    """Bytes of host memory of all ranks, by kind."""
     disk: dict[str, int]
     """Bytes by kind, at the end of the run."""
     tokens: dict[str, int]
@@ -79,7 +79,7 @@ def plan_training(
         needed=run.needed,
         fits=run.fits,
         change=None if run.fits else _find_change(run),
-        host=run.memory.host * layout.ranks,
+        host=run.count_host(),
         disk=run.count_disk(),
         tokens={"sampled": run.count * session.sampled, "trained": run.count * session.tokens},
         seconds=seconds,
