@@ -269,7 +269,7 @@ def measure(case: Case) -> Measured:
 def plan(case: Case) -> Memory:
     """Return what the formulas say."""
     shape = measure_shape(make_config(case), case.model, Lora() if case.lora else None)
-    one = Pass(
+    forward = Pass(
         tokens=case.tokens,
         chunk=make_settings(case).logits_chunk,
         checkpointing=True,
@@ -278,7 +278,7 @@ def plan(case: Case) -> Memory:
         foreach=False,
     )
     precision = choose_precision(compute=case.compute, sharded=case.ranks > 1, lora=case.lora)
-    return estimate_memory(shape, precision, case.ranks, one)
+    return estimate_memory(shape, precision, case.ranks, forward)
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ def make_case(changes: dict[str, Any]) -> tuple[GrpoConfig, Lora | None, int]:
 def plan(changes: dict[str, Any], world: int) -> Memory:
     """Return the planned memory of a case."""
     settings, lora, passes = make_case(changes)
-    one = Pass(
+    forward = Pass(
         tokens=TOKENS,
         chunk=CHUNK,
         checkpointing=bool(settings.gradient_checkpointing),
@@ -72,7 +72,7 @@ def plan(changes: dict[str, Any], world: int) -> Memory:
     precision = choose_precision(
         compute=settings.autocast, sharded=world > 1, lora=lora is not None
     )
-    return estimate_memory(measure_shape(make_config(), "tiny", lora), precision, world, one)
+    return estimate_memory(measure_shape(make_config(), "tiny", lora), precision, world, forward)
 
 
 def measure(changes: dict[str, Any], world: int) -> int:

@@ -254,12 +254,12 @@ class Estimate:
         layout = self.layout
         speeds = self.speeds
         shape = self.shape
-        one = self.largest_pass
+        forward_pass = self.largest_pass
         tokens = self.session.tokens
         costs = shape.costs
         forward = costs.token * tokens + costs.pair * tokens**2 / 2
         forward = self.count * (forward + costs.trained * self.session.sampled)
-        backward = (1 if shape.adapted else 2) + one.checkpointing
+        backward = (1 if shape.adapted else 2) + forward_pass.checkpointing
         several = self.count > grpo.sessions_per_update
         before = (grpo.importance is not None or several) + (grpo.kl > 0)
         balance = speeds.balance if layout.ranks > 1 else 1.0
@@ -271,8 +271,10 @@ class Estimate:
         positions = self.count * tokens / layout.ranks * grpo.epochs
         if self.sharded:  # weights are gathered twice, gradients reduced in float32
             moved = 2 * shape.weights * _SERVED + shape.trained * FLOAT32
-            seconds["gathering"] = math.ceil(positions / one.tokens) * moved / speeds.link_rate
-        if one.offload:
+            seconds["gathering"] = (
+                math.ceil(positions / forward_pass.tokens) * moved / speeds.link_rate
+            )
+        if forward_pass.offload:
             inputs = _SERVED * shape.hidden * len(shape.layers) * positions
             seconds["offloading"] = 2 * inputs / speeds.host_rate
         return seconds

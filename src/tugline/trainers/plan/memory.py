@@ -104,7 +104,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         return kept + self.inputs + self.layer + self.logits
 
 
-def estimate_memory(shape: ModelShape, precision: Precision, ranks: int, one: Pass) -> Memory:
+def estimate_memory(shape: ModelShape, precision: Precision, ranks: int, forward: Pass) -> Memory:
     """Return the memory of a GPU. `ranks` share the weights; 1: they are whole on each GPU."""
     frozen = shape.weights if shape.adapted else 0
     kept = {
@@ -112,17 +112,17 @@ def estimate_memory(shape: ModelShape, precision: Precision, ranks: int, one: Pa
         "optimizer": _MOMENTS * shape.trained * FLOAT32 // ranks,
         "host": 0,
     }
-    if one.offload:
-        kept["host"] = len(shape.layers) * precision.residual * shape.hidden * one.tokens
+    if forward.offload:
+        kept["host"] = len(shape.layers) * precision.residual * shape.hidden * forward.tokens
     empty = dict.fromkeys(("gradients", "whole", "inputs", "layer", "logits"), 0)
     peak = max(
-        list_moments(shape, precision, ranks, one), key=lambda moment: sum(moment[1].values())
+        list_moments(shape, precision, ranks, forward), key=lambda moment: sum(moment[1].values())
     )
     return Memory(**kept, **empty | peak[1], moment=peak[0])
 
 
 def list_moments(
-    shape: ModelShape, p: Precision, ranks: int, one: Pass
+    shape: ModelShape, p: Precision, ranks: int, forward: Pass
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """Yield the moments of an update that can be its peak, with the bytes of each part."""
     sharded = ranks > 1
@@ -130,21 +130,21 @@ def list_moments(
     all_gradients = shape.trained * FLOAT32 // ranks
     of_root = shape.root_trained * FLOAT32 // ranks
     of_layer = max(layer.trained for layer in shape.layers) * FLOAT32
-    before = 0 if one.alone else all_gradients
-    inner = all_gradients - of_root - of_layer // ranks if one.alone else all_gradients
+    before = 0 if forward.alone else all_gradients
+    inner = all_gradients - of_root - of_layer // ranks if forward.alone else all_gradients
     root = shape.root * p.whole if sharded else 0
     layer = max(layer.stored for layer in shape.layers) * p.whole if sharded else 0
     gathered = min(_GATHERED_LAYERS, count + 1) * layer
     reduced = of_layer if sharded else 0
     head = 0 if shape.adapted else shape.head * p.whole
-    input_bytes = p.residual * shape.hidden * one.tokens
-    states = max(count_layer(layer, shape, p) for layer in shape.layers) * one.tokens
-    working = max(count_working(layer, shape, p) for layer in shape.layers) * one.tokens
+    input_bytes = p.residual * shape.hidden * forward.tokens
+    states = max(count_layer(layer, shape, p) for layer in shape.layers) * forward.tokens
+    working = max(count_working(layer, shape, p) for layer in shape.layers) * forward.tokens
 
     def hold(layers: int) -> dict[str, int]:
         """Return the activations from which the backward pass of so many layers begins."""
-        kept = 1 if one.offload else layers
-        computed = 1 if one.checkpointing else layers
+        kept = 1 if forward.offload else layers
+        computed = 1 if forward.checkpointing else layers
         return {"inputs": kept * input_bytes, "layer": computed * states + working}
 
     yield "last layer", hold(count) | {"gradients": before, "whole": root + gathered + head}
@@ -153,21 +153,21 @@ def list_moments(
         yield "inner layer", hold(count - 1) | {"gradients": before, "whole": whole}
         whole = root + layer + head + reduced
         yield "first layer", hold(1) | {"gradients": inner, "whole": whole}
-    saved = 0 if one.checkpointing else count * states
+    saved = 0 if forward.checkpointing else count * states
     yield (
         "logits",
         {
             "gradients": before,
             "whole": root + layer,
-            "inputs": 0 if one.offload else count * input_bytes,
-            "layer": saved + _count_last_states(shape, p) * one.tokens,
-            "logits": _count_logits(shape, p, one),
+            "inputs": 0 if forward.offload else count * input_bytes,
+            "layer": saved + _count_last_states(shape, p) * forward.tokens,
+            "logits": _count_logits(shape, p, forward),
         },
     )
-    rest = all_gradients - of_root if one.alone else all_gradients
+    rest = all_gradients - of_root if forward.alone else all_gradients
     yield "embeddings", {"gradients": rest, "whole": _count_root(shape, p, sharded=sharded)}
     largest = 0 if shape.adapted else shape.head * FLOAT32 // ranks
-    temporary = all_gradients if one.foreach else 2 * largest
+    temporary = all_gradients if forward.foreach else 2 * largest
     yield "optimizer", {"gradients": all_gradients, "whole": temporary}
 
 
@@ -191,9 +191,9 @@ def _count_last_states(shape: ModelShape, p: Precision) -> int:
     return _count_norm(shape, p) + 2 * p.compute * shape.hidden
 
 
-def _count_logits(shape: ModelShape, p: Precision, one: Pass) -> int:
+def _count_logits(shape: ModelShape, p: Precision, forward: Pass) -> int:
     """Bytes of the logits of a chunk and of the gradient of the output layer."""
-    chunk = min(one.chunk, one.tokens) * shape.vocabulary
+    chunk = min(forward.chunk, forward.tokens) * shape.vocabulary
     arrays = _LOGITS_ARRAYS * FLOAT32 * chunk
     if shape.adapted:
         return arrays
