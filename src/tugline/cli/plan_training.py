@@ -12,6 +12,9 @@ from tugline.trainers.plan.run import TrainingPlan, plan_training
 
 __all__ = ["Layout", "Session", "plan_training", "read_training", "show_training"]
 
+_BILLION = 1e9
+_SHORT_S = 0.5
+"""Seconds from which a part of a step is printed."""
 _PARTS = ("weights", "gradients", "optimizer", "whole", "inputs", "layer", "logits")
 
 
@@ -21,9 +24,10 @@ def read_training(path: Path, changes: Mapping[str, Any]) -> TrainConfig:
 
 
 def show_training(planned: TrainingPlan) -> None:
-    """Print a plan, a line for each subject."""
+    """Print a plan, a line for each subject, and an empty one."""
     for name, text in _describe(planned):
         print_text(f"{name:<12}{text}")
+    print_text("")
 
 
 def _describe(planned: TrainingPlan) -> Iterable[tuple[str, str]]:
@@ -45,12 +49,20 @@ def _describe(planned: TrainingPlan) -> Iterable[tuple[str, str]]:
     trained_tokens = planned.tokens["trained"]
     steps = f"in each of {planned.steps:,} steps"
     yield "tokens", f"{sampled:,} sampled and {trained_tokens:,} trained {steps}"
-    seconds = ", ".join(f"{name} {value:,.0f}" for name, value in planned.seconds.items())
+    seconds = ", ".join(
+        f"{name} {value:,.0f}" for name, value in planned.seconds.items() if value >= _SHORT_S
+    )
     beside = " (sampling runs beside the rest)" if planned.overlap else ""
     yield "step", f"{planned.step_s:,.0f} s: {seconds}{beside}"
     cost = "" if planned.cost is None else f"; {planned.cost:,.0f} for {layout.gpus} GPUs"
     yield "total", f"{planned.hours:,.1f} hours without evaluations{cost}"
     yield "assumed", _describe_assumptions(planned.assumptions)
+
+
+def _format_number(weights: int) -> str:
+    if weights >= _BILLION:
+        return f"{weights / _BILLION:.2f} billion"
+    return f"{weights / 1e6:,.1f} million"
 
 
 def _describe_layout(layout: Layout) -> str:

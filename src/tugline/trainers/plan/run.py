@@ -46,7 +46,8 @@ class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
     seconds: dict[str, float]
     step_s: float
     overlap: bool
-    """Whether a step samples while it trains (`schedule.staleness` above 0)."""
+    """Whether a step samples while it trains: with `schedule.staleness` above 0 and engines on
+    GPUs of their own."""
     steps: int
     hours: float
     cost: float | None
@@ -61,7 +62,7 @@ def plan_training(
     run = Estimate(config, layout, session, speeds, _read(config))
     shape = run.shape
     seconds = run.time_step()
-    overlap = config.schedule.staleness > 0
+    overlap = config.schedule.staleness > 0 and not layout.share
     rest = sum(seconds.values()) - seconds["sampling"]
     step_s = max(seconds["sampling"], rest) if overlap else seconds["sampling"] + rest
     hours = step_s * config.schedule.steps / 3600
