@@ -5,7 +5,8 @@ shapes but no values, as rank 0 of a fake process group. torch's `MemTracker` me
 figures are simulated: the allocator's fragmentation and CUDA's own memory are not in them.
 
 - Fake tensors are on the CPU here. Attention is `varlen_attn`, as on a GPU in bfloat16, by its
-  registered shapes; `--attention sdpa` measures the attention that the trainer uses on a CPU.
+  registered shapes; `--attention sdpa` measures that of transformers, without tree packing, which
+  makes a mask of all pairs of tokens on fake tensors, but not in a real run.
 - With `--offload`, inputs of layers go to the device `meta`, which stands for host memory.
 - Gated delta nets use the simulated kernel of delta_rule.py; `--rule torch` measures the fallback
   of transformers, which takes minutes for each layer.
@@ -180,7 +181,7 @@ def replace_kernels(case: Case) -> Iterator[None]:
     """Use what a GPU would use, in sizes."""
     with contextlib.ExitStack() as stack:
         replace = stack.enter_context
-        replace(patch.object(transformers.modeling_utils, "save_on_cpu", SaveOnHost))
+        replace(patch.object(forward, "save_on_cpu", SaveOnHost))
         if case.attention == "varlen":
             replace(patch.object(forward, "_attend_by_run", forward._attend_ragged))  # noqa: SLF001
         if case.rule == "kernel":
@@ -219,6 +220,7 @@ def make_settings(case: Case) -> GrpoConfig:
         gradient_checkpointing=True,
         offload_activations=case.offload,
         micro_tokens=case.tokens,
+        tree_packing="auto" if case.attention == "varlen" else False,
     )
 
 
@@ -309,7 +311,7 @@ def main() -> None:
         print(
             f"{case.model:12}{case.ranks:6}{case.tokens:8}  {kind:14}"
             f"{planned.total / GIB:8.1f}{found.gpu / GIB:9.1f}{planned.total / found.gpu:7.3f}"
-            f"   host {planned.host / GIB:.1f} {found.host / GIB:.1f}"
+            f"   host {planned.host / GIB:.2f} {found.host / GIB:.2f}"
             f"   peak: {planned.moment}; {time.perf_counter() - began:.0f} s",
             flush=True,
         )

@@ -113,7 +113,7 @@ def estimate_memory(shape: ModelShape, precision: Precision, ranks: int, forward
         "host": 0,
     }
     if forward.offload:
-        kept["host"] = len(shape.layers) * precision.residual * shape.hidden * forward.tokens
+        kept["host"] = _count_host(shape, precision) * forward.tokens
     empty = dict.fromkeys(("gradients", "whole", "inputs", "layer", "logits"), 0)
     peak = max(
         list_moments(shape, precision, ranks, forward), key=lambda moment: sum(moment[1].values())
@@ -148,9 +148,10 @@ def list_moments(
         return {"inputs": kept * input_bytes, "layer": computed * states + working}
 
     yield "last layer", hold(count) | {"gradients": before, "whole": root + gathered + head}
-    if count > 1:
+    if count > 2:
         whole = root + gathered + head + reduced
         yield "inner layer", hold(count - 1) | {"gradients": before, "whole": whole}
+    if count > 1:
         whole = root + layer + head + reduced
         yield "first layer", hold(1) | {"gradients": inner, "whole": whole}
     saved = 0 if forward.checkpointing else count * states
@@ -160,7 +161,7 @@ def list_moments(
             "gradients": before,
             "whole": root + layer,
             "inputs": 0 if forward.offload else count * input_bytes,
-            "layer": saved + _count_last_states(shape, p) * forward.tokens,
+            "layer": saved + _count_last_states(shape, p, forward) * forward.tokens,
             "logits": _count_logits(shape, p, forward),
         },
     )
@@ -186,9 +187,26 @@ def _count_root(shape: ModelShape, p: Precision, *, sharded: bool) -> int:
     return max((shape.root + gradients) * p.whole, shape.root * (p.whole + FLOAT32))
 
 
-def _count_last_states(shape: ModelShape, p: Precision) -> int:
+def _count_last_states(shape: ModelShape, p: Precision, forward: Pass) -> int:
     """Bytes per token of the last norm, the states of trained tokens, and their gradients."""
-    return _count_norm(shape, p) + 2 * p.compute * shape.hidden
+    norm = p.compute * shape.hidden if forward.offload else _count_norm(shape, p)
+    return norm + 2 * p.compute * shape.hidden
+
+
+def _count_host(shape: ModelShape, p: Precision) -> int:
+    """Bytes per token in host memory: the inputs of layers, and what the last norm holds.
+
+    Its input in float32 is there twice, because it is used twice.
+    """
+    inputs = len(shape.layers) * p.residual * shape.hidden
+    return inputs + 2 * FLOAT32 * shape.hidden + _count_normalized(shape, p)
+
+
+def _count_normalized(shape: ModelShape, p: Precision) -> int:
+    """Bytes per token of the values that a norm multiplies by its weight, if that is trained."""
+    if shape.adapted:
+        return 0
+    return shape.hidden * (FLOAT32 if shape.wide_norms else p.residual)
 
 
 def _count_logits(shape: ModelShape, p: Precision, forward: Pass) -> int:
@@ -231,9 +249,8 @@ def _count_norm(shape: ModelShape, p: Precision, products: int = 1) -> int:
     """
     h = shape.hidden
     wide = 0 if p.residual == FLOAT32 else FLOAT32 * h
-    normalized = 0 if shape.adapted else h * (FLOAT32 if shape.wide_norms else p.residual)
     copies = products + shape.adapted if p.casts else 1
-    return wide + normalized + p.compute * h * copies
+    return wide + _count_normalized(shape, p) + p.compute * h * copies
 
 
 def _count_feed_forward(layer: Layer, shape: ModelShape, p: Precision) -> int:
