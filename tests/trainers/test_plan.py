@@ -22,6 +22,7 @@ from tugline.trainers.plan.run import TrainingPlan, plan_training
 from tugline.trainers.plan.shape import read_shape
 
 SESSION = Session(tokens=39_000, sampled=9000, other_s=100.0)
+SLOW = pytest.mark.slow
 FOUR = Layout(ranks=4, engines=4, share=None, gpu_memory=80 * GIB, price=3.0)
 
 
@@ -33,7 +34,7 @@ def test_planned_memory_is_that_of_an_update(case: str) -> None:
     assert planned == pytest.approx(measure(CASES[case], 1), rel=0.1)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("world", [2, 4])
 def test_planned_memory_is_that_of_a_rank(world: int, tmp_path: Path) -> None:
@@ -48,8 +49,8 @@ def test_planned_memory_is_that_of_a_rank(world: int, tmp_path: Path) -> None:
     "case",
     [
         Case("qwen3-4b", layers=2, tokens=16_384),
-        Case("qwen3-8b", layers=2, tokens=16_384, offload=True),
-        Case("qwen3-4b", layers=2, tokens=4096, lora=True, ranks=1),
+        Case("qwen3-8b", layers=3, tokens=16_384, offload=True),
+        pytest.param(Case("qwen3-4b", layers=2, tokens=4096, lora=True, ranks=1), marks=SLOW),
         Case("qwen3.5-4b", layers=4, tokens=16_384),
     ],
     ids=str,
@@ -101,6 +102,7 @@ def make_config(models: Path, model: str, **changes: Any) -> TrainConfig:
         "engine": {"urls": ["http://127.0.0.1:8000"] * 4},
         "node": {"slots": 64},
         "fsdp": True,
+        "publish_folder": "/dev/shm",  # noqa: S108 - where users should put it
         "grpo": {"autocast": "bfloat16"},
         "schedule": {"steps": 10, "tasks_per_step": 4, "samples": 16},
     }
@@ -177,3 +179,7 @@ def test_weights_are_published_through_storage_between_machines(models: Path) ->
     two = replace(FOUR, ranks=8, engines=8)
     one = plan_model(models, "qwen3-8b").seconds["publishing"]
     assert plan_model(models, "qwen3-8b", two).seconds["publishing"] == pytest.approx(2 * one)
+    on_disk = plan_model(models, "qwen3-8b", publish_folder=None)
+    assert on_disk.seconds["publishing"] == pytest.approx(2 * one)
+    assert on_disk.disk["published weights"] == 4 * on_disk.weights
+    assert on_disk.host["published weights"] == 0

@@ -43,7 +43,7 @@ def _describe(planned: TrainingPlan) -> Iterable[tuple[str, str]]:
     yield "host", f"{sum(planned.host.values()) / GIB:,.0f} GiB of main memory: {host}"
     yield "engine", _describe_engine(planned)
     yield "fits", _describe_fit(planned)
-    disk = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in planned.disk.items())
+    disk = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in planned.disk.items() if size)
     yield "disk", f"{sum(planned.disk.values()) / 1e9:,.0f} GB: {disk}"
     sampled = planned.tokens["sampled"]
     trained_tokens = planned.tokens["trained"]
@@ -109,6 +109,6 @@ def _describe_assumptions(speeds: Assumptions) -> str:
         f" {speeds.memory_rate / 1e12:.2f} TB/s, of which sampling reaches"
         f" {speeds.decode_share:.0%}; {speeds.link_rate / 1e9:,.0f} GB/s between GPUs,"
         f" {speeds.host_rate / 1e9:,.0f} to main memory; weights published at"
-        f" {speeds.memory_file_rate / 1e9:.1f} GB/s on one machine, {speeds.storage_rate / 1e9:.1f}"
-        " through storage; one trace a session, no prefix shared between sessions"
+        f" {speeds.memory_file_rate / 1e9:.1f} GB/s in memory, {speeds.storage_rate / 1e9:.1f} on disk;"
+        " one trace a session, no prefix shared between sessions"
     )

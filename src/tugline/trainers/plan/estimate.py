@@ -47,9 +47,9 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     host_rate: float = 25e9
     """Bytes per second between a GPU and host memory."""
     memory_file_rate: float = 1e9
-    """Bytes per second of publishing through shared memory, on one machine."""
+    """Bytes per second of publishing to `publish_folder` on one machine, taken for memory."""
     storage_rate: float = 0.5e9
-    """Bytes per second of publishing through storage that machines share."""
+    """Bytes per second of publishing to the run's folder, or between machines."""
     gpus_per_machine: int = 8
     reserve: int = 3 * GIB
     """Bytes on a GPU for CUDA, NCCL and fragmentation."""
@@ -199,7 +199,8 @@ class Estimate:
     def time_step(self) -> dict[str, float]:
         """Return the seconds of a step by part."""
         several = self.layout.gpus > self.speeds.gpus_per_machine
-        rate = self.speeds.storage_rate if several else self.speeds.memory_file_rate
+        in_memory = self.config.publish_folder is not None and not several
+        rate = self.speeds.memory_file_rate if in_memory else self.speeds.storage_rate
         adapter = self.config.publishes_adapter
         written = self.shape.trained if adapter else self.shape.weights
         seconds = {
@@ -219,7 +220,13 @@ class Estimate:
         return {
             "inputs of layers": self.memory.host * self.layout.ranks,
             "copy of a checkpoint": _CHECKPOINT * self.shape.trained,
+            "published weights": self.published if self.config.publish_folder else 0,
         }
+
+    @property
+    def published(self) -> int:
+        """Bytes of the weights that engines load, with those of the version before."""
+        return 2 * self.shape.weights * _SERVED
 
     def time_sampling(self) -> float:
         """Return the seconds in which the sessions of a step run, in as many rounds as needed.
@@ -286,6 +293,6 @@ class Estimate:
         return {
             "checkpoints": schedule.keep * _CHECKPOINT * self.shape.trained,
             "model": self.shape.weights * _SERVED,
-            "published weights": 2 * self.shape.weights * _SERVED,
+            "published weights": 0 if self.config.publish_folder else self.published,
             "recordings": int(schedule.steps * self.count * recording),
         }

@@ -108,8 +108,11 @@ def _find_change(run: Estimate) -> str | None:
             return None
         layout = replace(layout, engine_gpus=2 * layout.engine_gpus)
         serving = [f"--engine-gpus {layout.engine_gpus}"]
+    shapes = {run.config.lora: run.shape}
     for texts, config, changed in _list_changes(run, layout):
-        shape = run.shape if config.lora == run.config.lora else _read(config)
+        if config.lora not in shapes:
+            shapes[config.lora] = _read(config)
+        shape = shapes[config.lora]
         if dataclasses.replace(run, config=config, layout=changed, shape=shape).fits:
             return " ".join([*serving, *texts])
     return None
