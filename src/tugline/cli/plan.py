@@ -14,12 +14,12 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from tugline.cli.key_values import parse_options
-from tugline.cli.options import Changes, Count, Json, NotNegative
+from tugline.cli.options import DEMO_MODEL, Changes, Count, Json, NotNegative
 from tugline.cli.output import format_counts, print_report, print_text
 from tugline.cli.training_run import name_missing_extra
 from tugline.errors import UsageError
 from tugline.schema import decode, read_values
-from tugline.trainers.config import TrainConfig
+from tugline.trainers.config import TrainConfig, read_config
 
 
 class Agent(NamedTuple):
@@ -237,15 +237,15 @@ def plan(
         print_report(needs, lambda: _show(needs, load), as_json=as_json)
         return
     with name_missing_extra("train"):
-        from tugline.cli import plan_training as command  # noqa: PLC0415 - needs the extra
+        from tugline.trainers.plan import estimate, run, text  # noqa: PLC0415 - needs the extra
 
-        settings = command.read_training(config, parse_options(changes, "--set"))
+        settings = read_config(config, DEMO_MODEL, changes=parse_options(changes, "--set"))
         load = _complete(load, settings, gpus.engine_gpus)
         # without the URL of an engine, it runs in the process of the trainer, on its GPU
         share = gpus.engine_share or (None if settings.engine.urls else _EMBEDDED_SHARE)
         engines = max(1, (load.gpus or 1) // gpus.engine_gpus)
         memory = int(gpus.gpu_memory * 2**30)
-        layout = command.Layout(
+        layout = estimate.Layout(
             ranks=gpus.ranks,
             engines=engines,
             engine_gpus=gpus.engine_gpus,
@@ -253,21 +253,23 @@ def plan(
             gpu_memory=memory,
             price=gpus.price,
         )
-        session = command.Session(
+        session = estimate.Session(
             tokens=load.ids,
             sampled=load.sampled,
             other_s=load.count_other_s(),
             longest=gpus.longest,
             rate=load.model_tps,
         )
-        planned = command.plan_training(settings, layout, session)
+        planned = run.plan_training(settings, layout, session)
     sampled = planned.tokens["sampled"]
     rate = load.model_tps or sampled / planned.seconds["sampling"] / (load.gpus or 1)
     load = replace(load, model_tps=rate)
     needs = load.compute()
 
     def show() -> None:
-        command.show_training(planned)
+        for subject, sentence in text.describe_plan(planned):
+            print_text(f"{subject:<12}{sentence}")
+        print_text("")
         _show(needs, load)
 
     print_report(

@@ -1,16 +1,9 @@
-"""The plan of a training file, as text for people."""
+"""The plan of a training as text for people."""
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
-from tugline.cli.options import DEMO_MODEL
-from tugline.cli.output import print_text
-from tugline.trainers.config import TrainConfig, read_config
-from tugline.trainers.plan.estimate import GIB, Assumptions, Layout, Session
-from tugline.trainers.plan.run import TrainingPlan, plan_training
-
-__all__ = ["Layout", "Session", "plan_training", "read_training", "show_training"]
+from tugline.trainers.plan.estimate import GIB, Assumptions, Layout
+from tugline.trainers.plan.run import TrainingPlan
 
 _BILLION = 1e9
 _SHORT_S = 0.5
@@ -18,19 +11,8 @@ _SHORT_S = 0.5
 _PARTS = ("weights", "gradients", "optimizer", "whole", "inputs", "layer", "logits")
 
 
-def read_training(path: Path, changes: Mapping[str, Any]) -> TrainConfig:
-    """Read a training file; the paths in it need not exist, except the model's ``config.json``."""
-    return read_config(path, DEMO_MODEL, changes=changes)
-
-
-def show_training(planned: TrainingPlan) -> None:
-    """Print a plan, a line for each subject, and an empty one."""
-    for name, text in _describe(planned):
-        print_text(f"{name:<12}{text}")
-    print_text("")
-
-
-def _describe(planned: TrainingPlan) -> Iterable[tuple[str, str]]:
+def describe_plan(planned: TrainingPlan) -> Iterator[tuple[str, str]]:
+    """Yield subjects, each with a sentence."""
     layout = planned.layout
     kinds = ", ".join(f"{count} layers of {kind}" for kind, count in planned.layers.items())
     trained = f", {planned.trained / 1e6:,.0f} million trained" * (
@@ -109,6 +91,6 @@ def _describe_assumptions(speeds: Assumptions) -> str:
         f" {speeds.memory_rate / 1e12:.2f} TB/s, of which sampling reaches"
         f" {speeds.decode_share:.0%}; {speeds.link_rate / 1e9:,.0f} GB/s between GPUs,"
         f" {speeds.host_rate / 1e9:,.0f} to main memory; weights published at"
-        f" {speeds.memory_file_rate / 1e9:.1f} GB/s in memory, {speeds.storage_rate / 1e9:.1f} on disk;"
-        " one trace a session, no prefix shared between sessions"
+        f" {speeds.memory_file_rate / 1e9:.1f} GB/s in memory, {speeds.storage_rate / 1e9:.1f} on"
+        " disk; one trace a session, no prefix shared between sessions"
     )
