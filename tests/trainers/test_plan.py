@@ -36,7 +36,7 @@ def test_planned_memory_is_that_of_an_update(case: str) -> None:
 
 @SLOW
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_planned_memory_is_that_of_a_rank(world: int, tmp_path: Path) -> None:
     """The formulas are within 10 % for shards on processes that talk by gloo."""
     mp.spawn(work, args=(world, tmp_path), nprocs=world)

@@ -236,9 +236,12 @@ def count_layer(layer: Layer, shape: ModelShape, p: Precision) -> int:
 
 
 def count_working(layer: Layer, shape: ModelShape, p: Precision) -> int:
-    """Bytes per token of gradients at the start of a layer's backward pass."""
+    """Bytes per token of gradients at the start of a layer's backward pass.
+
+    The states before trained tokens, and their gradient, are held until the end of the pass.
+    """
     width = layer.feed_forward * max(1, layer.experts)
-    return p.residual * shape.hidden + 2 * p.compute * width
+    return (p.residual + 2 * p.compute) * shape.hidden + 2 * p.compute * width
 
 
 def _count_norm(shape: ModelShape, p: Precision, products: int = 1) -> int:
