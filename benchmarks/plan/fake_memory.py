@@ -40,7 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from tugline.trainers.config import Lora
-from tugline.trainers.grpo import forward
+from tugline.trainers.grpo import attention, forward
 from tugline.trainers.grpo.batch import Row
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.distributed import shard
@@ -183,7 +183,8 @@ def replace_kernels(case: Case) -> Iterator[None]:
         replace = stack.enter_context
         replace(patch.object(forward, "save_on_cpu", SaveOnHost))
         if case.attention == "varlen":
-            replace(patch.object(forward, "_attend_by_run", forward._attend_ragged))  # noqa: SLF001
+            ragged = attention._attend_ragged  # noqa: SLF001 - chosen for a GPU only
+            replace(patch.object(attention, "_attend_by_run", ragged))
         if case.rule == "kernel":
             name = "torch_chunk_gated_delta_rule"
             replace(patch.object(modeling_qwen3_5, name, delta_rule.simulate))

@@ -7,7 +7,7 @@ kind of processor; the GPUs follow docs/training.md. Both are estimates that sho
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from cyclopts import Parameter
@@ -237,33 +237,10 @@ def plan(
         print_report(needs, lambda: _show(needs, load), as_json=as_json)
         return
     with name_missing_extra("train"):
-        from tugline.trainers.plan import estimate, run, text  # noqa: PLC0415 - needs the extra
+        from tugline.trainers.plan import text  # noqa: PLC0415 - needs the extra
 
         settings = read_config(config, DEMO_MODEL, changes=parse_options(changes, "--set"))
-        load = _complete(load, settings, gpus.engine_gpus)
-        # without the URL of an engine, it runs in the process of the trainer, on its GPU
-        share = gpus.engine_share or (None if settings.engine.urls else _EMBEDDED_SHARE)
-        engines = max(1, (load.gpus or 1) // gpus.engine_gpus)
-        memory = int(gpus.gpu_memory * 2**30)
-        layout = estimate.Layout(
-            ranks=gpus.ranks,
-            engines=engines,
-            engine_gpus=gpus.engine_gpus,
-            share=share,
-            gpu_memory=memory,
-            price=gpus.price,
-        )
-        session = estimate.Session(
-            tokens=load.ids,
-            sampled=load.sampled,
-            other_s=load.count_other_s(),
-            longest=gpus.longest,
-            rate=load.model_tps,
-        )
-        planned = run.plan_training(settings, layout, session)
-    sampled = planned.tokens["sampled"]
-    rate = load.model_tps or sampled / planned.seconds["sampling"] / (load.gpus or 1)
-    load = replace(load, model_tps=rate)
+        planned, load = _plan_training(settings, load, gpus)
     needs = load.compute()
 
     def show() -> None:
@@ -275,6 +252,36 @@ def plan(
     print_report(
         {"training": planned, "agents": needs}, show, as_json=as_json, failed=not planned.fits
     )
+
+
+def _plan_training(
+    settings: TrainConfig, load: Workload, gpus: TrainingGpus
+) -> tuple[Any, Workload]:
+    """Return the plan of a training, and the workload of its sessions at the planned rate."""
+    from tugline.trainers.plan import estimate, run  # noqa: PLC0415 - needs the extra
+
+    load = _complete(load, settings, gpus.engine_gpus)
+    serving = load.gpus or gpus.engine_gpus
+    # without the URL of an engine, it runs in the process of the trainer, on its GPU
+    share = gpus.engine_share or (None if settings.engine.urls else _EMBEDDED_SHARE)
+    layout = estimate.Layout(
+        ranks=gpus.ranks,
+        engines=max(1, serving // gpus.engine_gpus),
+        engine_gpus=gpus.engine_gpus,
+        share=share,
+        gpu_memory=int(gpus.gpu_memory * 2**30),
+        price=gpus.price,
+    )
+    session = estimate.Session(
+        tokens=load.ids,
+        sampled=load.sampled,
+        other_s=load.count_other_s(),
+        longest=gpus.longest,
+        rate=load.model_tps,
+    )
+    planned = run.plan_training(settings, layout, session)
+    rate = planned.tokens["sampled"] / planned.seconds["sampling"] / serving
+    return planned, replace(load, model_tps=load.model_tps or rate)
 
 
 def _complete(workload: Workload, settings: TrainConfig, engine_gpus: int) -> Workload:

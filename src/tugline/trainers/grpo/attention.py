@@ -57,7 +57,7 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
             parts.append(_attend(part, key, value, group, scaling))
         else:  # gathered again in the backward pass, so that one group is in memory at a time
             parts.append(checkpoint(_attend, part, key, value, group, scaling, use_reentrant=False))
-    return torch.cat(parts, 1), None
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)), None
 
 
 def _attend(
