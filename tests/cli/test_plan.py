@@ -84,7 +84,7 @@ def training(tmp_path: Path) -> None:
 
 
 FILE = ("plan", "train.json")
-WIDE = ("--set", "grpo.micro_tokens=98304", "--gpu-memory=24")
+WIDE = ("--set", "grpo.micro_tokens=163840", "--gpu-memory=24")
 
 
 @pytest.mark.usefixtures("training")
