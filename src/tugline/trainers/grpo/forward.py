@@ -176,8 +176,9 @@ class PolicyModel:
     def _score(
         self, states: torch.Tensor, target: torch.Tensor, temperature: torch.Tensor
     ) -> torch.Tensor:
-        logits: torch.Tensor = self._head(states).float() / temperature[:, None]
-        return logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(dim=1)
+        logits = self._head(states).float()
+        chosen = _TargetLogprobs.apply(logits, target, temperature)  # type: ignore[no-untyped-call]
+        return cast("torch.Tensor", chosen)
 
     def _reshard(self) -> None:
         """Reshard parameters, which FSDP2 leaves gathered after a pass without gradient."""
@@ -261,6 +262,31 @@ class PolicyModel:
         types = {parameter.dtype for parameter in self.model.parameters()}
         exact = types == {torch.float32} and self._compute_type in {None, torch.float32}
         return torch.allclose(first, other, rtol=0, atol=within if exact else 5e-2)
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """Log probabilities of targets, in the memory of the logits, which nothing else may use.
+
+    Arrays over the vocabulary are the largest of a pass, and autograd would make six of them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, temperature: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the log probability of a target of each row, shape ``(n,)``."""
+        logits.div_(temperature[:, None])
+        total = logits.logsumexp(1)
+        ctx.save_for_backward(logits, total, target, temperature)
+        return logits.gather(1, target[:, None])[:, 0] - total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Return the gradient of the logits: ``(one-hot - probabilities) / temperature``."""
+        logits, total, target, temperature = ctx.saved_tensors
+        factor = (gradient / temperature)[:, None]
+        result = logits.sub_(total[:, None]).exp_().mul_(-factor)
+        return result.scatter_add_(1, target[:, None], factor), None, None
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

@@ -12,8 +12,8 @@ the residual stream, ``g`` of a whole weight and its whole gradient.
 - **Layer**: one layer is computed again at a time; `count_layer` adds up what autograd then holds.
   Its backward pass begins with the gradients of its output, ``r h T``, and of two matrices of the
   feed-forward network, ``2 c f T``.
-- **Logits** exist for `logits_chunk` tokens at a time. Their backward pass has four arrays of
-  float32: scaled logits, distance from the log-sum, exponential, and gradient.
+- **Logits** exist for `logits_chunk` tokens at a time, with a second array of float32 for their
+  exponentials; their gradient takes the memory of the logits.
 
 `list_moments` has the moments of an update that can be the peak; the largest is.
 """
@@ -27,7 +27,7 @@ from tugline.trainers.plan.shape import Layer, ModelShape
 
 FLOAT32 = 4
 _MOMENTS = 2
-_LOGITS_ARRAYS = 4
+_LOGITS_ARRAYS = 2
 _GATHERED_LAYERS = 3
 _CHUNK = 64
 """Tokens between two states that the kernels of a gated delta net store."""
