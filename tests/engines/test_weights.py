@@ -106,7 +106,7 @@ class Run:
 
     def train(self) -> None:
         """Make an update of GRPO, on sessions with random tokens."""
-        model = self.models.trainer._trainer.model
+        model = self.models.trainer.trainer.model
         report = self.models.trainer.step(groups(model, tasks=1), version=VERSION)
         assert report.updates == 1
 
@@ -219,7 +219,7 @@ async def test_tensors_that_an_engine_skips_are_noticed(engine: EngineCase, tmp_
         await run.publish()
         run.train()
         fused = write(run, tmp_path / "fused")
-        model = run.models.trainer._trainer.model
+        model = run.models.trainer.trainer.model
         model.save_pretrained(fused, save_original_format=False)
         assert any(name.endswith("experts.down_proj") for name in read_places(fused))
         with pytest.raises(EngineError, match=error):
