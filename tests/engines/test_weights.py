@@ -69,9 +69,18 @@ class EngineCase:
         return self.version
 
 
-SERVING = ["vllm-hybrid", "vllm-dense", "sglang-dense", "sglang-moe"]
+def choose(*cases: str) -> pytest.MarkDecorator:
+    """Run a test with engines and kinds; the core of the suite has only the hybrid."""
+    core = "vllm-hybrid"
+    params = [
+        pytest.param(case, id=case, marks=() if case == core else pytest.mark.nightly)
+        for case in cases
+    ]
+    return pytest.mark.parametrize("engine", params, indirect=True)
+
+
+SERVING = ("vllm-hybrid", "vllm-dense", "sglang-dense", "sglang-moe")
 """Engines and models whose weights can be changed."""
-ALL = [*SERVING, "vllm-moe"]
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +183,7 @@ async def open_run(engine: EngineCase, folder: Path) -> AsyncIterator[Run]:
 
 
 # --------------------------------------------------------------------------- tests
-@pytest.mark.parametrize("engine", SERVING, indirect=True)
+@choose(*SERVING)
 async def test_an_update_arrives_and_is_proven(
     engine: EngineCase, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -193,7 +202,7 @@ async def test_an_update_arrives_and_is_proven(
     record_property(FURTHEST, second.max_abs_dlogprob)
 
 
-@pytest.mark.parametrize("engine", ["vllm-dense", "sglang-dense", "sglang-moe"], indirect=True)
+@choose("vllm-dense", "sglang-dense", "sglang-moe")
 async def test_a_stale_prefix_cache_is_noticed(
     engine: EngineCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +217,7 @@ async def test_a_stale_prefix_cache_is_noticed(
             await run.publish(write(run, tmp_path / "second"))
 
 
-@pytest.mark.parametrize("engine", ["sglang-moe"], indirect=True)
+@choose("sglang-moe")
 async def test_tensors_that_an_engine_skips_are_noticed(engine: EngineCase, tmp_path: Path) -> None:
     """SGLang reports success for fused experts and keeps its own; the weights before are restored.
 
@@ -227,7 +236,7 @@ async def test_tensors_that_an_engine_skips_are_noticed(engine: EngineCase, tmp_
         assert await run.measure() < CLOSE
 
 
-@pytest.mark.parametrize("engine", ["vllm-moe"], indirect=True)
+@choose("vllm-moe")
 async def test_a_reload_that_breaks_weights_is_noticed(engine: EngineCase, tmp_path: Path) -> None:
     """On CPU, vLLM 0.32 breaks the experts of a model that it loads again, even the same ones."""
     error = rf"{engine.url} .* its logprobs differ from the trainer's by [\d.e+-]+ nats"
@@ -244,7 +253,7 @@ def write(run: Run, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("engine", ALL, indirect=True)
+@choose(*SERVING, "vllm-moe")
 async def test_the_final_model_is_as_its_source(engine: EngineCase, tmp_path: Path) -> None:
     """It has the source's names, configuration and untrained tensors; engine and library load it.
 
