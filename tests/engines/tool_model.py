@@ -11,13 +11,14 @@ import hashlib
 import json
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from demo_tokenizer import END_OF_TURN, PAD, train_tokenizer
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tugline.chat.tokenizer import Tokenizer
 from tugline.harnesses.install import install_once
@@ -77,14 +78,14 @@ def make() -> Folders:
     folder = cache_folder() / "engines" / f"tool-model-{digest}"
 
     async def fill(fresh: Path) -> None:
-        tokenizer = _tokenizer()
+        tokenizer = make_tokenizer()
         model = _trained(tokenizer)
-        _save(model, tokenizer, fresh / "first")
+        save(model, tokenizer, fresh / "first")
         torch.manual_seed(1)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
-        _save(model, tokenizer, fresh / "second")
+        save(model, tokenizer, fresh / "second")
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     asyncio.run(install_once(folder, fill))
@@ -172,10 +173,13 @@ def _pool(tokenizer: Tokenizer, rng: random.Random) -> list[Sample]:
     return [_example(made, _conversation(rng, recite=n % 4 == 0)) for n in range(POOL)]
 
 
-def _tokenizer() -> Tokenizer:
+def make_tokenizer(extra: Sequence[str] = ()) -> Tokenizer:
+    """Tokenizer of the conversations; each of `extra` is one token."""
     rng = random.Random(0)
     texts = [json.dumps(_conversation(rng, recite=n % 4 == 0)) for n in range(200)]
-    return Tokenizer(train_tokenizer([*texts, *[TEMPLATE, json.dumps(TOOLS)] * 20], [], 700), "t")
+    return Tokenizer(
+        train_tokenizer([*texts, *[TEMPLATE, json.dumps(TOOLS)] * 20], extra, 700), "t"
+    )
 
 
 def _trained(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
@@ -207,7 +211,8 @@ def _trained(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
     return model.eval()
 
 
-def _save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a model folder as on the hub, with the chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save(folder)

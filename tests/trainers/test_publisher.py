@@ -19,7 +19,8 @@ from support.server import make_control
 from tugline.errors import EngineError
 from tugline.protocol import Barrier, PauseMode
 from tugline.server.control import ControlPlane
-from tugline.trainers.publish import Probe, Publisher, VllmWeightUpdater
+from tugline.trainers.proof import Probe
+from tugline.trainers.publish import Publisher, VllmWeightUpdater
 from tugline.web.serve import serve
 
 IDS = np.arange(5, 13, dtype=np.int32)

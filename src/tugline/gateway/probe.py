@@ -45,6 +45,8 @@ _MIN_SHIFT = 0.15
 """Minimum relative shift of processed logprobs; raw ones in half precision shift by 0.03."""
 _MIN_TOKENS = 4
 """Number of distinguishing tokens to collect; a confident model yields few per request."""
+_SHORTEST = 2
+"""Tokens of the shortest prompt: vLLM on CPU dies of one token for a hybrid model."""
 _CONTROL = "pause, reload and resume over HTTP"
 _FAULTS = (OSError, TuglineError)
 
@@ -321,7 +323,7 @@ class _Probe:
         if wire.mode is Mode.EXACT:
             answer = np.array((await self._sample(wire, 24, stream=False)).ids, np.int32)
             whole = np.concatenate((self._prompt, answer))
-            lengths = np.linspace(1, len(whole), 16, dtype=int)
+            lengths = np.linspace(_SHORTEST, len(whole), 16, dtype=int)
             prompts = [whole[:length] for length in lengths]
         pairs: list[tuple[float, float]] = []
         for prompt in prompts:

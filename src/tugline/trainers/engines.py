@@ -29,9 +29,9 @@ from tugline.protocol import PauseMode
 from tugline.recording.verify.engine import connect_scorer
 from tugline.trainers.config import TrainConfig
 from tugline.trainers.models import Models, write_model
+from tugline.trainers.proof import Probe
 from tugline.trainers.publish import (
     ADAPTER,
-    Probe,
     Publication,
     Publisher,
     Update,

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from tugline import log
@@ -55,7 +56,7 @@ from tugline.trainers.metrics import (
 )
 from tugline.trainers.models import Models, model_folder, open_models, write_weights
 from tugline.trainers.patience import run_patiently, summarize_failures
-from tugline.trainers.publish import Probe
+from tugline.trainers.proof import Probe
 from tugline.trainers.rollouts import RolloutServer, open_rollout_server
 from tugline.trainers.sinks import FAILED, Sinks
 from tugline.types import Call, Task, Trajectory
@@ -170,7 +171,20 @@ class TrainingLoop:
         if known > self.state.version:
             self.state = replace(self.state, version=known + 1)
         self.report(f"loading version {self.state.version} into the engine")
-        await self._served.publish(self.state.version, None)
+        await self._served.publish(self.state.version, await self._make_first_probe())
+
+    async def _make_first_probe(self) -> Probe | None:
+        """Return a probe of the next tasks' instructions, which these weights leave as they are.
+
+        It shows whether an engine loads weights rightly before anything is sampled.
+        """
+        text = "\n\n".join(task.instruction for task in self._batch(self.state.step + 1))
+        ids = np.array(self.models.tokenizer.encode(text)[:_PROBE_IDS], np.int32)
+        if len(ids) < 2:
+            return None
+        event_loop = asyncio.get_running_loop()
+        logprobs = await event_loop.run_in_executor(self._learner, self._trainer.score, ids)
+        return Probe(ids, logprobs, logprobs)
 
     # ----------------------------------------------------------------------- a step
     async def _step(self) -> None:

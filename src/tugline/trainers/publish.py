@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,8 +29,8 @@ from tugline.chat.dialects.decoding import decode_object
 from tugline.errors import EngineError, TuglineError, UsageError
 from tugline.protocol import Barrier, PauseMode
 from tugline.recording.verify.engine import Scorer, connect_scorer
+from tugline.trainers.proof import Probe, Proof, measure_precision, prove
 from tugline.trainers.tensor_files import read_places
-from tugline.types import Ids, Logprobs
 from tugline.web.engine_http import EngineHttp
 
 T = TypeVar("T")
@@ -175,17 +175,6 @@ async def make_updater(url: str, key: str = "") -> RemoteWeightUpdater:
 
 
 # --------------------------------------------------------------------------- all replicas
-class Probe(NamedTuple):
-    """Token ids whose log probabilities show which weights an engine serves."""
-
-    ids: Ids
-    """Shape ``(n,)``."""
-    before: Logprobs
-    """Trainer's values for ``ids[1:]`` under the weights published last, shape ``(n - 1,)``."""
-    after: Logprobs
-    """Trainer's values under the weights to publish."""
-
-
 class Publication(msgspec.Struct, frozen=True, kw_only=True):
     """Report of publishing a version."""
 
@@ -232,6 +221,8 @@ class Publisher:
         """Whether all replicas are known to serve the same weights."""
         self._published: tuple[Path, int] | None = None
         """Folder and version that every replica loaded last."""
+        self._precision: dict[str, float] = {}
+        """Newest result of `measure_precision` for each replica."""
 
     async def publish(self, folder: Path, version: int, probe: Probe | None = None) -> Publication:
         """Load `folder` into every replica as `version`; model calls are held meanwhile.
@@ -244,6 +235,8 @@ class Publisher:
         try:
             barrier = await self.weights.pause(self.mode, within_s=self.within_s)
             _raise_if_incomplete(barrier, "paused", self.within_s)
+            if probe is not None and self._alike:
+                await _finish_all([self._measure(url, probe) for url in self.updaters])
             try:
                 proofs = await self._replace(folder, version, probe)
             except TuglineError as error:
@@ -252,26 +245,24 @@ class Publisher:
         finally:
             if self._alike:
                 await self.weights.resume()
-        shares = [share for _, share in proofs if share is not None]
+        shares = [proof.share for proof in proofs if proof.share is not None]
         return Publication(
             version=version,
             seconds=time.monotonic() - began,
-            max_abs_dlogprob=max((gap for gap, _ in proofs), default=None) if probe else None,
+            max_abs_dlogprob=max((proof.max_abs for proof in proofs), default=None),
             moved=float(np.abs(probe.after - probe.before).max()) if probe else None,
             arrived=min(shares, default=None),
         )
 
-    async def _replace(
-        self, folder: Path, version: int, probe: Probe | None
-    ) -> list[tuple[float, float | None]]:
-        """Load a version into every replica, prove and announce it; return the proofs."""
+    async def _replace(self, folder: Path, version: int, probe: Probe | None) -> list[Proof]:
+        """Load a version into every replica, prove and announce it; return any proofs."""
         self._alike = False
         await _finish_all([self._load(url, folder, version) for url in self.updaters])
         proofs = await _finish_all([self._prove(url, version, probe) for url in self.updaters])
         _raise_if_incomplete(await self.weights.announce(version), "informed", 60)
         self._published = (folder, version)
         self._alike = True
-        return proofs
+        return [proof for proof in proofs if proof is not None]
 
     async def _roll_back(self, probe: Probe | None, error: TuglineError) -> None:
         """Load the previous version into every replica. Raises `EngineError` if this fails."""
@@ -279,9 +270,8 @@ class Publisher:
         status = error.status if isinstance(error, EngineError) else None
         if self._published is None or not self._published[0].is_dir():  # none, or not from a folder
             raise EngineError(f"{error}; {held}", status=status) from error
-        before = None if probe is None else Probe(probe.ids, probe.after, probe.before)
         try:
-            await self._replace(*self._published, before)
+            await self._replace(*self._published, probe and probe.swap())
         except TuglineError as again:
             msg = f"{error}; the previous version cannot be restored ({again}): {held}"
             raise EngineError(msg, status=status) from error
@@ -308,53 +298,26 @@ class Publisher:
             msg = f"the replica {url} did not load version {version} within {self.within_s:g} s"
             raise EngineError(msg) from error
 
-    async def _prove(
-        self, url: str, version: int, probe: Probe | None
-    ) -> tuple[float, float | None]:
-        """Return the largest logprob difference, and the share of the update in the replica."""
+    async def _measure(self, url: str, probe: Probe) -> None:
+        """Measure how close a replica is to the trainer, unless it was restarted."""
+        with contextlib.suppress(TimeoutError, TuglineError):  # loading will report it
+            async with asyncio.timeout(self.within_s), self.connect(url) as scorer:
+                if self._published is None or scorer.version in {None, self._published[1]}:
+                    self._precision[url] = await measure_precision(scorer, probe)
+
+    async def _prove(self, url: str, version: int, probe: Probe | None) -> Proof | None:
+        """Prove that a replica serves a version; without a probe, that it reports it."""
         try:
             async with asyncio.timeout(self.within_s), self.connect(url) as scorer:
                 if scorer.version not in {None, version}:
                     msg = f"the replica {url} has version {scorer.version}, must have {version}"
                     raise EngineError(msg)
                 if probe is None:
-                    return 0.0, None
-                scored = await scorer.score(probe.ids, 1)
+                    return None
+                return await prove(scorer, version, probe, self._precision.get(url))
         except TimeoutError as error:
             msg = f"the replica {url} did not score a probe within {self.within_s:g} s"
             raise EngineError(msg) from error
-        known = np.isfinite(scored)
-        share = measure_arrival(probe.before[known], probe.after[known], scored[known])
-        if share is not None and share < _ARRIVED:
-            raise EngineError(
-                f"the replica {url} reports version {version}, but its logprobs show only "
-                f"{share:.0%} of"
-                " the update; check that it reads the folder that the trainer writes"
-            )
-        return float(np.abs(scored - probe.after)[known].max(initial=0.0)), share
-
-
-_ARRIVED = 0.5
-"""Smallest share of an update that is accepted as the new weights."""
-_NOISE = 0.1
-"""Standard error of that share from which the share is ignored."""
-
-
-def measure_arrival(before: Logprobs, after: Logprobs, scored: Logprobs) -> float | None:
-    """Return the share of the change from `before` to `after` that `scored` shows.
-
-    It is the slope of a regression through the origin, or None if its standard error is 0.1 or
-    more: engine and trainer then differ by more than the update. Arrays of shape ``(n,)``, n > 1.
-    """
-    change = (after - before).astype(np.float64)
-    shown = (scored - before).astype(np.float64)
-    norm = float(change @ change)
-    if len(change) < 2 or norm == 0.0:
-        return None
-    share = float(shown @ change) / norm
-    rest = shown - share * change
-    error = float(rest @ rest) / (len(change) - 1) / norm
-    return share if error < _NOISE**2 else None
 
 
 async def _finish_all(steps: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

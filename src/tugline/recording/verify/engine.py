@@ -8,12 +8,12 @@ only if their meaning is the same.
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
-from tugline.chat.engines.base import parse_engine_error, parse_version
+from tugline.chat.engines.base import NEUTRAL, parse_engine_error, parse_version
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import EngineError
 from tugline.traces.lineage import build_chains
@@ -25,8 +25,19 @@ _OWNERS = {"tugline": "/v1/models", "vllm": "/weight_info", "sglang": "/model_in
 """Route of the weight version, by the owner in ``/v1/models``; only these engines can score."""
 
 
+_PLAIN = {"temperature": 1.0, "top_p": 1.0, **NEUTRAL, "ignore_eos": True}
+"""Sampling parameters under which raw and processed log probabilities are the same."""
+
+
 class _Scored(msgspec.Struct):
     logprob: float
+
+
+class Sampled(NamedTuple):
+    """Sampled ids and their log probabilities, both of shape ``(n,)``."""
+
+    ids: Ids
+    logprobs: Logprobs
 
 
 class _Prompt(msgspec.Struct):
@@ -37,12 +48,33 @@ class _Completion(msgspec.Struct):
     choices: list[_Prompt]
 
 
+class _SampledLogprobs(msgspec.Struct):
+    token_logprobs: list[float]
+
+
+class _SampledChoice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _SampledLogprobs | None = None
+
+
+class _SampledCompletion(msgspec.Struct):
+    choices: list[_SampledChoice]
+
+
 class _Meta(msgspec.Struct):
     input_token_logprobs: list[tuple[float | None, int, Any]]
 
 
 class _Generated(msgspec.Struct):
     meta_info: _Meta
+
+
+class _SampledMeta(msgspec.Struct):
+    output_token_logprobs: list[tuple[float, int, Any]]
+
+
+class _SampledGenerated(msgspec.Struct):
+    meta_info: _SampledMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +135,31 @@ class Scorer:
         pairs = zip(ids[start:].tolist(), values, strict=False)
         return [value for i, (value, scored, _) in pairs if value is not None and i == scored]
 
+    async def sample(self, ids: Ids, count: int) -> Sampled | None:
+        """Sample `count` ids after `ids` at temperature 1; the engine may use its prefix cache.
+
+        Returns None for the embedded engine, and for vLLM before 0.10.2, which reports no ids.
+        Raises `EngineError`.
+        """
+        if self.embedded:
+            return None
+        if self.card.owned_by == "sglang":
+            params = {"max_new_tokens": count, "top_k": -1, **_PLAIN}
+            body: dict[str, Any] = {"sampling_params": params, "return_logprob": True}
+            raw = await self._post("/generate", b'{"input_ids":[', ids, body)
+            meta = _decode(raw, _SampledGenerated).meta_info
+            pairs = [(i, value) for value, i, _ in meta.output_token_logprobs]
+        else:
+            body = {"model": self.card.id, "max_tokens": count, "top_k": 0, **_PLAIN}
+            body |= {"logprobs": 0, "return_token_ids": True}
+            raw = await self._post("/v1/completions", b'{"prompt":[', ids, body)
+            choice = _decode(raw, _SampledCompletion).choices[0]
+            if choice.token_ids is None or choice.logprobs is None:
+                return None
+            pairs = [*zip(choice.token_ids, choice.logprobs.token_logprobs, strict=False)]
+        sampled = np.array([i for i, _ in pairs], np.int32)
+        return Sampled(sampled, np.array([value for _, value in pairs], np.float32))
+
     async def _post(self, path: str, before: bytes, ids: Ids, body: dict[str, Any]) -> bytes:
         data = b"".join(TokenSequence(ids).to_json(before, b"]," + msgspec.json.encode(body)[1:]))
         status, raw = await self.engine.post(path, data)
@@ -147,7 +204,7 @@ def _decode(raw: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.DecodeError as error:
-        msg = f"the engine's response lacks the log probabilities of the prompt: {error}"
+        msg = f"the engine's response lacks log probabilities: {error}"
         raise EngineError(msg) from error
 
 
