@@ -172,6 +172,7 @@ def test_peft_reads_a_saved_adapter(home: Path) -> None:
     assert not (saved / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_run_of_four_processes_is_killed_and_resumed_by_two(tmp_path: Path) -> None:
     """One rank dies in the middle of an update; in the end the weights are those of one process."""
     with pytest.raises((mp.ProcessExitedException, mp.ProcessRaisedException)):

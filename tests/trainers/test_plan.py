@@ -48,8 +48,8 @@ def test_planned_memory_is_that_of_a_rank(world: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("qwen3-4b", layers=2, tokens=16_384),
-        Case("qwen3-8b", layers=3, tokens=16_384, offload=True),
+        pytest.param(Case("qwen3-4b", layers=2, tokens=16_384), marks=SLOW),
+        pytest.param(Case("qwen3-8b", layers=3, tokens=16_384, offload=True), marks=SLOW),
         pytest.param(Case("qwen3-4b", layers=2, tokens=4096, lora=True, ranks=1), marks=SLOW),
         Case("qwen3.5-4b", layers=4, tokens=16_384),
     ],
