@@ -276,7 +276,8 @@ class _TargetLogprobs(torch.autograd.Function):
     ) -> torch.Tensor:
         """Return the log probability of a target of each row, shape ``(n,)``."""
         logits.div_(temperature[:, None])
-        total = logits.logsumexp(1)
+        largest = logits.amax(1, keepdim=True)
+        total = (logits - largest).exp_().sum(1).log_().add_(largest[:, 0])
         ctx.save_for_backward(logits, total, target, temperature)
         return logits.gather(1, target[:, None])[:, 0] - total
 
