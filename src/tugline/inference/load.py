@@ -45,7 +45,6 @@ def load_empty(
     own = dict(described.named_parameters())
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(own[name].dtype)
-    model.tie_weights()
     model._weight_conversions = described._weight_conversions  # noqa: SLF001 - no public name
     model.generation_config = described.generation_config
     tokenizer = Tokenizer.load(folder)

@@ -176,8 +176,10 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     @property
     def context(self) -> int | None:
         """Context window of the run in tokens: of the engine in this process, or of the harness."""
-        options = self.template.get("harness", {}).get("options", {})
-        return self.window or options.get("context_window")
+        harness = self.template.get("harness")
+        options = harness.get("options") if isinstance(harness, dict) else None
+        known = options.get("context_window") if isinstance(options, dict) else None
+        return self.window or (known if isinstance(known, int) else None)
 
     def weights_folder(self, run: Path) -> Path:
         """Return the folder of published weights; another run has another one."""

@@ -30,14 +30,7 @@ import xxhash
 from tugline.atomic import flush_path, write_file
 from tugline.errors import CheckpointError
 from tugline.trainers.grpo.distributed import raise_together, rank_and_world
-from tugline.trainers.grpo.draft import (
-    ADAPTER,
-    MOMENTS,
-    TRAINER,
-    Draft,
-    copy_adapter,
-    unique_weights,
-)
+from tugline.trainers.grpo.draft import ADAPTER, MOMENTS, TRAINER, Draft, copy_adapter, get_adapter
 from tugline.trainers.grpo.hub import get_base_model
 from tugline.trainers.grpo.loading import copy_rows, load_weights
 from tugline.trainers.grpo.update import Updater
@@ -209,7 +202,7 @@ def _load_weights(path: Path, model: torch.nn.Module) -> None:
     if not hasattr(model, "peft_config"):
         load_weights(path, get_base_model(model))
         return
-    own = unique_weights(model)
+    own = get_adapter(model)
     with safetensors.safe_open(path / ADAPTER, "pt") as stored:
         different = sorted(own.keys() ^ set(stored.keys()))
         if different:

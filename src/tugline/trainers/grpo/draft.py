@@ -175,7 +175,7 @@ class AdapterCopy:
 
 def copy_adapter(model: Any) -> AdapterCopy:
     """Copy the adapter of a PEFT model; every rank must call this."""
-    whole = ((n, gather_tensor(tensor, 0)) for n, tensor in unique_weights(model).items())
+    whole = ((n, gather_tensor(tensor, 0)) for n, tensor in get_adapter(model).items())
     weights = {name: _copy(tensor).contiguous() for name, tensor in whole if tensor is not None}
     return AdapterCopy(weights, model.peft_config["default"])
 
@@ -185,12 +185,8 @@ def write_adapter(folder: Path, model: Any) -> None:
     copy_adapter(model).write(folder)
 
 
-def unique_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights by name, tied weights once; for a PEFT model, those of the adapter."""
-    if hasattr(model, "peft_config"):
-        from peft import get_peft_model_state_dict  # noqa: PLC0415 - an extra
+def get_adapter(model: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of a PEFT model's adapter, by their names in its files."""
+    from peft import get_peft_model_state_dict  # noqa: PLC0415 - an extra
 
-        return dict(get_peft_model_state_dict(model, save_embedding_layers=False))
-    named = get_weights(get_base_model(model))
-    first = {id(tensor): name for name, tensor in reversed(named.items())}
-    return {name: named[name].detach() for name in reversed(first.values())}
+    return dict(get_peft_model_state_dict(model, save_embedding_layers=False))

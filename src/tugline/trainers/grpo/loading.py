@@ -131,7 +131,8 @@ def _plan(model: Any, names: Iterable[str]) -> list[_Conversion]:
             name, renamings, converters, model.base_model_prefix, own
         )
         if target not in own and name in own:
-            target, pattern = name, None
+            target = name
+            pattern = None
         if target in own:
             rule = None if pattern is None else by_pattern[pattern]
             made = conversions.setdefault(target, _Conversion(model, target, rule))

@@ -161,7 +161,7 @@ class Grpo(Updater):
         def compute(new: torch.Tensor, tokens: slice) -> torch.Tensor:
             terms = token_terms(new, micro, reference, self.config, tokens)
             for name in ("kl", "clipped", "bounded", "ratio"):
-                figures.sums[name] += float(getattr(terms, name).sum())
+                figures.add(name, getattr(terms, name))
             return terms.loss
 
         return compute

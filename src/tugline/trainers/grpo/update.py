@@ -57,6 +57,18 @@ class Update:
     """Sessions whose loss or gradient is not finite; the update was skipped if there are any."""
     grad_norm: float = 0.0
     """Norm of the gradient before clipping."""
+    _pending: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, values: torch.Tensor) -> None:
+        """Add the sum of `values` to a figure at the next `collect`, without waiting for it."""
+        total = values.detach().sum(dtype=torch.float64)
+        self._pending[name] = self._pending.get(name, 0.0) + total
+
+    def collect(self) -> None:
+        """Add what is pending to `sums`, which waits for the device."""
+        for name, total in self._pending.items():
+            self.sums[name] += float(total)
+        self._pending.clear()
 
 
 class Updater(ABC):
@@ -149,7 +161,7 @@ class Updater(ABC):
 
         def compute_loss(new: torch.Tensor, tokens: slice) -> torch.Tensor:
             losses = make_losses(new, tokens) * micro.weight[tokens]
-            figures.sums["loss"] += float(losses.detach().sum())
+            figures.add("loss", losses)
             return losses
 
         if self.needs_whole_traces:
@@ -161,6 +173,7 @@ class Updater(ABC):
         figures.sums["tokens"] += len(new)
         figures.sums["forwarded"] += micro.computed - micro.padding
         figures.sums["padding"] += micro.padding
+        figures.collect()
         figures.sums["separate"] += sum(row.length for row in micro.rows)
 
     def pack(self, rows: Sequence[Row]) -> Iterator[MicroBatch]:
