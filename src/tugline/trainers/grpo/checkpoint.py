@@ -19,6 +19,7 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ import xxhash
 
 from tugline.atomic import flush_path, write_file
 from tugline.errors import CheckpointError
-from tugline.trainers.grpo.distributed import raise_together, rank_and_world
+from tugline.trainers.grpo.distributed import rank_and_world, run_on_first_rank
 from tugline.trainers.grpo.draft import ADAPTER, MOMENTS, TRAINER, Draft, copy_adapter, get_adapter
 from tugline.trainers.grpo.hub import get_base_model
 from tugline.trainers.grpo.loading import copy_rows, load_weights
@@ -91,7 +92,7 @@ def start(
     path = path_of(directory, step)
     draft = Draft(directory / f".{path.name}.part")
     with _describe_errors(path, draft.folder):
-        raise_together(_make_folder(path, draft.folder) if rank_and_world()[0] == 0 else None)
+        run_on_first_rank(partial(_make_folder, path, draft.folder))
         if hasattr(trainer.model, "peft_config"):
             draft.adapter = copy_adapter(trainer.model)
         else:
@@ -103,17 +104,12 @@ def start(
     return Saving(path, draft, state, keep)
 
 
-def _make_folder(path: Path, folder: Path) -> Exception | None:
-    """Make the folder of a draft; return what prevents it."""
+def _make_folder(path: Path, folder: Path) -> None:
     if path.exists():
         msg = f"checkpoint {path} exists; remove it or save to another directory"
-        return CheckpointError(msg)
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        return error
-    return None
+        raise CheckpointError(msg)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 @dataclass(frozen=True)

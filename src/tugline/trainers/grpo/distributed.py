@@ -9,13 +9,15 @@ up to rounding.
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+
+from tugline.errors import CheckpointError
 
 T = TypeVar("T")
 
@@ -115,6 +117,17 @@ def gather_tensor(tensor: torch.Tensor, writer: int) -> torch.Tensor | None:
         return tensor if mine else None
     whole = tensor.full_tensor()
     return whole.cpu() if mine else None
+
+
+def run_on_first_rank(function: Callable[[], object]) -> None:
+    """Call a function on rank 0. Every rank must call this, and gets its `OSError`."""
+    problem: Exception | None = None
+    if rank_and_world()[0] == 0:
+        try:
+            function()
+        except (OSError, CheckpointError) as error:
+            problem = error
+    raise_together(problem)
 
 
 def raise_together(error: Exception | None) -> None:

@@ -7,6 +7,7 @@ tensors, one at a time, so all ranks must take part; writing needs no other rank
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch
 from tugline.trainers.grpo.distributed import (
     count_writers,
     gather_tensor,
-    raise_together,
     rank_and_world,
+    run_on_first_rank,
 )
 from tugline.trainers.grpo.hub import (
     WeightWriter,
@@ -67,31 +68,22 @@ class Draft:
 
     def copy_optimizer(self, trainer: Updater) -> None:
         """Create the file of the moments, and copy those that this rank writes."""
-        rank, _ = rank_and_world()
         writers = count_writers()
         moments = dict(_name_moments(trainer))
-        problem: Exception | None = None
-        try:
-            if rank == 0:
-                create_files(
-                    self.folder,
-                    {
-                        name: StoredTensor(MOMENTS, "F32", tuple(tensor.shape), 0, 0)
-                        for name, tensor in moments.items()
-                    },
-                )
-        except OSError as error:
-            problem = error
-        raise_together(problem)
+        described = {
+            name: StoredTensor(MOMENTS, "F32", tuple(tensor.shape), 0, 0)
+            for name, tensor in moments.items()
+        }
+        run_on_first_rank(partial(create_files, self.folder, described))
         self.places = read_header(self.folder / MOMENTS) if moments else {}
         for number, (name, tensor) in enumerate(moments.items()):
             whole = gather_tensor(tensor, number % writers)
             if whole is not None:
                 self.moments[name] = _copy(whole)
-        described = trainer.optimizer.state_dict()
-        steps = {number: moment["step"].clone() for number, moment in described["state"].items()}
+        state = trainer.optimizer.state_dict()
+        steps = {number: moment["step"].clone() for number, moment in state["state"].items()}
         self.rest = {
-            "param_groups": described["param_groups"],
+            "param_groups": state["param_groups"],
             "steps": steps,
             "order": trainer.order.get_state(),
         }

@@ -74,10 +74,7 @@ class PolicyModel:
         """Sentence that says how traces are packed, and why."""
         self.config = replace(config, tree_packing=in_trees)
         """Settings with the decision on `tree_packing`."""
-        recompute = config.gradient_checkpointing
-        if recompute == "auto":
-            recompute = _count_weights(inner) >= _LARGE
-        if recompute or config.offload_activations:
+        if recomputes_layers(config, _count_weights(inner)):
             _checkpoint_layers(inner)
 
     @property
@@ -305,6 +302,14 @@ def get_compute_type(config: UpdateConfig) -> torch.dtype | None:
     return None if config.autocast is None else getattr(torch, config.autocast)
 
 
+def recomputes_layers(config: UpdateConfig, weights: int) -> bool:
+    """Return whether layers of a model with so many weights are computed again (backward pass)."""
+    wanted = config.gradient_checkpointing
+    if wanted == "auto":
+        wanted = weights >= _LARGE
+    return wanted or config.offload_activations
+
+
 def _count_weights(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -314,7 +319,7 @@ def _count_experts(inner: torch.nn.Module) -> int:
     return sum(w.numel() for name, w in inner.named_parameters() if ".experts." in name)
 
 
-def _find_used_share(config: Any) -> float:
+def find_used_share(config: Any) -> float:
     """Return the share of the routed experts that a token uses; 1 for a model without experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     count = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
@@ -326,7 +331,7 @@ def count_operations(inner: Any) -> Costs:
     config = inner.config.get_text_config()
     vectors = inner.get_input_embeddings().weight.numel()
     weights = _count_weights(inner.base_model) - vectors
-    weights -= int(_count_experts(inner) * (1 - _find_used_share(config)))
+    weights -= int(_count_experts(inner) * (1 - find_used_share(config)))
     kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
     layers = sum(kind != "linear_attention" for kind in kinds)
     heads = config.num_attention_heads

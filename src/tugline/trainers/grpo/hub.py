@@ -25,6 +25,7 @@ from tugline.trainers.grpo.distributed import (
     gather_tensor,
     raise_together,
     rank_and_world,
+    run_on_first_rank,
 )
 from tugline.trainers.tensor_files import (
     WEIGHTS,
@@ -223,15 +224,12 @@ class WeightWriter:
 
     def create(self) -> None:
         """Create the files, on rank 0; every rank must call this. Raises `OSError`."""
-        problem: Exception | None = None
-        try:
-            if rank_and_world()[0] == 0:
-                write_index(self._folder, create_files(self._folder, self._places))
-                _write_config(self._folder, self._model, self._source)
-        except OSError as error:
-            problem = error
-        raise_together(problem)
+        run_on_first_rank(self._create)
         self._places = read_places(self._folder)
+
+    def _create(self) -> None:
+        write_index(self._folder, create_files(self._folder, self._places))
+        _write_config(self._folder, self._model, self._source)
 
     def write(self, part: Mapping[str, torch.Tensor]) -> None:
         """Write the weights of a layer, which are whole, by their names in the model."""

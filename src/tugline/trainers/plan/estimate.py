@@ -11,13 +11,12 @@ from functools import cached_property
 import msgspec
 
 from tugline.trainers.config import TrainConfig
+from tugline.trainers.grpo.forward import recomputes_layers
 from tugline.trainers.grpo.packing import DEFAULT_TOKENS
 from tugline.trainers.plan.memory import FLOAT32, Memory, Pass, choose_precision, estimate_memory
 from tugline.trainers.plan.shape import ModelShape
 
 GIB = 2**30
-_LARGE = 500_000_000
-"""Weights from which ``gradient_checkpointing: auto`` recomputes activations."""
 _SERVED = 2
 """Bytes of a served weight, and of a number in the cache: bfloat16."""
 _CHECKPOINT = 3 * FLOAT32
@@ -139,13 +138,10 @@ class Estimate:
         update = self.config.updates
         tokens = max(self.longest, update.micro_tokens or DEFAULT_TOKENS)
         sessions = min(self.count, update.sessions_per_update)
-        recompute = update.gradient_checkpointing
-        if recompute == "auto":
-            recompute = self.shape.weights >= _LARGE
         return Pass(
             tokens=tokens,
             chunk=update.logits_chunk,
-            checkpointing=recompute or update.offload_activations,
+            checkpointing=recomputes_layers(update, self.shape.weights),
             offload=update.offload_activations,
             alone=sessions * self.session.tokens <= self.layout.ranks * tokens,
             foreach=True,

@@ -14,7 +14,7 @@ import transformers
 
 from tugline.errors import ConfigError
 from tugline.trainers.config import Lora
-from tugline.trainers.grpo.forward import count_operations
+from tugline.trainers.grpo.forward import count_operations, find_used_share
 from tugline.trainers.grpo.packing import Costs
 from tugline.trainers.lora import add_adapter
 
@@ -151,7 +151,7 @@ def _measure_layer(layer: torch.nn.Module, text: Any) -> Layer:
         experts = text.num_experts_per_tok
         width = text.moe_intermediate_size
         total = sum(each.numel() for each in fused)
-        active = weights - total + total * experts // _count_experts(text)
+        active = weights - int(total * (1 - find_used_share(text)))
     sizes: dict[str, Any] = {}
     if _has(named, "linear_attn."):
         sizes = {
@@ -186,7 +186,3 @@ _Q_PROJ = ("q_proj.weight", "q_proj.base_layer.weight")
 
 def _has(names: Sequence[str] | dict[str, Any], part: str) -> bool:
     return any(part in name for name in names)
-
-
-def _count_experts(text: Any) -> int:
-    return int(getattr(text, "num_experts", None) or text.num_local_experts)
