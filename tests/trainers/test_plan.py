@@ -21,7 +21,7 @@ from tugline.trainers.plan.estimate import GIB, Assumptions, Layout, Session
 from tugline.trainers.plan.run import TrainingPlan, plan_training
 from tugline.trainers.plan.shape import read_shape
 
-SESSION = Session(tokens=39_000, sampled=9000, other_s=100.0)
+SESSION = Session(tokens=39_000, sampled=9000, other_s=100.0, recording=120_000)
 SLOW = pytest.mark.slow
 FOUR = Layout(ranks=4, engines=4, share=None, gpu_memory=80 * GIB, price=3.0)
 

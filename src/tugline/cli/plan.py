@@ -140,6 +140,11 @@ class Workload:
         """Tokens of a session's last context, answer included."""
         return self.prompt + self.sampled + self.turns * self.result_tokens
 
+    @property
+    def recording(self) -> float:
+        """Bytes of a session's recording."""
+        return self.ids * ID_BYTES + self.sampled * SAMPLED_BYTES
+
     def find_agent(self) -> Agent:
         """Return the cost of the agent. Raises `UsageError` for a harness without measurements."""
         name = self.harness or _HARNESS
@@ -189,7 +194,7 @@ class Workload:
             memory_gb=memory,
             servers=math.ceil(rate * SERVER_S / BUSY),
             server_cores=rate * (SERVER_S + DATABASE_S),
-            disk_gb_per_day=rate * 86400 * (ids * ID_BYTES + sampled * SAMPLED_BYTES) / 1e9,
+            disk_gb_per_day=rate * 86400 * self.recording / 1e9,
         )
 
 
@@ -276,6 +281,7 @@ def _plan_training(
         tokens=load.ids,
         sampled=load.sampled,
         other_s=load.count_other_s(),
+        recording=load.recording,
         longest=gpus.longest,
         rate=load.model_tps,
     )

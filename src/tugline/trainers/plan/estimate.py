@@ -21,9 +21,6 @@ _SERVED = 2
 """Bytes of a served weight, and of a number in the cache: bfloat16."""
 _CHECKPOINT = 3 * FLOAT32
 """Bytes of a trained weight in a checkpoint, with AdamW's moments."""
-_ID_BYTES = 1.5
-_SAMPLED_BYTES = 7.0
-"""Bytes of a recording per id, and per sampled id; as in the plan of the agents' machines."""
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +85,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     sampled: int
     other_s: float
     """Seconds in which it samples nothing: start, tools, evaluation."""
+    recording: float
+    """Bytes of its recording."""
     longest: int | None = None
     """Tokens of the longest trace; None: the context window of the run."""
     rate: float | None = None
@@ -284,11 +283,10 @@ class Estimate:
 
     def count_disk(self) -> dict[str, int]:
         """Return bytes on disk at the end of the run."""
-        recording = self.session.tokens * _ID_BYTES + self.session.sampled * _SAMPLED_BYTES
         schedule = self.config.schedule
         return {
             "checkpoints": schedule.keep * _CHECKPOINT * self.shape.trained,
             "model": self.shape.weights * _SERVED,
             "published weights": 0 if self.config.publish_folder else self.published,
-            "recordings": int(schedule.steps * self.count * recording),
+            "recordings": int(schedule.steps * self.count * self.session.recording),
         }
