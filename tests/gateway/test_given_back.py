@@ -106,7 +106,7 @@ async def cancelled(session: OpenSession, engine: Faulty, messages: list[Any]) -
     for fault in ({"first_s": 30.0}, {"delay_s": 0.05}):
         engine.faults.append(fault)
         asking = asyncio.create_task(session.ask(messages, stream="delay_s" in fault))
-        await until(lambda: session.running)
+        await until(lambda: session.running and not engine.faults)  # so the next call has its own
         asking.cancel()
         await until(lambda: not session.live.running)
 
@@ -115,7 +115,7 @@ async def aborted(session: OpenSession, engine: Faulty, messages: list[Any]) -> 
     """Aborted by a pause, before the first token."""
     engine.faults.append({"first_s": 30.0})
     asking = asyncio.create_task(session.ask(messages))
-    await until(lambda: session.running)
+    await until(lambda: session.running and not engine.faults)
     await session.gateway.pause("abort", within_s=5)
     await session.gateway.resume()
     assert (await asking)["stop_reason"] == "max_tokens"
