@@ -142,7 +142,7 @@ class ScriptedEngine:
             if reply.cut_after is not None and end > reply.cut_after:
                 raise CutError(f"scripted fault: cut after {reply.cut_after} tokens")
             if aborted.is_set():
-                yield SampledChunk(ids[:0], logprobs[:0], (), Finish.ABORT)
+                yield SampledChunk(ids[:0], logprobs[:0], (), finish=Finish.ABORT)
                 return
             self._stats.sampled_tokens += end - start
             last = end == len(ids)

@@ -166,6 +166,7 @@ def resolve_sampling(
         temperature=max(temperature, MIN_TEMPERATURE) if temperature else 0.0,
         top_p=_first(first.top_p, second.top_p, 1.0),
         top_k=int(_first(first.top_k, second.top_k, 0)),
+        min_p=_first(first.min_p, second.min_p, 0.0),
         max_tokens=min(caps) if caps else None,
         seed=seed,
         stop=first.stop or second.stop,
@@ -233,7 +234,7 @@ def _refuse(field: str, feature: str, reason: str) -> None:
 
 
 def _refuse_deviation(requested: Sampling, contract: Sampling) -> None:
-    for field in ("temperature", "top_p", "top_k"):
+    for field in ("temperature", "top_p", "top_k", "min_p"):
         value = getattr(requested, field)
         agreed = getattr(contract, field)
         if value is not None and agreed is not None and value != agreed:

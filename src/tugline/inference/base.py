@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from tugline.errors import ContextOverflow, EngineError, RequestError
-from tugline.types import Finish, Ids, Logprobs, VersionSpan
+from tugline.types import Experts, Finish, Ids, Kept, Logprobs, VersionSpan
 from tugline.types.task import MIN_TEMPERATURE
 
 
@@ -29,6 +29,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    """Least probability relative to the likeliest token's, at `temperature`; 0 keeps all."""
     seed: int | None = None
     """Equal seed, prompt and weights give equal tokens in any batch; None: a random seed."""
     stop_ids: tuple[int, ...] = ()
@@ -50,6 +52,15 @@ class SampledChunk(msgspec.Struct, frozen=True):
     """Log probabilities in the distribution that the tokens were sampled from."""
     versions: tuple[VersionSpan, ...]
     """Policy versions of these tokens; positions count from the answer's first token."""
+    experts: Experts | None = None
+    """Experts of the tokens computed since the previous chunk; None for a model without experts.
+
+    The first chunk has those of the whole prompt; each has none for its last token, which is
+    computed with the next one. After new weights, a chunk has those of the whole context again."""
+    experts_start: int = 0
+    """Position of the first of these tokens, from the prompt's first."""
+    kept: Kept | None = None
+    """Ids that each token was chosen from; None if sampling was not truncated."""
     finish: Finish | None = None
     stop_id: int | None = None
     """The id that ended the answer when `finish` is ``stop``; it is the last of `ids`."""

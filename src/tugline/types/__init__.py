@@ -4,16 +4,17 @@ They import nothing else of Tugline. Each is a `msgspec.Struct`, so one definiti
 msgpack on disk (`encode` and `decode`) and JSON between processes.
 """
 
+from tugline.types.arrays import *
 from tugline.types.call import *
 from tugline.types.session import *
 from tugline.types.task import *
 
 __all__ = [
     "HANDLING", "STAGES", "TERMINAL", "Boundary", "Branch", "Call", "CallOutcome", "Callback",
-    "Cause", "Distribution", "EchoChange", "Failure", "Finish", "Group", "Ids", "Image", "Ledger",
-    "Limits", "LogprobMeaning", "Logprobs", "MalformedCalls", "Mask", "Message", "Mode",
-    "PluginSpec", "Policy", "Reason", "Reward", "Role", "Sample", "Sampling", "Session", "Span",
-    "SpentLimit", "Stale", "Status", "Task", "Timings", "Tool", "ToolCall", "ToolKind", "Trace",
-    "TraceKind", "Trajectory", "VersionSpan", "Workspace", "decode", "encode", "is_pass",
-    "make_decoder", "plain_text", "shared_prefix",
+    "Cause", "Distribution", "EchoChange", "Experts", "Failure", "Finish", "Group", "Ids", "Image",
+    "Kept", "Ledger", "Limits", "LogprobMeaning", "Logprobs", "MalformedCalls", "Mask",
+    "MaskedSpan", "Message", "Mode", "PluginSpec", "Policy", "Reason", "Reward", "Role", "Sample",
+    "Sampling", "Session", "Span", "SpentLimit", "Stale", "Status", "Task", "Timings", "Tool",
+    "ToolCall", "ToolKind", "Trace", "TraceKind", "Trajectory", "VersionSpan", "Workspace",
+    "decode", "encode", "is_pass", "make_decoder", "plain_text", "shared_prefix",
 ]  # fmt: skip

@@ -1,82 +1,13 @@
-"""Token arrays, the binary encoding of all data types, and recorded model calls.
-
-Arrays are contiguous numpy buffers (``int32`` ids, ``float32`` logprobs), never Python lists.
-Messages and tools do not depend on a dialect.
-"""
+"""Recorded model calls. Messages and tools do not depend on a dialect."""
 
 import hashlib
 from enum import StrEnum
-from typing import Any, TypeVar, get_args
+from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
+from tugline.types.arrays import Experts, Ids, Kept, Logprobs
 from tugline.types.task import MalformedCalls, Sampling
-
-Ids = npt.NDArray[np.int32]
-"""Token ids, shape ``(n,)``, contiguous."""
-
-Logprobs = npt.NDArray[np.float32]
-"""Natural-log probabilities of sampled tokens, shape ``(n,)``."""
-
-Mask = npt.NDArray[np.bool_]
-"""True where a token is trained on, shape ``(n,)``."""
-
-
-def shared_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """Return the number of leading items that two arrays share.
-
-    Views of the same memory are equal without a comparison.
-    """
-    n = min(len(a), len(b))
-    if not n or _start_of(a) == _start_of(b):
-        return n
-    differs = a[:n] != b[:n]
-    first = int(differs.argmax())
-    return first if differs[first] else n
-
-
-def _start_of(array: npt.NDArray[Any]) -> tuple[int, tuple[int, ...]]:
-    address: int = array.__array_interface__["data"][0]
-    return address, array.strides
-
-
-_CODES: dict[type[np.generic], bytes] = {np.int32: b"i", np.float32: b"f", np.bool_: b"?"}
-T = TypeVar("T")
-
-
-def _to_wire(value: object) -> object:
-    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.type in _CODES:
-        dtype = value.dtype.type  # in native byte order, whatever that of `value`
-        return _CODES[dtype] + np.ascontiguousarray(value, dtype).tobytes()
-    raise NotImplementedError(f"cannot encode a value of type {type(value).__name__}")
-
-
-def _from_wire(kind: Any, value: object) -> object:
-    # a ValueError here becomes a msgspec.ValidationError that names the field
-    dtype = get_args(get_args(kind)[1])[0]
-    if not isinstance(value, bytes) or value[:1] != _CODES[dtype]:
-        raise ValueError(f"expected an array of {dtype.__name__}")
-    return np.frombuffer(value, dtype=dtype, offset=1)
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
-
-
-def encode(value: msgspec.Struct) -> bytes:
-    """Encode a struct as msgpack; arrays become raw little-endian buffers."""
-    return _encoder.encode(value)
-
-
-def decode(data: bytes | memoryview, kind: type[T]) -> T:
-    """Decode the output of `encode`; arrays are read-only views. Raises `msgspec.DecodeError`."""
-    return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_wire)
-
-
-def make_decoder(kind: Any) -> "msgspec.msgpack.Decoder[Any]":
-    """Make a decoder of the output of `encode`, which is faster than `decode` for unions."""
-    return msgspec.msgpack.Decoder(kind, dec_hook=_from_wire)
 
 
 # --------------------------------------------------------------------------- messages and tools
@@ -232,10 +163,60 @@ class EchoChange(StrEnum):
     """The text of a response with tool calls is left out, or white space around it differs."""
 
 
+class Reason(StrEnum):
+    """Reason why a sampled token is not trained on. The list is closed."""
+
+    CLIENT_GONE = "client_gone"
+    """The harness disconnected and never received the response."""
+    ABORTED = "aborted"
+    """The request was aborted before the response was complete."""
+    OVER_LENGTH = "over_length"
+    """Beyond the trainer's maximum sequence length."""
+    UNMERGED = "unmerged"
+    """The builder's merging rule could not place the call."""
+    SESSION_FAILED = "session_failed"
+    """The session failed for a reason that does not count for the policy (see `Handling`)."""
+    STALE = "stale"
+    """Sampled under a policy version older than the trainer accepts."""
+    NO_SIGNAL = "no_signal"
+    """All sessions of the group have the same reward, so the trainer leaves them out."""
+    TRUNCATED = "truncated"
+    """The session hit one of its limits, and the trainer leaves such sessions out."""
+    NON_FINITE = "non_finite"
+    """The update was skipped: its loss or gradient was not finite."""
+    UNREPRODUCIBLE = "unreproducible"
+    """No forward pass reproduces the logprob: sampling was greedy, or truncated to tokens that the
+    engine did not report."""
+    NO_TOKEN_IDS = "no_token_ids"  # noqa: S105 - no secret
+    """The engine reported text only."""
+    BEHIND_STOP = "behind_stop"
+    """After a stop string that the client requested, so not part of the answer."""
+    SIDE_CALL = "side_call"
+    """Sampled in a side call, such as a title, a routing decision or a summary."""
+    CONSTRAINED = "constrained"
+    """A grammar or a token ban constrained the response; see `Call.constrained`."""
+    IMAGES = "images"
+    """Sampled with an image in the context, which no trainer here reads yet."""
+    NO_ROUTES = "no_routes"
+    """The engine did not report, or wrongly, the experts of every token before it."""
+    ROUTES_CHANGED = "routes_changed"
+    """Tokens before it were computed with other experts later in the same answer."""
+    REPLAYED = "replayed"
+    """Sampled in the session that this one was forked from, and trained on there."""
+
+
 class VersionSpan(msgspec.Struct, frozen=True, gc=False):
     """Sampled tokens ``[start, end)`` were sampled under policy `version`."""
 
     version: int
+    start: int
+    end: int
+
+
+class MaskedSpan(msgspec.Struct, frozen=True, gc=False):
+    """Sampled tokens ``[start, end)`` cannot be trained on."""
+
+    reason: Reason
     start: int
     end: int
 
@@ -296,6 +277,14 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Number of ids at the end of the prompt sampled in earlier calls; this call completes them."""
     sampled_ids: Ids
     logprobs: Logprobs
+    experts: Experts | None = None
+    """Experts of the leading tokens of prompt and answer, usually of all but the last; None for a
+    model without experts, or if the engine does not report them. Recordings before this field have
+    none."""
+    kept: Kept | None = None
+    """Sets from which the sampled tokens were chosen, if the engine reports them."""
+    masked: tuple[MaskedSpan, ...] = ()
+    """Sampled tokens whose experts are not those of `experts`, in order."""
     unreported_tokens: int = 0
     """Sampled tokens without ids: the engine only counted them (text mode), or they were cut off
     after a stop string."""

@@ -5,44 +5,8 @@ from typing import Any
 
 import msgspec
 
-from tugline.types.call import Ids, LogprobMeaning, Logprobs, Mask, TraceKind
-
-
-class Reason(StrEnum):
-    """Reason why a sampled token is not trained on. The list is closed."""
-
-    CLIENT_GONE = "client_gone"
-    """The harness disconnected and never received the response."""
-    ABORTED = "aborted"
-    """The request was aborted before the response was complete."""
-    OVER_LENGTH = "over_length"
-    """Beyond the trainer's maximum sequence length."""
-    UNMERGED = "unmerged"
-    """The builder's merging rule could not place the call."""
-    SESSION_FAILED = "session_failed"
-    """The session failed for a reason that does not count for the policy (see `Handling`)."""
-    STALE = "stale"
-    """Sampled under a policy version older than the trainer accepts."""
-    NO_SIGNAL = "no_signal"
-    """All sessions of the group have the same reward, so the trainer leaves them out."""
-    TRUNCATED = "truncated"
-    """The session hit one of its limits, and the trainer leaves such sessions out."""
-    NON_FINITE = "non_finite"
-    """The update was skipped: its loss or gradient was not finite."""
-    UNREPRODUCIBLE = "unreproducible"
-    """No forward pass reproduces the logprob; see `Distribution.forward_temperature`."""
-    NO_TOKEN_IDS = "no_token_ids"  # noqa: S105 - no secret
-    """The engine reported text only."""
-    BEHIND_STOP = "behind_stop"
-    """After a stop string that the client requested, so not part of the answer."""
-    SIDE_CALL = "side_call"
-    """Sampled in a side call, such as a title, a routing decision or a summary."""
-    CONSTRAINED = "constrained"
-    """A grammar or a token ban constrained the response; see `Call.constrained`."""
-    IMAGES = "images"
-    """Sampled with an image in the context, which no trainer here reads yet."""
-    REPLAYED = "replayed"
-    """Sampled in the session that this one was forked from, and trained on there."""
+from tugline.types.arrays import Experts, Ids, Kept, Logprobs, Mask
+from tugline.types.call import LogprobMeaning, Reason, TraceKind
 
 
 class Ledger(msgspec.Struct, frozen=True):
@@ -73,19 +37,24 @@ class Distribution(msgspec.Struct, frozen=True):
     top_k: int = 0
     """0 disables it."""
     logprobs: LogprobMeaning = LogprobMeaning.PROCESSED
+    min_p: float = 0.0
+    """0 disables it."""
 
     @property
     def forward_temperature(self) -> float | None:
-        """Temperature at which a forward pass gives the captured logprobs; None if none does.
+        """Temperature at which a forward pass gives the captured logprobs; None for a greedy one.
 
-        Raw logprobs are those at 1. Processed logprobs are those at `temperature`, unless sampling
-        was greedy or truncated by top-p or top-k: then they depend on the tokens that were kept.
+        Raw logprobs are those at 1.
         """
         if self.logprobs is LogprobMeaning.RAW:
             return 1.0
-        if self.temperature == 0 or self.top_p < 1 or self.top_k > 0:
-            return None
-        return self.temperature
+        return self.temperature or None
+
+    @property
+    def needs_kept(self) -> bool:
+        """Whether the captured logprobs depend on the tokens that were left to choose from."""
+        truncated = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return truncated and self.logprobs is LogprobMeaning.PROCESSED
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -125,6 +94,13 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the context has exactly the ids that the engine was given when it sampled (I1)."""
     images: tuple[str, ...] = ()
     """SHA-256 in hex of the images in the context, in order; the recording has their data."""
+    experts: Experts | None = None
+    """Experts of the leading ids, shape ``(m, layers, top_k)`` with ``m <= n``; None if no engine
+    reported any. If `mask` is True at ``i``, they are those with which the context of ``ids[i]``
+    was computed when it was sampled, and ``i <= m``."""
+    kept: Kept | None = None
+    """Sets of ids that the sampled ones were chosen from, one for each id; None if there are none.
+    """
 
     @property
     def trained(self) -> int:
@@ -155,6 +131,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None = None
     """Reward of the session; None for text that no policy sampled."""
     reward_parts: dict[str, float] = {}
+    experts: Experts | None = None
+    """Experts of the leading ids; see `Trace`."""
+    kept: Kept | None = None
+    """Sets that the ids were chosen from; `logprobs` are renormalised over a set that is not empty.
+    """
     masked: dict[Reason, int] = {}
     """Number of the trace's sampled tokens that are not trained, by reason."""
 

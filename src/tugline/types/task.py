@@ -25,6 +25,7 @@ MIN_TEMPERATURE = 0.01
 """Lowest temperature above 0; below it float32 logits overflow, and engines refuse or raise it."""
 TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=0, le=INT32)]
+MinP = Annotated[float, Meta(ge=0, lt=1)]
 MaxTokens = Annotated[int, Meta(ge=1, le=INT32)]
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
@@ -90,6 +91,8 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
     """1 disables it."""
     top_k: TopK | None = None
     """0 disables it."""
+    min_p: MinP | None = None
+    """Least probability of a token, relative to the likeliest one's; 0 disables it."""
     max_tokens: MaxTokens | None = None
     """Maximum number of tokens of one response."""
     seed: Annotated[int, Meta(ge=0, le=BIG)] | None = None
@@ -175,7 +178,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """Number of independent sessions."""
     limits: Limits = Limits()
     """Budgets of each session."""
-    sampling: Sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0)
+    sampling: Sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
     """The sampling contract; a field that is None leaves the choice to the harness."""
     sampling_policy: Policy = Policy.ENFORCE
     """Handling of requests with other sampling parameters."""

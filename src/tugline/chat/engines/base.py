@@ -20,10 +20,10 @@ import msgspec
 from tugline.chat.model_call import Request
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import ContextOverflow, EngineError, TuglineError
-from tugline.types import Call, Finish, LogprobMeaning, Mode, Sampling, VersionSpan
+from tugline.types import Call, Experts, Finish, LogprobMeaning, Mode, Sampling, VersionSpan
 from tugline.types.task import BIG
 
-NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL = {"repetition_penalty": 1.0}
 """Values sent explicitly, because a model's own defaults replace absent fields."""
 
 
@@ -37,6 +37,10 @@ class Feature(StrEnum):
     """Banned ids (`EngineRequest.banned`)."""
     TOOL_CHOICE = "tool_choice"
     """Forced tool choice, in observed mode."""
+    EXPERTS = "experts"
+    """Experts that each token was computed with (`EngineRequest.experts`)."""
+    KEPT = "kept"
+    """Ids that truncated sampling left to choose from (`EngineRequest.kept`)."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -55,6 +59,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Ids that end the answer once sampled, in exact mode."""
     banned: tuple[int, ...] = ()
     """Ids that must not be sampled, in exact mode."""
+    experts: bool = False
+    """Whether to report the experts of the prompt's and the answer's tokens."""
+    kept: bool = False
+    """Whether to report the ids that sampling left to choose from, with each sampled id."""
     stream_interval: int | None = None
     """Tokens of an event, for engines that can send several; None: the engine's default."""
 
@@ -75,6 +83,14 @@ class CallDelta(msgspec.Struct):
     arguments: str = ""
 
 
+class ReportedExperts(msgspec.Struct, frozen=True, eq=False):
+    """Experts of consecutive tokens of a request, which begins with the prompt's first token."""
+
+    start: int
+    """Position of the first of the tokens."""
+    rows: Experts
+
+
 class Delta(msgspec.Struct, kw_only=True, gc=False):
     """Tokens sampled under one policy version, and other data received with them.
 
@@ -88,6 +104,10 @@ class Delta(msgspec.Struct, kw_only=True, gc=False):
     spans: tuple[VersionSpan, ...] = ()
     """Versions of the whole reply so far, relative to its first token, if an engine reports them
     late; they override `version`."""
+    experts: ReportedExperts | None = None
+    """Experts of the tokens since the last report, or since the prompt's first token."""
+    kept: list[list[int]] = []
+    """Ids that were left to choose from, for each of `ids`, or empty if they are not reported."""
     finish: Finish | None = None
     """Finish reason, in the last delta."""
     prompt: bytes | None = None

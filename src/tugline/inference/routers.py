@@ -1,0 +1,90 @@
+"""Routers of mixture-of-experts models: what they chose, and a choice to take instead.
+
+A router of transformers computes a score of each expert, selects the experts with ``torch.topk``,
+and takes their weights from the scores. Here only that selection is observed or replaced, so every
+family keeps its own scores, weights and gradient: an expert that is replayed gets the weight that
+the current router gives it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_TOP_K = (torch.topk, torch.Tensor.topk)
+
+
+class Router(torch.nn.Module):
+    """Mixed into the class of a router, see `use_routers`. Experts have the shape ``(n, top_k)``.
+
+    The tokens of a forward pass are flattened, as for transformers' routers.
+    """
+
+    replayed: torch.Tensor | None = None
+    """Experts to take; -1 leaves a token's choice to the router. None leaves all."""
+    chosen: torch.Tensor | None = None
+    """Experts that the router itself chose in the last forward pass."""
+    logits: torch.Tensor | None = None
+    """Logits of the last forward pass, shape ``(n, experts)``, with their gradient."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the router with its selection observed and replaced."""
+        compute: Any = super().forward
+        with _Selection(self):
+            result = compute(*args, **kwargs)
+        self.logits = result[0] if isinstance(result, tuple) else result
+        return result
+
+
+class _Selection(TorchFunctionMode):
+    """Observes and replaces the selection of the experts among all."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self._router = router
+        self._size = count_experts(router), int(cast("Any", router).top_k)
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in _TOP_K:
+            return result
+        scores: torch.Tensor = args[0] if args else (kwargs or {})["input"]
+        if (scores.shape[-1], result.indices.shape[-1]) != self._size:
+            return result  # a selection of groups of experts
+        router = self._router
+        router.chosen = result.indices.detach()
+        if router.replayed is None:
+            return result
+        replayed = router.replayed.to(scores.device)
+        indices = torch.where(replayed < 0, result.indices, replayed)
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
+
+
+def count_experts(router: torch.nn.Module) -> int:
+    """Return the number of experts among which a router selects."""
+    return int(cast("Any", router).num_experts)
+
+
+def use_routers(model: torch.nn.Module) -> list[Router]:
+    """Make the routers of a model instances of `Router`; return them in the order of the layers.
+
+    The list is empty for a model without experts. A second call returns the same routers.
+    """
+    found = [each for each in model.modules() if _is_router(each)]
+    for router in found:
+        if not isinstance(router, Router):
+            kind = type(router)
+            router.__class__ = type(f"Observed{kind.__name__}", (Router, kind), {})
+    return cast("list[Router]", found)
+
+
+def _is_router(module: torch.nn.Module) -> bool:
+    parts = ("top_k", "num_experts", "weight")
+    return type(module).__name__.endswith("Router") and all(hasattr(module, p) for p in parts)
