@@ -244,6 +244,10 @@ class EngineFormat(ABC):
 
     def __init__(self, logprob_meaning: LogprobMeaning | None = None) -> None:
         self.logprob_meaning = logprob_meaning or self.default_meaning
+        self.experts: tuple[int, int] | None = None
+        """Layers with experts and the number of experts of a token; None if none are reported."""
+        self.kept = False
+        """Whether the server reports kept sets."""
 
     @abstractmethod
     def build_request(self, ask: EngineRequest) -> Post:
