@@ -2,11 +2,11 @@
 
 An engine may compute tokens a second time with other experts: another replica continues the answer,
 or new weights are loaded in the middle of it. A sampled token can be trained only with the experts
-of its context at the time. So an answer is divided where earlier experts change; the division with
+of its context at the time. So a new version begins where earlier experts change; the version with
 most tokens is kept, and the tokens of the others are masked (I1).
 """
 
-from itertools import pairwise
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -40,11 +40,12 @@ def check_experts(rows: Experts, shape: tuple[int, int] | None = None) -> str | 
     return None
 
 
-class _Division(NamedTuple):
-    """Sampled tokens from `start` on whose context was computed with the experts `rows`."""
+class _Reported(NamedTuple):
+    """Sampled tokens ``[start, end)`` whose context was computed with a version of the experts."""
 
     start: int
-    rows: Experts
+    end: int
+    version: int
 
 
 class AnswerExperts:
@@ -52,9 +53,11 @@ class AnswerExperts:
 
     def __init__(self) -> None:
         self._prompt = 0
-        self._divisions: list[_Division] = []
+        self._versions: list[Experts] = []
+        """The experts from the prompt's first token on; a new version begins where one changed."""
         self._parts: list[Experts] = []
-        """Rows after those of the last division."""
+        """Rows after those of the last version."""
+        self._spans: list[_Reported] = []
         self._reported = 0
         """Number of sampled tokens that the reports and requests so far are about."""
         self._expected = False
@@ -78,12 +81,14 @@ class AnswerExperts:
         of the model, if they are known.
         """
         self._expected = True
-        self.fault = self._try_add(report, shape, self._reported) or self.fault
+        fault = self._try_add(report, shape)
+        if fault is None:
+            self._spans.append(_Reported(self._reported, count, len(self._versions) - 1))
+        self.fault = fault or self.fault
         self._reported = count
 
-    def _try_add(
-        self, report: ReportedExperts, shape: tuple[int, int] | None, first: int
-    ) -> str | None:
+    def _try_add(self, report: ReportedExperts, shape: tuple[int, int] | None) -> str | None:
+        """Add rows, or return what is wrong with them."""
         start, rows = report.start, report.rows
         fault = check_experts(rows, shape)
         if fault is not None:
@@ -91,36 +96,29 @@ class AnswerExperts:
         known = self._known
         if start > known:
             return f"experts begin at token {start}, but are known of {known} tokens only"
-        if start == known and self._divisions:
+        if start == known and self._versions:
             self._parts.append(rows)
             return None
         before = self._join()
         if before is not None and before.shape[1:] != rows.shape[1:]:
             return f"experts have the shape {rows.shape[1:]}, after {before.shape[1:]}"
-        same = before is not None and np.array_equal(
-            before[start : start + len(rows)], rows[: known - start]
-        )
-        if same:
-            self._parts.append(rows[known - start :])
-        else:
+        if before is None or not np.array_equal(before[start:][: len(rows)], rows[: known - start]):
             kept = [] if before is None else [before[:start]]
-            self._divisions.append(_Division(first, np.concatenate([*kept, rows])))
+            self._versions.append(np.concatenate([*kept, rows]))
+        elif len(rows) > known - start:
+            self._parts.append(rows[known - start :])
         return None
 
     @property
     def _known(self) -> int:
-        last = len(self._divisions[-1].rows) if self._divisions else 0
-        return last + sum(map(len, self._parts))
+        return sum(map(len, [*self._versions[-1:], *self._parts]))
 
     def _join(self) -> Experts | None:
         """Return the latest experts of all tokens; None without any."""
-        if not self._divisions:
-            return None
         if self._parts:
-            start, rows = self._divisions[-1]
-            self._divisions[-1] = _Division(start, np.concatenate([rows, *self._parts]))
+            self._versions[-1] = np.concatenate([self._versions[-1], *self._parts])
             self._parts.clear()
-        return self._divisions[-1].rows
+        return self._versions[-1] if self._versions else None
 
     def finish(self, count: int) -> tuple[Experts | None, tuple[MaskedSpan, ...]]:
         """Return the experts for `count` sampled tokens, and the tokens that have others or none.
@@ -130,22 +128,26 @@ class AnswerExperts:
         if not self._expected:
             return None, ()
         self._join()
-        starts = [0, *(min(each.start, count) for each in self._divisions), count]
-        rows = [np.empty((0, 0, 0), np.uint8), *(each.rows for each in self._divisions)]
         # token i is sampled with the experts of the prompt and of the i tokens before it
-        usable = [
-            max(0, min(end, len(known) - self._prompt + 1) - start)
-            for (start, end), known in zip(pairwise(starts), rows, strict=True)
+        reaches = [len(rows) - self._prompt + 1 for rows in self._versions]
+        spans = [
+            span._replace(end=min(span.end, count, reaches[span.version])) for span in self._spans
         ]
-        best = int(np.argmax(usable))
+        used = Counter[int]()
+        for span in spans:
+            used[span.version] += max(0, span.end - span.start)
+        best = max(used, key=used.__getitem__, default=-1)
         masked = list[MaskedSpan]()
-        for number, (start, end) in enumerate(pairwise(starts)):
-            known_end = start + usable[number]
-            if number != best:
-                _mask(masked, Reason.ROUTES_CHANGED, start, known_end)
-            _mask(masked, Reason.NO_ROUTES, known_end, end)
-        chosen = rows[best][: max(0, self._prompt + count - 1)]
-        return (chosen if len(chosen) else None), tuple(masked)
+        at = 0
+        for start, end, version in spans:
+            _mask(masked, Reason.NO_ROUTES, at, min(start, count))
+            if version != best:
+                _mask(masked, Reason.ROUTES_CHANGED, start, end)
+            at = max(at, start, end)
+        _mask(masked, Reason.NO_ROUTES, at, count)
+        if not used[best]:
+            return None, tuple(masked)
+        return self._versions[best][: self._prompt + count - 1], tuple(masked)
 
 
 def _mask(spans: list[MaskedSpan], reason: Reason, start: int, end: int) -> None:
