@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from support.calls import make_call, write_calls
+from support.random_experts import SESSIONS_WITH_EXPERTS
 from support.random_sessions import SESSIONS, RandomSession
 from tugline.errors import CaptureError
 from tugline.recording.file import Writer, read
@@ -58,7 +59,7 @@ contents = st.fixed_dictionaries(
 
 
 @settings(max_examples=80)
-@given(drawn=SESSIONS, data=st.data())
+@given(drawn=SESSIONS | SESSIONS_WITH_EXPERTS, data=st.data())
 def test_any_calls_are_read_as_written(
     tmp_path_factory: pytest.TempPathFactory, drawn: RandomSession, data: st.DataObject
 ) -> None:

@@ -22,7 +22,7 @@ from tugline.gateway.context import EngineContext
 from tugline.gateway.model_call import ModelCall
 from tugline.gateway.policy import classify_call
 from tugline.gateway.transcript import Transcript
-from tugline.recording.records import SampledTokens, mark_replayed
+from tugline.recording.records import RecordedEventKind, SampledTokens, mark_replayed
 from tugline.types import Call, CallOutcome, Finish, Ids, Message, Mode, Role, Sampling, Timings
 
 _NO_LIMIT = 1 << 30
@@ -83,6 +83,14 @@ class SampledAnswer:
         return self._sampled.length + self._sampled.unreported_tokens
 
     @property
+    def _asks_kept(self) -> bool:
+        """Whether the engine reports the ids from which truncated sampling chooses."""
+        sampling = self.sampling
+        truncated = (sampling.top_p or 1) < 1 or sampling.top_k or sampling.min_p
+        greedy = sampling.temperature == 0
+        return self._engine.upstream.wire.kept and bool(truncated) and not greedy
+
+    @property
     def can_be_continued(self) -> bool:
         """Whether another replica can sample on from the ids so far."""
         return self._decoder is not None and self._sampled.length > 0
@@ -127,7 +135,8 @@ class SampledAnswer:
 
     def begin_reply(self) -> EngineRequest:
         """Make the request for the rest of the answer, whose reply is taken next."""
-        self._sampled.reply_start = self._sampled.length
+        sampled = self._sampled
+        sampled.reply_start = sampled.length
         request = self.request
         rendering = self._engine.rendering
         ask = EngineRequest(
@@ -135,6 +144,8 @@ class SampledAnswer:
             model=self._engine.card.id,
             sampling=self.sampling,
             request_id="",
+            experts=self._engine.upstream.wire.experts is not None,
+            kept=self._asks_kept,
             stream_interval=None if request.stream else self._engine.settings.stream_interval,
         )
         if rendering is None:
@@ -142,10 +153,13 @@ class SampledAnswer:
         call_end = rendering.markers.call_end
         one_call = not request.parallel and call_end >= 0
         prompt = self._context()
+        if sampled.length:
+            prompt = prompt.extend(sampled.join()[0])
+        sampled.experts.begin_reply(len(prompt), sampled.length, expected=ask.experts)
         return msgspec.structs.replace(
             ask,
             sampling=msgspec.structs.replace(self.sampling, max_tokens=self.remaining_tokens()),
-            prompt=prompt.extend(self._sampled.join()[0]) if self._sampled.length else prompt,
+            prompt=prompt,
             stop_ids=(*rendering.stop_ids, call_end) if one_call else rendering.stop_ids,
             banned=self._engine.find_banned(request),
         )
@@ -164,6 +178,11 @@ class SampledAnswer:
         sampled = self._sampled
         version = self._engine.version if delta.version is None else delta.version
         sampled.add(delta.ids, delta.logprobs, version)
+        if delta.experts is not None:
+            shape = self._engine.upstream.wire.experts
+            sampled.experts.add(delta.experts, shape, sampled.length)
+        if delta.kept and self._asks_kept:
+            sampled.add_kept(delta.kept)
         if delta.spans:
             sampled.set_versions(delta.spans)
         sampled.finish = delta.finish or sampled.finish
@@ -207,6 +226,7 @@ class SampledAnswer:
         sampled = self._sampled
         wire = engine.upstream.wire
         ids, logprobs = sampled.join()
+        experts, masked = sampled.experts.finish(sampled.length)
         call = Call(
             session=self._transcript.session_id,
             number=self.number,
@@ -233,6 +253,9 @@ class SampledAnswer:
             resumed=len(self._resumed),
             sampled_ids=ids,
             logprobs=logprobs,
+            experts=experts,
+            kept=sampled.join_kept(),
+            masked=masked,
             unreported_tokens=sampled.unreported_tokens + sampled.cut_tokens,
             unreported_prompt_tokens=sampled.prompt_count,
             versions=tuple(sampled.versions),
@@ -246,6 +269,9 @@ class SampledAnswer:
         )
         call = call if self._replayed is None else mark_replayed(call, self._replayed)
         self._transcript.append(call, self._context().extend(ids), self.prompt)
+        for fault in filter(None, (sampled.experts.fault, sampled.kept_fault)):
+            detail = f"{', '.join(life.replicas)}: {fault}"
+            self._transcript.note(RecordedEventKind.ENGINE_FAULT, detail, call=self.number)
 
     def make_response(self, outcome: CallOutcome, message: Message) -> Response:
         """Make the response for the client."""

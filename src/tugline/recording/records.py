@@ -6,7 +6,7 @@ and its harness, the template of prompts, every call, and the outcome.
 
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -14,11 +14,13 @@ import msgspec
 import numpy as np
 
 from tugline.errors import EngineError
+from tugline.recording.experts import AnswerExperts
 from tugline.types import (
     Call,
     Failure,
     Finish,
     Ids,
+    Kept,
     Ledger,
     Logprobs,
     Mode,
@@ -30,6 +32,9 @@ from tugline.types import (
     VersionSpan,
 )
 from tugline.types.task import INT32
+
+MAX_KEPT = 1 << 24
+"""Maximum number of ids in the kept sets of an answer: 64 MiB."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
@@ -77,7 +82,8 @@ class RecordedEventKind(StrEnum):
     """Invalid Unicode in the request of `call`, named in `detail`, was repaired."""
     ENGINE_FAULT = "engine_fault"
     """A replica failed during `call`, which failed over to another replica or ended; `detail`
-    has the address and the number of tokens so far."""
+    has the address and the number of tokens so far. Or the experts or kept sets that it reported
+    are wrong, and are not used; `detail` says how."""
     PAUSED = "paused"
     """New calls are held; `detail` has the policy for calls in flight."""
     RESUMED = "resumed"
@@ -121,6 +127,13 @@ class SampledTokens(msgspec.Struct, gc=False):
     ids: "array[int]" = msgspec.field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = msgspec.field(default_factory=lambda: array("f"))
     versions: list[VersionSpan] = []
+    experts: AnswerExperts = msgspec.field(default_factory=AnswerExperts)
+    kept_ids: "array[int]" = msgspec.field(default_factory=lambda: array("i"))
+    """Ids that were left to choose from, token after token."""
+    kept_sizes: "array[int]" = msgspec.field(default_factory=lambda: array("i"))
+    """Number of `kept_ids` of each token; of fewer tokens if the last ones have none."""
+    kept_fault: str | None = None
+    """What was wrong with the first set that was not used."""
     finish: Finish | None = None
     stop: str | None = None
     unreported_tokens: int = 0
@@ -159,6 +172,33 @@ class SampledTokens(msgspec.Struct, gc=False):
         self.logprobs.fromlist(logprobs)
         self._add_span(version, start, len(self.ids))
 
+    def add_kept(self, sets: Sequence[Sequence[int]]) -> None:
+        """Add the sets of the tokens that were added last; one that cannot be right is left out."""
+        ids = self.ids[self.length - len(sets) :]
+        if len(ids) != len(sets):
+            self.kept_fault = self.kept_fault or f"{len(sets)} kept sets of {len(ids)} tokens"
+            return
+        self.kept_sizes.extend([0] * (self.length - len(sets) - len(self.kept_sizes)))
+        for token, kept in zip(ids, sets, strict=True):
+            fault = None
+            if kept and token not in kept:
+                fault = f"a kept set of {len(kept)} ids is without the sampled id {token}"
+            elif len(kept) + len(self.kept_ids) > MAX_KEPT:
+                fault = f"the kept sets of the answer have more than {MAX_KEPT} ids"
+            self.kept_fault = self.kept_fault or fault
+            used = [] if fault else sorted(kept)
+            self.kept_ids.extend(used)
+            self.kept_sizes.append(len(used))
+
+    def join_kept(self) -> Kept | None:
+        """Return the set of each token; None if no token has one."""
+        if not self.kept_ids:
+            return None
+        sizes = np.zeros(self.length, np.int32)
+        sizes[: len(self.kept_sizes)] = self.kept_sizes
+        offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
+        return Kept(offsets, np.array(self.kept_ids, np.int32))
+
     def set_versions(self, spans: Iterable[VersionSpan]) -> None:
         """Set the versions of the current reply; spans are relative to its first token.
 
@@ -183,6 +223,7 @@ class SampledTokens(msgspec.Struct, gc=False):
             return
         self.cut_tokens += self.length - length
         del self.ids[length:], self.logprobs[length:]
+        del self.kept_ids[sum(self.kept_sizes[:length]) :], self.kept_sizes[length:]
         self._trim_versions(length)
 
     def join(self) -> tuple[Ids, Logprobs]:

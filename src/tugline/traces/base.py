@@ -25,7 +25,9 @@ from tugline.traces.lineage import Answer, Chain, build_chains
 from tugline.types import (
     Call,
     Distribution,
+    Experts,
     Ids,
+    Kept,
     Ledger,
     Mode,
     PluginSpec,
@@ -148,17 +150,15 @@ def make_trace(
     mask = np.zeros(len(ids), np.bool_)
     logprobs = np.zeros(len(ids), np.float32)
     spans: list[Span] = []
-    for call, start, masked, _ in answers:
-        room = max(0, len(ids) - start)
-        sampled = (masked, find_distribution(call), call.engine)
-        logprobs[start : start + len(call.logprobs)] = call.logprobs[:room]
-        mask[start : start + len(call.sampled_ids)] = masked is None
-        spans += [
-            Span(call.number, start + v.start, min(start + v.end, len(ids)), v.version, *sampled)
-            for v in call.versions
-            if v.start < min(v.end, room)
-        ]
+    for answer in answers:
+        call, start = answer.call, answer.start
+        logprobs[start : start + len(call.logprobs)] = call.logprobs[: max(0, len(ids) - start)]
+        spans += _make_spans(answer, len(ids))
+    for span in spans:
+        mask[span.start : span.end] = span.masked is None
     last = answers[-1]
+    known = [answer.call.experts for answer in answers if answer.call.experts is not None]
+    experts = max(known, key=len)[: len(ids)] if known else None
     return Trace(
         ids=ids,
         mask=mask,
@@ -166,11 +166,48 @@ def make_trace(
         spans=tuple(spans),
         kind=kind,
         parent=parent,
-        shared=0 if parent is None else count_shared_tokens(earlier[parent], ids, last.images),
+        shared=0 if parent is None else _count_shared(earlier[parent], ids, experts, last.images),
         thread=answers[0].call.thread,
         thinking_retention=last.call.thinking_retention,
         images=last.images,
+        experts=experts,
+        kept=_join_kept(answers, len(ids)),
     )
+
+
+def _make_spans(answer: Answer, length: int) -> list[Span]:
+    """Return the spans of an answer in a trace of `length` tokens, divided by version and mask."""
+    call, start = answer.call, answer.start
+    distribution = find_distribution(call)
+    spans = []
+    for version in call.versions:
+        at = version.start
+        inside = [each for each in call.masked if each.start < version.end and each.end > at]
+        parts = list[tuple[int, Reason | None]]()
+        for span in () if answer.masked else inside:
+            parts += [(max(at, span.start), None), (min(span.end, version.end), span.reason)]
+        for end, reason in [*parts, (version.end, answer.masked)]:
+            first, last = start + at, min(start + end, length)
+            if first < last:
+                sampled = (version.version, reason, distribution, call.engine)
+                spans.append(Span(call.number, first, last, *sampled))
+            at = max(at, end)
+    return spans
+
+
+def _join_kept(answers: Sequence[Answer], length: int) -> Kept | None:
+    """Return the set of each token of a trace; None if no token has one."""
+    known = [(answer.start, answer.call.kept) for answer in answers if answer.call.kept is not None]
+    if not known:
+        return None
+    sizes = np.zeros(length, np.int32)
+    ids = list[Ids]()
+    for start, kept in known:
+        used = kept[: max(0, length - start)]
+        sizes[start : start + len(used)] = used.sizes
+        ids.append(used.ids)
+    offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
+    return Kept(offsets, np.concatenate(ids))
 
 
 def find_distribution(call: Call) -> Distribution:
@@ -181,17 +218,24 @@ def find_distribution(call: Call) -> Distribution:
         temperature=default.temperature if sampling.temperature is None else sampling.temperature,
         top_p=sampling.top_p or default.top_p,
         top_k=sampling.top_k or default.top_k,
+        min_p=sampling.min_p or default.min_p,
         logprobs=call.logprob_meaning,
     )
 
 
-def count_shared_tokens(trace: Trace, ids: Ids, images: tuple[str, ...]) -> int:
-    """Return the number of leading tokens that a trace shares with `ids` and their `images`.
+def _count_shared(trace: Trace, ids: Ids, experts: Experts | None, images: tuple[str, ...]) -> int:
+    """Return the number of leading tokens that a trace shares with `ids`, with the same experts.
 
     Image ids do not identify the image, so sequences with different images share no tokens.
     """
     n = min(len(trace.images), len(images))
-    return shared_prefix(trace.ids, ids) if trace.images[:n] == images[:n] else 0
+    if trace.images[:n] != images[:n]:
+        return 0
+    shared = shared_prefix(trace.ids, ids)
+    if trace.experts is None or experts is None:
+        return shared
+    same = shared_prefix(trace.experts, experts)
+    return shared if same == min(len(trace.experts), len(experts)) else min(shared, same)
 
 
 # --------------------------------------------------------------------------- ledgers

@@ -1,9 +1,10 @@
 """Continuation of calls, computed from token ids instead of the recorded parents.
 
 The builders, `tugline verify`, the viewer, exports and replay all use this module, so they agree
-(I1). A call joins a chain only if its prompt begins with all of the chain's ids and images. Prompts
-that are views of one buffer, as `tugline.recording.file.read` returns them, are not compared again,
-so the cost is linear in the unique ids (I7).
+(I1). A call joins a chain only if its prompt begins with all of the chain's ids and images, and was
+computed with the same experts. Prompts that are views of one buffer, as
+`tugline.recording.file.read` returns them, are not compared again, so the cost is linear in the
+unique ids (I7).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +16,17 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from tugline.errors import CaptureError
-from tugline.types import Branch, Call, CallOutcome, Finish, Mode, Reason, TraceKind, shared_prefix
+from tugline.types import (
+    Branch,
+    Call,
+    CallOutcome,
+    Experts,
+    Finish,
+    Mode,
+    Reason,
+    TraceKind,
+    shared_prefix,
+)
 
 
 class Continuation(StrEnum):
@@ -43,7 +54,7 @@ class Lineage(NamedTuple):
     """Number of leading prompt ids shared with the parent."""
     reasons: tuple[str, ...] = ()
     """Echo changes, or the reason why the call forks or is broken: a `Branch`, ``client_gone``,
-    ``ids_differ`` or ``parent_missing``."""
+    ``routes_changed``, ``ids_differ`` or ``parent_missing``."""
 
 
 def trace_lineage(call: Call, parent: Call | None) -> Lineage:
@@ -58,6 +69,8 @@ def trace_lineage(call: Call, parent: Call | None) -> Lineage:
     shared = count_shared_ids(call, parent)
     if branch:
         return Lineage(Continuation.FORKED, shared, branch)
+    if shared == count_ids(parent) and not has_same_experts(call.experts, parent.experts):
+        return Lineage(Continuation.FORKED, shared, (Reason.ROUTES_CHANGED.value,))
     if shared == count_ids(parent):
         changes = tuple(change.value for change in call.echo_changes)
         kind = Continuation.ECHO_CHANGED if changes else Continuation.EXACT
@@ -90,6 +103,13 @@ def extends(call: Call, parent: Call) -> bool:
     if end and call.prompt_ids[end - 1] != last[-1]:
         return False  # most calls that do not extend differ here
     return count_shared_ids(call, parent) == end
+
+
+def has_same_experts(first: Experts | None, second: Experts | None) -> bool:
+    """Whether the tokens of which both calls have experts have the same ones."""
+    if first is None or second is None:
+        return True
+    return shared_prefix(first, second) == min(len(first), len(second))
 
 
 def adds_to_parent(call: Call) -> bool:
@@ -126,10 +146,22 @@ class Chain:
     images: list[tuple[str, ...]] = field(default_factory=list)
     """Digests of the images in each call's prompt, in order."""
 
+    experts: Experts | None = None
+    """Experts of the chain's leading tokens, as far as any of its calls has them."""
+
+    def add(self, call: Call, images: tuple[str, ...]) -> None:
+        """Append a call that extends this chain."""
+        self.calls.append(call)
+        self.images.append(images)
+        known = 0 if self.experts is None else len(self.experts)
+        if call.experts is not None and len(call.experts) > known:
+            self.experts = call.experts
+
     def is_extended_by(self, call: Call, images: tuple[str, ...]) -> bool:
         """Whether the prompt of `call` begins with all ids and images of this chain.
 
-        Side calls extend only side calls, so that a title request during a conversation does not
+        Its tokens must also have been computed with the same experts, where both are known. Side
+        calls extend only side calls, so that a title request during a conversation does not
         split the conversation.
         """
         tip = self.calls[-1]
@@ -137,6 +169,7 @@ class Chain:
             (call.kind is TraceKind.SIDE) == (tip.kind is TraceKind.SIDE)
             and images[: len(self.images[-1])] == self.images[-1]
             and extends(call, tip)
+            and has_same_experts(call.experts, self.experts)
         )
 
     def place_answers(self, *, train_side: bool, train_images: bool) -> list[Answer]:
@@ -233,8 +266,7 @@ class _Chains:
         if chain is None:
             chain = Chain(*self._classify(call))
             self.all.append(chain)
-        chain.calls.append(call)
-        chain.images.append(images)
+        chain.add(call, images)
         self._chain_of[call.number] = chain
         self._by_number[call.number] = call
         if call.kind is not TraceKind.SIDE:

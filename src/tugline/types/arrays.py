@@ -73,7 +73,11 @@ def shared_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     n = min(len(a), len(b))
     if not n or _start_of(a) == _start_of(b):
         return n
+    if a.shape[1:] != b.shape[1:]:
+        return 0
     differs = a[:n] != b[:n]
+    if differs.ndim > 1:
+        differs = differs.reshape(n, -1).any(1)
     first = int(differs.argmax())
     return first if differs[first] else n
 
