@@ -53,7 +53,7 @@ class SampledChunk(msgspec.Struct, frozen=True):
     versions: tuple[VersionSpan, ...]
     """Policy versions of these tokens; positions count from the answer's first token."""
     experts: Experts | None = None
-    """Experts of the tokens computed since the previous chunk; None for a model without experts.
+    """Experts of the tokens computed since the previous chunk; None if there are none.
 
     The first chunk has those of the whole prompt; each has none for its last token, which is
     computed with the next one. After new weights, a chunk has those of the whole context again."""
@@ -120,15 +120,26 @@ class GenerationEngine(Protocol):
 
 
 def join(chunks: Sequence[SampledChunk]) -> SampledChunk:
-    """Concatenate the chunks of an answer."""
+    """Concatenate the chunks of an answer.
+
+    Its experts are those under the latest weights, which computed its whole context.
+    """
     spans: list[VersionSpan] = []
     for span in (span for chunk in chunks for span in chunk.versions):
         if spans and spans[-1].version == span.version:
             spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
         else:
             spans.append(span)
+    rows: list[Experts] = []
+    for chunk in chunks:
+        if chunk.experts is not None:
+            rows = [chunk.experts] if chunk.experts_start == 0 else [*rows, chunk.experts]
+    kept = [ids for chunk in chunks for ids in chunk.kept or ()]
     return msgspec.structs.replace(
         chunks[-1],
+        experts=np.concatenate(rows) if rows else None,
+        experts_start=0,
+        kept=Kept.of(kept) if chunks[0].kept is not None else None,
         ids=np.concatenate([chunk.ids for chunk in chunks]),
         logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
         versions=tuple(spans),
@@ -146,6 +157,8 @@ def check(request: GenerateRequest, *, max_model_len: int, vocab_size: int) -> N
         _reject("temperature", temperature, f"must be 0 or at least {MIN_TEMPERATURE}")
     if not 0 < request.top_p <= 1:
         _reject("top_p", request.top_p, "must be above 0 and at most 1")
+    if not 0 <= request.min_p <= 1:
+        _reject("min_p", request.min_p, "must be between 0 and 1")
     if request.top_k < 0:
         _reject("top_k", request.top_k, "must be 0 (all tokens) or positive")
     for stop in request.stop_ids:

@@ -12,6 +12,7 @@ under; KV of older weights is never matched), I7 (only the new tokens of a turn 
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -20,10 +21,12 @@ import torch
 from transformers import PreTrainedModel
 
 from tugline.errors import UsageError
-from tugline.inference.base import EngineStats, GenerateRequest
+from tugline.inference.base import EngineStats
 from tugline.inference.kv import Cut, PrefixTable, make_pool
+from tugline.inference.routers import read_experts, use_routers
 from tugline.inference.sampling import sample, uniforms
-from tugline.types import Finish, Ids, shared_prefix
+from tugline.inference.sequence import Routes, Sequence
+from tugline.types import Experts, Finish, shared_prefix
 
 PREFILL_TOKENS = 4096
 """Maximum tokens of a prefill, including padding; it bounds the wait of running rows."""
@@ -45,46 +48,18 @@ _ROW = np.dtype(
         ("temperature", np.float32),
         ("top_p", np.float32),
         ("top_k", np.int32),
+        ("min_p", np.float32),
         ("seed", np.uint64),
     ]
 )
 
 
-class Sequence:
-    """State of a request; written by the engine's thread, read by any thread."""
+class Parked(NamedTuple):
+    """What is kept of a finished sequence."""
 
-    def __init__(self, request: GenerateRequest, *, limit: int, stops: frozenset[int]) -> None:
-        self.request = request
-        self.limit = limit
-        self.stops = stops
-        self.prompt_len = len(request.prompt_ids)
-        self.ids = np.empty(self.prompt_len + limit, np.int32)
-        self.ids[: self.prompt_len] = request.prompt_ids
-        self.logprobs = np.empty(limit, np.float32)
-        self.count = 0
-        self.versions: list[tuple[int, int]] = []
-        """First position and version of each span."""
-        self.finish: Finish | None = None
-        self.stop_id: int | None = None
-        self.seed = int(np.random.default_rng(request.seed).integers(2**63))
-
-    @property
-    def context(self) -> Ids:
-        """The prompt and the tokens sampled so far, as a view."""
-        return self.ids[: self.prompt_len + self.count]
-
-    def push(self, token: int, logprob: float, version: int) -> None:
-        """Append a sampled token; set the finish reason if it is the last."""
-        if not self.versions or self.versions[-1][1] != version:
-            self.versions.append((self.count, version))
-        self.ids[self.prompt_len + self.count] = token
-        self.logprobs[self.count] = logprob
-        self.count += 1
-        if token in self.stops:
-            self.finish = Finish.STOP
-            self.stop_id = token
-        elif self.count == self.limit:
-            self.finish = Finish.LENGTH
+    cut: Cut
+    experts: Experts | None
+    """Experts of its tokens, shape ``(length, layers, top_k)``; None for a dense model."""
 
 
 class Batch:
@@ -103,9 +78,10 @@ class Batch:
         self._rows = np.zeros(max_running, _ROW)
         self._running_prefixes = PrefixTable(max_running, max_model_len)
         self._parked_prefixes = PrefixTable(max_parked, max_model_len)
-        self._parked: OrderedDict[int, Cut] = OrderedDict()
-        """KV by slot in `_parked_prefixes`, least recently used first."""
+        self._parked: OrderedDict[int, Parked] = OrderedDict()
+        """By slot in `_parked_prefixes`, least recently used first."""
         self._pool = make_pool(model)
+        self._routers = use_routers(model)
         self._updates: dict[Sequence, None] = {}
         self._stats = EngineStats()
 
@@ -221,13 +197,8 @@ class Batch:
         first = len(self.running)
         self._pool.ensure(first + len(chosen), max(len(s.context) for s, _, _ in chosen) + 1)
         for row, (sequence, source, cached) in enumerate(chosen, first):
-            if not cached:
-                self._pool.clear(row)
-            elif source >= 0:
-                self._pool.move(source, row, cached)
-            else:
-                self._pool.paste(self._parked[-1 - source], row, cached)
             self._start(sequence, row)
+            self._copy_prefix(source, row, cached)
             if not sequence.count:
                 self._stats.prompt_tokens += sequence.prompt_len
                 self._stats.reused_tokens += cached
@@ -262,10 +233,30 @@ class Batch:
         request = sequence.request
         self._rows[row] = (
             *(len(sequence.context), 0, sequence.count),
-            *(request.temperature, request.top_p, request.top_k, sequence.seed),
+            *(request.temperature, request.top_p, request.top_k, request.min_p, sequence.seed),
         )
+        if self._routers:
+            sequence.routes.append(Routes(len(sequence.ids), sequence.count))
         self._running_prefixes.put(row, sequence.context)
         self.running.append(sequence)
+
+    def _copy_prefix(self, source: int, row: int, cached: int) -> None:
+        """Copy the first `cached` tokens of what `_find` found to `row`, which is started."""
+        if not cached:
+            self._pool.clear(row)
+            return
+        if source >= 0:
+            self._pool.move(source, row, cached)
+        else:
+            self._pool.paste(self._parked[-1 - source].cut, row, cached)
+        if self._routers:
+            self.running[row].routes[-1].add(self._get_experts(source, cached))
+
+    def _get_experts(self, source: int, length: int) -> Experts:
+        """Return the experts of the first tokens of a row, or of parked KV."""
+        if source >= 0:
+            return self.running[source].routes[-1].get(0, length)
+        return cast("Experts", self._parked[-1 - source].experts)[:length]
 
     def _supersede(self, chosen: list[tuple[Sequence, int, int]]) -> None:
         """Drop parked KV that a running row now has in full; mark other used KV as recent."""
@@ -295,13 +286,14 @@ class Batch:
         began = time.perf_counter()
         rows = self._rows[first : first + len(ids)]
         logits = self._logits(first, ids, positions)
-        tokens, logprobs = sample(logits, rows, uniforms(rows["seed"], rows["count"]))
-        rows["last"] = tokens
+        drawn = sample(logits, rows, uniforms(rows["seed"], rows["count"]))
+        rows["last"] = drawn.tokens
         rows["count"] += 1
         sequences = self.running[first : first + len(ids)]
-        for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-            s.push(token, logprob, self.version)
-            self._updates[s] = None
+        values = zip(drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.kept, strict=True)
+        for sequence, (token, logprob, kept) in zip(sequences, values, strict=True):
+            sequence.push(token, logprob, self.version, kept)
+            self._updates[sequence] = None
         self._stats.sampled_tokens += len(sequences)
         self._stats.steps += 1
         self._stats.busy_s += time.perf_counter() - began
@@ -324,8 +316,17 @@ class Batch:
             use_cache=True,
             logits_to_keep=1,
         )
+        if self._routers:
+            self._add_experts(first, positions)
         logits: torch.Tensor = answer.logits[:, -1]
         return logits
+
+    def _add_experts(self, first: int, positions: Matrix) -> None:
+        """Keep the experts of the tokens of a forward pass, which are not those of padding."""
+        chosen = read_experts(self._routers)
+        computed = chosen.reshape(*positions.shape, *chosen.shape[1:])
+        for row, (rows, where) in enumerate(zip(computed, positions, strict=True), first):
+            self.running[row].routes[-1].add(rows[where >= 0])
 
     # ----------------------------------------------------------------- the end of a sequence
     def _retire(self) -> None:
@@ -352,7 +353,8 @@ class Batch:
             slot = next(slot for slot in range(self._max_parked) if slot not in self._parked)
         else:
             slot, _ = self._parked.popitem(last=False)
-        self._parked[slot] = self._pool.cut(row, length)
+        experts = self._get_experts(row, length).copy() if self._routers else None
+        self._parked[slot] = Parked(self._pool.cut(row, length), experts)
         self._parked_prefixes.put(slot, self.running[row].ids[:length])
 
 

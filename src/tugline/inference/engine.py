@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 from tugline.errors import EngineError, UsageError
 from tugline.inference.base import EngineStats, GenerateRequest, SampledChunk, check
 from tugline.inference.batch import Batch
-from tugline.inference.batch import Sequence as Sampled
 from tugline.inference.sampling import score
+from tugline.inference.sequence import ChunkReader
+from tugline.inference.sequence import Sequence as Sampled
 from tugline.protocol import PauseMode
-from tugline.types import Ids, Logprobs, VersionSpan
+from tugline.types import Ids, Logprobs
 
 T = TypeVar("T")
 CLOSE_S = 30.0
@@ -108,18 +109,17 @@ class Engine:
         window_left = self.max_model_len - len(request.prompt_ids)
         sampled = Sampled(request, limit=min(request.max_tokens, window_left), stops=stops)
         wakeup = self._wakeups[sampled] = asyncio.Event()
-        sent = 0
+        reader = ChunkReader(sampled)
         try:
             self._submit(lambda: self._batch.waiting.append(sampled))
             while True:
                 await wakeup.wait()
                 wakeup.clear()
                 self._raise_if_down()
-                chunk = _chunk_since(sampled, sent)
-                sent += len(chunk.ids)
-                yield chunk
-                if chunk.finish:
-                    return
+                for chunk in reader.take():
+                    yield chunk
+                    if chunk.finish:
+                        return
         finally:
             del self._wakeups[sampled]
             if sampled.finish is None:
@@ -221,7 +221,7 @@ class Engine:
             command()
 
     def _publish(self) -> None:
-        updated = [s for s in self._batch.take_updates() if s.finish or _is_due(s)]
+        updated = [s for s in self._batch.take_updates() if s.finish or s.is_due]
         if updated:
             self._call_on_loop(self._wake, updated)
 
@@ -241,28 +241,3 @@ class Engine:
             wakeup.set()
         for future in [*self._pending]:
             future.set_exception(error)
-
-
-def _is_due(sequence: Sampled) -> bool:
-    """Whether the tokens of a stream that is not finished are to be sent."""
-    every = sequence.request.stream_interval
-    return sequence.request.stream and sequence.count % every == 1 % every
-
-
-def _chunk_since(sequence: Sampled, start: int) -> SampledChunk:
-    """Return the tokens from `start` on, as views of array elements that do not change again."""
-    finish = sequence.finish  # read before the count, which is final once there is a finish
-    end = sequence.count
-    bounds = [*sequence.versions, (end, 0)]
-    spans = tuple(
-        VersionSpan(version, max(begin, start), min(bounds[index + 1][0], end))
-        for index, (begin, version) in enumerate(bounds[:-1])
-        if begin < end and bounds[index + 1][0] > start
-    )
-    return SampledChunk(
-        ids=sequence.ids[sequence.prompt_len + start : sequence.prompt_len + end],
-        logprobs=sequence.logprobs[start:end],
-        versions=spans,
-        finish=finish,
-        stop_id=sequence.stop_id if finish else None,
-    )

@@ -9,8 +9,11 @@ the current router gives it.
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
+
+from tugline.types import Experts
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
 
@@ -70,6 +73,16 @@ class _Selection(TorchFunctionMode):
 def count_experts(router: torch.nn.Module) -> int:
     """Return the number of experts among which a router selects."""
     return int(cast("Any", router).num_experts)
+
+
+def read_experts(routers: Sequence[Router]) -> Experts:
+    """Return the experts that the routers chose in the last forward pass.
+
+    The shape is ``(n, layers, top_k)``.
+    """
+    chosen = torch.stack([cast("torch.Tensor", router.chosen) for router in routers], 1)
+    kind = np.min_scalar_type(max(map(count_experts, routers)) - 1)
+    return chosen.cpu().numpy().astype(kind)
 
 
 def use_routers(model: torch.nn.Module) -> list[Router]:

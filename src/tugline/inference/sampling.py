@@ -5,9 +5,12 @@ the request's seed and the position in its answer. There is no generator state, 
 samples the same tokens in any batch (up to float noise in the logits).
 
 Invariant I1: the returned log probability is that of the token in the distribution that it was
-sampled from, after temperature, top-k and top-p. Rows with temperature 0 take the most likely token
-and report its log probability at temperature 1.
+sampled from, after temperature, min-p, top-k and top-p. Rows with temperature 0 take the most
+likely token and report its log probability at temperature 1.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,40 +45,61 @@ def _hash(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return (state ^ (state >> np.uint64(31))) >> np.uint64(16)
 
 
+class Drawn(NamedTuple):
+    """A token for each row."""
+
+    tokens: npt.NDArray[np.int32]
+    """Shape ``(rows,)``."""
+    logprobs: npt.NDArray[np.float32]
+    """Shape ``(rows,)``."""
+    kept: Sequence[Ids | None]
+    """Ids that each token was chosen from; empty if all were left, None if none was to be left out.
+    """
+
+
 def sample(
     logits: torch.Tensor, rows: npt.NDArray[np.void], uniform: npt.NDArray[np.float64]
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Return tokens and their log probabilities, ``(rows,)``, from logits ``(rows, vocab)``.
+) -> Drawn:
+    """Sample a token for each row of logits ``(rows, vocab)``.
 
-    `rows` has the fields ``temperature``, ``top_p`` and ``top_k``.
+    `rows` has the fields ``temperature``, ``min_p``, ``top_k`` and ``top_p``.
     """
     device = logits.device
     greedy = rows["temperature"] == 0
     scale = torch.from_numpy(np.where(greedy, np.float32(1), rows["temperature"])).to(device)
     logprobs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
-    if (rows["top_p"] < 1).any() or (rows["top_k"] > 0).any():
-        logprobs = torch.log_softmax(_truncate(logprobs, rows), dim=-1)
+    kept: Sequence[Ids | None] = [None] * len(rows)
+    truncated = ((rows["min_p"] > 0) | (rows["top_k"] > 0) | (rows["top_p"] < 1)) & ~greedy
+    if truncated.any():
+        left = _truncate(logprobs, rows, truncated)
+        kept = _list_kept(left, truncated)
+        logprobs = torch.log_softmax(left, dim=-1)
     cumulative = logprobs.double().exp().cumsum(-1)
     point = torch.from_numpy(uniform).to(device)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, point, right=True)[:, 0]
     if greedy.any():
         tokens = torch.where(torch.from_numpy(greedy).to(device), logprobs.argmax(-1), tokens)
     drawn = logprobs.gather(1, tokens[:, None])[:, 0]
-    return tokens.to("cpu", torch.int32).numpy(), drawn.cpu().numpy()
+    return Drawn(tokens.to("cpu", torch.int32).numpy(), drawn.cpu().numpy(), kept)
 
 
-def _truncate(logprobs: torch.Tensor, rows: npt.NDArray[np.void]) -> torch.Tensor:
-    """Set values outside the top-k, then outside the smallest set with mass top-p, to -inf."""
+def _truncate(
+    logprobs: torch.Tensor, rows: npt.NDArray[np.void], truncated: npt.NDArray[np.bool_]
+) -> torch.Tensor:
+    """Set values to -inf: below min-p, outside the top-k, outside the smallest set with mass top-p.
+
+    The order is vLLM's; the mass is that of what min-p and top-k leave. Other rows stay as they
+    are.
+    """
     device = logprobs.device
     vocab = logprobs.shape[-1]
-    top_p = rows["top_p"]
-    top_k = rows["top_k"]
-    greedy = rows["temperature"] == 0
-    keep = torch.from_numpy(np.where((top_k == 0) | greedy, vocab, top_k)).to(device)
-    mass = torch.from_numpy(np.where(greedy, np.float32(2), top_p)).to(device)
+    keep = torch.from_numpy(np.where(truncated & (rows["top_k"] > 0), rows["top_k"], vocab))
+    mass = torch.from_numpy(np.where(truncated, rows["top_p"], np.float32(2))).to(device)
+    least = torch.from_numpy(np.where(truncated, rows["min_p"], np.float32(0))).to(device).log()
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab, device=device)[None]
-    ordered = ordered.masked_fill(rank >= keep[:, None], -torch.inf)
+    outside = (rank >= keep.to(device)[:, None]) | (ordered < ordered[:, :1] + least[:, None])
+    ordered = ordered.masked_fill(outside, -torch.inf)
     probabilities = torch.softmax(ordered, dim=-1)
     before = probabilities.cumsum(-1) - probabilities
     # A mass of 1 keeps every token, also if the sum exceeds 1 by rounding. The first token is kept
@@ -83,6 +107,15 @@ def _truncate(logprobs: torch.Tensor, rows: npt.NDArray[np.void]) -> torch.Tenso
     outside = (before >= mass[:, None]) & (mass < 1)[:, None] & (rank > 0)
     ordered = ordered.masked_fill(outside, -torch.inf)
     return torch.empty_like(ordered).scatter_(1, order, ordered)
+
+
+def _list_kept(left: torch.Tensor, truncated: npt.NDArray[np.bool_]) -> list[Ids | None]:
+    finite = left.isfinite().cpu().numpy()
+    nothing = np.empty(0, np.int32)
+    return [
+        (nothing if row.all() else row.nonzero()[0].astype(np.int32)) if cut else None
+        for row, cut in zip(finite, truncated.tolist(), strict=True)
+    ]
 
 
 @torch.inference_mode()

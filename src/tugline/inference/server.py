@@ -19,6 +19,7 @@ import numpy as np
 from msgspec import Meta
 
 from tugline.chat.dialects.decoding import decode
+from tugline.chat.engines.reports import encode_experts
 from tugline.errors import ClientGone, EngineError, NotFound, RequestError, TuglineError
 from tugline.inference import base
 from tugline.schema import copy_fields
@@ -51,9 +52,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Accepted and ignored: the sampled tokens' log probabilities are always sent, no others."""
     prompt_logprobs: Literal[0] | None = None
     """0 requests the log probabilities of the prompt, which is scored separately."""
-    min_p: Annotated[float, Meta(ge=0, le=0)] = 0.0
-    """Sent by the gateway to every engine, as is `repetition_penalty`; only 0 is accepted."""
+    min_p: float = 0.0
     repetition_penalty: Annotated[float, Meta(ge=1, le=1)] = 1.0
+    """Sent by the gateway to every engine; only 1 is accepted."""
     stream_interval: Annotated[int, Meta(ge=1)] = 1
     """Tokens of an event of a stream; the first event has one, and the last the rest."""
 
@@ -206,7 +207,7 @@ async def _stream_events(
 def _choice(chunk: base.SampledChunk) -> dict[str, Any]:
     ids = chunk.ids.tolist()
     pairs = zip(ids, chunk.logprobs.tolist(), strict=True)
-    return {
+    choice = {
         "index": 0,
         "finish_reason": chunk.finish,
         "stop_reason": chunk.stop_id,
@@ -217,6 +218,12 @@ def _choice(chunk: base.SampledChunk) -> dict[str, Any]:
             for span in chunk.versions
         ],
     }
+    if chunk.experts is not None:
+        choice["routed_experts"] = encode_experts(chunk.experts)
+        choice["routed_experts_start"] = chunk.experts_start
+    if chunk.kept is not None:
+        choice["sampling_mask"] = [kept.tolist() for kept in chunk.kept]
+    return choice
 
 
 _METRICS = {

@@ -24,7 +24,7 @@ from tugline.types import Call, Experts, Finish, LogprobMeaning, Mode, Sampling,
 from tugline.types.task import BIG
 
 NEUTRAL = {"repetition_penalty": 1.0}
-"""Values sent explicitly, because a model's own defaults replace absent fields."""
+"""Sent explicitly, as is ``min_p``, because a model's own defaults replace absent fields."""
 
 
 class Feature(StrEnum):
@@ -84,11 +84,17 @@ class CallDelta(msgspec.Struct):
 
 
 class ReportedExperts(msgspec.Struct, frozen=True, eq=False):
-    """Experts of consecutive tokens of a request, which begins with the prompt's first token."""
+    """Experts of consecutive tokens of a request, which begins with the prompt's first token.
+
+    They are as the engine reported them, also if they cannot be right: floats, negative numbers,
+    zeros. `tugline.recording.experts.check_experts` names what is wrong.
+    """
 
     start: int
     """Position of the first of the tokens."""
     rows: Experts
+    """Of another type than unsigned integers if the engine's values are not such numbers; of the
+    shape (0, 0, 0) if the report could not be read."""
 
 
 class Delta(msgspec.Struct, kw_only=True, gc=False):
@@ -107,7 +113,9 @@ class Delta(msgspec.Struct, kw_only=True, gc=False):
     experts: ReportedExperts | None = None
     """Experts of the tokens since the last report, or since the prompt's first token."""
     kept: list[list[int]] = []
-    """Ids that were left to choose from, for each of `ids`, or empty if they are not reported."""
+    """Ids that were left to choose from, for each of `ids`, or empty if they are not reported.
+
+    A set is empty if it is not reported, or not limited."""
     finish: Finish | None = None
     """Finish reason, in the last delta."""
     prompt: bytes | None = None
@@ -242,12 +250,18 @@ class EngineFormat(ABC):
     default_meaning = LogprobMeaning.PROCESSED
     """Meaning of log probabilities on a server started without options."""
 
-    def __init__(self, logprob_meaning: LogprobMeaning | None = None) -> None:
+    def __init__(
+        self,
+        logprob_meaning: LogprobMeaning | None = None,
+        *,
+        experts: tuple[int, int] | None = None,
+        kept: bool = False,
+    ) -> None:
         self.logprob_meaning = logprob_meaning or self.default_meaning
-        self.experts: tuple[int, int] | None = None
-        """Layers with experts and the number of experts of a token; None if none are reported."""
-        self.kept = False
-        """Whether the server reports kept sets."""
+        self.experts = experts
+        """Layers with experts, and experts of a token in each; None if the server reports none."""
+        self.kept = kept
+        """Whether the server reports the ids that truncated sampling left to choose from."""
 
     @abstractmethod
     def build_request(self, ask: EngineRequest) -> Post:
@@ -268,6 +282,10 @@ class EngineFormat(ABC):
 # --------------------------------------------------------------------------- parts of a reply
 _TOO_LONG = re.compile(r"(?:context|model) (?:length|size|window)(?:\D{0,8}(\d+))?")
 """Pattern of all engines' refusals of a long prompt; the group is the window's size."""
+_NO_MESSAGE = (
+    "it gives no reason; vLLM with --return-sampling-mask does so for requests without top_k and at"
+    " temperature 0, which it cannot sample"
+)
 _SECONDS = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -301,6 +319,8 @@ def _find_message(body: bytes) -> str:
     try:
         fields = msgspec.json.decode(body)
         fields = fields.get("error") or fields
+        if fields.get("message") == "":
+            return _NO_MESSAGE
         return str(fields.get("message") or fields.get("detail") or fields)
     except (msgspec.DecodeError, AttributeError):
         return body[:200].decode("utf-8", "replace")

@@ -210,6 +210,7 @@ class ChatFormat(base.EngineFormat):
             "request_id": ask.request_id,
             "stream_interval": ask.stream_interval,
             "top_k": ask.sampling.top_k or 0,
+            "min_p": ask.sampling.min_p or 0.0,
             "structured_outputs": None if constraint is None else build_structured(constraint),
         }
 

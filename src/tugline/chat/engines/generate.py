@@ -13,10 +13,13 @@ from typing import Any
 
 import msgspec
 
-from tugline.chat.engines import base
+from tugline.chat.engines import base, reports
 from tugline.chat.model_call import Constraint, ConstraintKind
 from tugline.errors import EngineError
 from tugline.types import Finish, LogprobMeaning, Mode, VersionSpan
+from tugline.types.task import INT32
+
+_NO_SETS: list[list[int]] = []
 
 
 class TokenFormat(base.EngineFormat):
@@ -52,8 +55,12 @@ class TokenReader(base.Reader[base.R]):
         finish: Finish | None = None,
         version: int | None = None,
         spans: tuple[VersionSpan, ...] = (),
+        kept: list[list[int]] = _NO_SETS,
     ) -> None:
-        """Add tokens of one version; `spans` override the version of the whole reply so far."""
+        """Add tokens of one version; `spans` override the version of the whole reply so far.
+
+        `kept` has a set for each token, or is ignored.
+        """
         if len(ids) != len(logprobs):
             msg = (
                 f"the engine sent {len(ids)} token ids but {len(logprobs)} logprobs; there "
@@ -65,6 +72,9 @@ class TokenReader(base.Reader[base.R]):
         if last.finish or last.spans or (changed and last.ids):
             last = base.Delta()
             self.deltas.append(last)
+        if last.kept or (kept and len(kept) == len(ids)):
+            last.kept += [[] for _ in last.ids[len(last.kept) :]]
+            last.kept += kept if len(kept) == len(ids) else [[] for _ in ids]
         last.ids += ids
         last.logprobs += logprobs
         last.finish = finish
@@ -72,6 +82,16 @@ class TokenReader(base.Reader[base.R]):
         if version is not None:
             last.version = version
         self.count += len(ids)
+
+    def make_room(self, report: base.ReportedExperts | None) -> None:
+        """Begin another delta if `report` does not continue that of the last one."""
+        if report is not None and not reports.continues(self.deltas[-1].experts, report):
+            self.deltas.append(base.Delta())
+
+    def add_experts(self, report: base.ReportedExperts | None) -> None:
+        """Add experts to the last delta, for which `make_room` was called before its tokens."""
+        if report is not None:
+            self.deltas[-1].experts = reports.join(self.deltas[-1].experts, report)
 
 
 # --------------------------------------------------------------------------- replies
@@ -93,6 +113,11 @@ class Choice(msgspec.Struct, gc=False):
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     weight_versions: list[base.ReportedSpan] | None = None
+    routed_experts: Any = None
+    """Base64 text of an ``.npy`` file, if it is valid."""
+    routed_experts_start: int = 0
+    sampling_mask: Any = None
+    """A list of ids for each token, if it is valid."""
 
     def list_logprobs(self) -> list[float]:
         """Return the log probability of each token."""
@@ -122,7 +147,9 @@ class ChoiceReader(TokenReader[_Reply]):
         ids = choice.token_ids or []
         items = choice.logprobs and choice.logprobs.content
         plain = choice.finish_reason is None and choice.weight_versions is None
-        if plain and items and len(ids) == len(items) == 1 and not (latest.finish or latest.spans):
+        ended = latest.finish or latest.spans
+        reports_more = latest.kept or choice.sampling_mask or choice.routed_experts
+        if plain and items and len(ids) == len(items) == 1 and not (ended or reports_more):
             # fast path for most events of a stream, with the same result as `add_tokens`
             latest.ids.append(ids[0])
             latest.logprobs.append(items[0].logprob)
@@ -132,15 +159,20 @@ class ChoiceReader(TokenReader[_Reply]):
         finish = base.parse_finish(choice.finish_reason)
         if choice.token_ids is None and finish not in {None, Finish.ABORT} and not self.count:
             raise EngineError(self.missing_ids)
+        experts = reports.read_experts(choice.routed_experts, choice.routed_experts_start)
+        self.make_room(experts)
+        kept = reports.read_kept(choice.sampling_mask)
         spans = base.parse_spans(choice.weight_versions)
         start = self.count
         if not spans or spans[0].start < start:
-            self.add_tokens(ids, logprobs, finish, spans=spans)
+            self.add_tokens(ids, logprobs, finish, spans=spans, kept=kept)
         else:
             for span in spans:
                 last = span is spans[-1]
                 part = slice(span.start - start, None if last else span.end - start)
-                self.add_tokens(ids[part], logprobs[part], finish if last else None, span.version)
+                end = finish if last else None
+                self.add_tokens(ids[part], logprobs[part], end, span.version, kept=kept[part])
+        self.add_experts(experts)
 
 
 # --------------------------------------------------------------------------- formats
@@ -156,25 +188,32 @@ class Generate(TokenFormat):
         """Build the body without its prompt."""
         return {
             "model": ask.model,
-            "sampling_params": build_sampling(ask),
+            "sampling_params": build_sampling(ask, bounded=self.kept),
             "stream": True,
             "request_id": ask.request_id,
         }
 
 
 class Embedded(Generate):
-    """Format of the embedded engine; logprobs are of the distribution sampled from."""
+    """Format of the embedded engine; logprobs are of the distribution sampled from.
+
+    It always reports experts, if its model has any, and kept sets.
+    """
 
     name = "embedded"
-    features = frozenset()
+    features = frozenset({base.Feature.EXPERTS, base.Feature.KEPT})
     advice = "this server is not Tugline's embedded engine"
     abort_path = "/abort_requests"
 
 
 class VllmGenerate(Generate):
-    """Exact mode of vLLM with weight versions; the server needs ``--enable-scale-out``."""
+    """Exact mode of vLLM with weight versions; the server needs ``--enable-scale-out``.
+
+    Options of the server, not fields of a request, make it report experts and kept sets.
+    """
 
     name = "vllm"
+    features = TokenFormat.features | {base.Feature.EXPERTS, base.Feature.KEPT}
     advice = "start vLLM with --enable-scale-out"
     abort_path = "/inference/v1/abort_requests"
     abort_id = "generate-tokens-{}"
@@ -200,7 +239,7 @@ class VllmCompletions(TokenFormat):
     def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
         """Build the body without its prompt."""
         return {
-            **build_sampling(ask),
+            **build_sampling(ask, bounded=self.kept),
             "model": ask.model,
             "stream": True,
             "return_token_ids": True,
@@ -209,15 +248,19 @@ class VllmCompletions(TokenFormat):
 
 
 # --------------------------------------------------------------------------- settings
-def build_sampling(ask: base.EngineRequest) -> dict[str, Any]:
-    """Build vLLM's sampling parameters."""
+def build_sampling(ask: base.EngineRequest, *, bounded: bool = False) -> dict[str, Any]:
+    """Build vLLM's sampling parameters.
+
+    With `bounded`, ``top_k`` is never off: vLLM requires one to report kept sets.
+    """
     sampling = ask.sampling
     constraint = ask.request.constraint
     params: dict[str, Any] = base.NEUTRAL | {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k or 0,
+        "top_k": sampling.top_k or (INT32 if bounded else 0),
+        "min_p": sampling.min_p or 0.0,
         "seed": sampling.seed,
         "stop_token_ids": ask.stop_ids,
         "logprobs": 0,

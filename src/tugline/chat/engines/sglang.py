@@ -7,14 +7,17 @@ reports ids once, at the end; until then tokens are only counted, and an interru
 only (I2).
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from tugline.chat.engines import base, chat
+from tugline.chat.engines import base, chat, reports
 from tugline.chat.engines.generate import TokenFormat, TokenReader, build_bans
 from tugline.errors import EngineError, Unsupported
 from tugline.types import Finish, LogprobMeaning
+
+_MAX_KEPT = 4096
+"""Highest ``top_k`` with which SGLang reports kept sets (``--sampling-mask-max-tokens``)."""
 
 
 class _Sglang(base.EngineFormat):
@@ -42,6 +45,12 @@ class _SglangMeta(msgspec.Struct):
     finish_reason: _Finish | None = None
     completion_tokens: int = 0
     output_token_logprobs: list[_Pair] = []
+    output_token_sampling_mask: Any = None
+    """Ids that each token was chosen from, if it is valid."""
+    output_token_sampling_logprobs: Any = None
+    """Logprobs of the tokens among these, if it is valid."""
+    routed_experts: Any = None
+    """Base64 text of int32 values, if it is valid."""
     weight_version: str = ""
     weight_versions: list[base.ReportedSpan] | None = None
 
@@ -54,6 +63,8 @@ class _SglangReader(TokenReader[_SglangReply]):
     """Reader of cumulative and incremental replies, by the engine's count of tokens."""
 
     decoder = msgspec.json.Decoder(_SglangReply)
+    shape: tuple[int, int] | None = None
+    """Layers with experts, and experts of a token in each; None if they are not known."""
 
     def read_events(self, payloads: list[bytes]) -> list[base.Delta]:
         """See `Reader.read_events`; only the last of cumulative events is read."""
@@ -81,13 +92,40 @@ class _SglangReader(TokenReader[_SglangReply]):
         pairs = pairs[len(pairs) - new :] if new > 0 else []
         ids = [pair.id for pair in pairs]
         logprobs = [pair.logprob for pair in pairs]
+        kept = _take_last(reports.read_kept(meta.output_token_sampling_mask), len(ids))
+        if kept:
+            among = _take_last(_read_floats(meta.output_token_sampling_logprobs), len(ids))
+            kept, logprobs = (kept, among) if among else ([], logprobs)
+        experts = reports.read_flat_experts(meta.routed_experts, self.shape)
+        self.make_room(experts)
         version = base.parse_version(meta.weight_version) if meta.weight_version else None
         spans = base.parse_spans(meta.weight_versions)
-        self.add_tokens(ids, logprobs, finish, version, spans)
+        self.add_tokens(ids, logprobs, finish, version, spans, kept)
+        self.add_experts(experts)
+
+
+T = TypeVar("T")
+
+
+def _take_last(values: list[T], count: int) -> list[T]:
+    """Return the last `count` values; none if there are fewer."""
+    return values[len(values) - count :] if 0 < count <= len(values) else []
+
+
+def _read_floats(value: object) -> list[float]:
+    try:
+        return msgspec.convert(value or [], list[float])
+    except msgspec.ValidationError:
+        return []
 
 
 class SglangGenerate(_Sglang, TokenFormat):
-    """Exact mode of SGLang; replies report their weight versions."""
+    """Exact mode of SGLang; replies report their weight versions.
+
+    Kept sets come with logprobs among them, so they are not requested where logprobs are raw.
+    """
+
+    features = TokenFormat.features | {base.Feature.EXPERTS, base.Feature.KEPT}
 
     advice = "upgrade SGLang"
     path = "/generate"
@@ -96,23 +134,36 @@ class SglangGenerate(_Sglang, TokenFormat):
 
     def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
         """Build the body without its prompt."""
+        kept = ask.kept and self.logprob_meaning is LogprobMeaning.PROCESSED
+        reported = {"return_routed_experts": ask.experts, "return_sampling_mask": kept}
         return {
-            "sampling_params": _build_sampling(ask),
+            "sampling_params": _build_sampling(ask, bounded=kept),
             "return_logprob": True,
             "rid": ask.request_id,
             "stream": True,
+            **{name: True for name, wanted in reported.items() if wanted},
         }
 
+    def make_reader(self) -> base.Reader[Any]:
+        """See `EngineFormat.make_reader`; the experts' shape is not in a reply."""
+        reader = _SglangReader(self.missing_ids)
+        reader.shape = self.experts
+        return reader
 
-def _build_sampling(ask: base.EngineRequest) -> dict[str, Any]:
+
+def _build_sampling(ask: base.EngineRequest, *, bounded: bool) -> dict[str, Any]:
     sampling = ask.sampling
+    top_k = sampling.top_k or -1
+    if bounded:
+        top_k = min(sampling.top_k or _MAX_KEPT, _MAX_KEPT)
     constraint = ask.request.constraint
     params: dict[str, Any] = base.NEUTRAL | {
         "max_new_tokens": sampling.max_tokens,
         "stream_interval": ask.stream_interval,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
+        "top_k": top_k,
+        "min_p": sampling.min_p or 0.0,
         "stop_token_ids": ask.stop_ids,
         "sampling_seed": sampling.seed,
         "skip_special_tokens": False,
@@ -181,5 +232,6 @@ class SglangChat(_Sglang, chat.ChatFormat):
             "rid": ask.request_id,
             "skip_special_tokens": False,  # else a special token that ends reasoning is lost
             "top_k": ask.sampling.top_k or -1,
+            "min_p": ask.sampling.min_p or 0.0,
             "response_format": chat.build_response_format(ask.request.constraint),
         }

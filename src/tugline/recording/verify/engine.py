@@ -26,7 +26,7 @@ _OWNERS = {"tugline": "/v1/models", "vllm": "/weight_info", "sglang": "/model_in
 """Route of the weight version, by the owner in ``/v1/models``; only these engines can score."""
 
 
-_PLAIN = {"temperature": 1.0, "top_p": 1.0, **NEUTRAL, "ignore_eos": True}
+_PLAIN = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, **NEUTRAL, "ignore_eos": True}
 """Sampling parameters under which raw and processed log probabilities are the same."""
 
 
