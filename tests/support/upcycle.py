@@ -14,7 +14,7 @@ EXPERTS = 8
 TOP_K = 2
 
 
-def make_mixture(seed: int = 0, noise: float = 0.2) -> Qwen3MoeForCausalLM:
+def make_mixture(seed: int = 0, noise: float = 0.1) -> Qwen3MoeForCausalLM:
     """Return a Qwen3-MoE of the demo's size whose experts are its layers with noise.
 
     Sparse upcycling (arXiv 2212.05055): the weights of a token's experts add up to 1, so that the
@@ -47,7 +47,7 @@ def _vary(weight: torch.Tensor, noise: float) -> torch.Tensor:
     return copies * (1 + noise * torch.randn_like(copies))
 
 
-def save_mixture(folder: Path, seed: int = 0, noise: float = 0.2) -> Path:
+def save_mixture(folder: Path, seed: int = 0, noise: float = 0.1) -> Path:
     """Write the model in the hub's format, with the demo's tokenizer."""
     make_mixture(seed, noise).save_pretrained(folder)
     for name in ("tokenizer.json", "generation_config.json"):
