@@ -4,7 +4,9 @@ The exit code is 0 if all checks that could be made passed, 1 if a check failed 
 unreadable.
 """
 
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from rich.table import Column, Table
@@ -12,8 +14,9 @@ from rich.text import Text
 
 from tugline.cli.options import DEFAULT_SERVER, Json, Remote
 from tugline.cli.output import COLOURS, format_counts, make_table, print_report, print_text
-from tugline.errors import CaptureError
-from tugline.recording.file import read
+from tugline.errors import CaptureError, UsageError
+from tugline.plugins import import_extra
+from tugline.recording.file import Recording, read
 from tugline.recording.verify.engine import Scorer, connect_scorer
 from tugline.recording.verify.session import (
     TOLERANCE,
@@ -32,6 +35,8 @@ async def verify(
     /,
     *,
     engine: str | None = None,
+    model: Path | None = None,
+    model_version: int | None = None,
     tolerance: float = TOLERANCE,
     tokenizer: Path | None = None,
     salvage: bool = False,
@@ -43,17 +48,25 @@ async def verify(
     Args:
         session: A recording file, a folder of them, or the id of a session.
         engine: Engine to recompute logprobs on, such as http://127.0.0.1:8000.
+        model: Folder of a model that recomputes logprobs itself, with the recorded experts and kept
+            sets, and without them; needs the extra `train`.
+        model_version: Policy version of its weights; calls of others are not compared.
         tolerance: Maximum mean logprob difference of a turn, in nats.
         tokenizer: Path of tokenizer.json, if there is none beside the recording.
         salvage: Check the part of a damaged file before the damage.
     """
+    if engine and model:
+        raise UsageError("give --engine or --model, not both: a turn has one column of differences")
     texts = TextVerifier(tokenizer)
+    add_model_check = _load_model(model, model_version, tolerance) if model else None
     reports = []
     async with AsyncExitStack() as stack:
         paths = stack.enter_context(remote.find_recordings(session))
         scorer = await stack.enter_async_context(connect_scorer(engine)) if engine else None
         for path in paths:
-            reports.append(await _verify_one(path, scorer, tolerance, texts, salvage=salvage))
+            reports.append(
+                await _verify_one(path, scorer, add_model_check, tolerance, texts, salvage=salvage)
+            )
             if not as_json:
                 _show(reports[-1])
     summary = summarize(reports)
@@ -63,7 +76,13 @@ async def verify(
 
 
 async def _verify_one(
-    path: Path, scorer: Scorer | None, tolerance: float, texts: TextVerifier, *, salvage: bool
+    path: Path,
+    scorer: Scorer | None,
+    add_model_check: Callable[[SessionReport, Recording], None] | None,
+    tolerance: float,
+    texts: TextVerifier,
+    *,
+    salvage: bool,
 ) -> SessionReport:
     try:
         recording = read(path, salvage=salvage)
@@ -72,7 +91,20 @@ async def _verify_one(
     report = verify_session(path, recording, texts)
     if scorer is not None:
         await verify_logprobs(report, recording, scorer, tolerance)
+    if add_model_check is not None:
+        add_model_check(report, recording)
     return report
+
+
+def _load_model(
+    folder: Path, version: int | None, tolerance: float
+) -> Callable[[SessionReport, Recording], None]:
+    """Return a function that adds the check ``model`` to a report. Raises `UsageError`."""
+    recompute = import_extra("tugline.trainers.recompute", "train", "verifying with --model")
+    recomputer = recompute.Recomputer(folder)
+    return partial(
+        recompute.verify_with_model, recomputer=recomputer, tolerance=tolerance, version=version
+    )
 
 
 # --------------------------------------------------------------------------- on the terminal

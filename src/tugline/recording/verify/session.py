@@ -7,12 +7,13 @@
 - ``ledger``, ``traces``: the session's builder, run again, gives the recorded ledger, and its exact
   traces contain the sampled tokens in the context, and with the experts and kept sets, with which
   they were sampled (I1, I2)
-- ``engine``: captured logprobs equal those that the engine recomputes
+- ``engine``, ``model``: captured logprobs equal those that an engine, or a model's own forward pass
+  with the recorded experts and kept sets, recomputes
 
 `VerifyVerdict.UNCHECKED` marks a check that could not be made, with a reason; it is never a pass.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -66,6 +67,9 @@ class CallReport(msgspec.Struct, kw_only=True):
     """Mean of the absolute differences."""
     kl: float | None = None
     """Mean of ``exp(-d) - 1 + d`` for the differences `d`: an unbiased estimate, never negative."""
+    own_experts_max_dlogprob: float | None = None
+    """`max_dlogprob` if the model's routers choose the experts; None without recorded experts."""
+    own_experts_mean_dlogprob: float | None = None
 
 
 class SessionReport(msgspec.Struct, kw_only=True):
@@ -78,6 +82,9 @@ class SessionReport(msgspec.Struct, kw_only=True):
     turns: list[CallReport] = []
     checks: dict[str, VerifyCheck] = {}
     notes: list[str] = []
+    experts_changed: list[float] = []
+    """Share of tokens for which the model's routers choose other experts than the recorded ones, by
+    layer with a router."""
 
     @property
     def failed(self) -> bool:
@@ -325,14 +332,36 @@ async def verify_logprobs(
         )
         return
     recomputed = await recompute_logprobs(scorer, recording.calls)
+    reasons = {call.number: why_not_comparable(call, scorer) for call in recording.calls}
+    versions = sorted({span.version for call in recording.calls for span in call.versions})
+    if scorer.version is None and len(versions) > 1:
+        report.notes.append(
+            f"sampled under versions {versions}; the engine does not report its version"
+        )
+    report.checks["engine"] = compare_logprobs(
+        report, recording.calls, recomputed, reasons, tolerance
+    )
+
+
+def compare_logprobs(
+    report: SessionReport,
+    recorded: Sequence[Call],
+    recomputed: Mapping[int, Logprobs],
+    reasons: Mapping[int, str],
+    tolerance: float,
+) -> VerifyCheck:
+    """Compare captured and recomputed logprobs by call, add the figures to the report's turns.
+
+    `reasons` has, by call, why the two cannot be compared; empty if they can.
+    """
     not_comparable: list[str] = []
     too_far: list[str] = []
     compared: list[CallReport] = []
-    calls = sorted(recording.calls, key=lambda call: call.number)
+    calls = sorted(recorded, key=lambda call: call.number)
     for turn, call in zip(report.turns, calls, strict=True):
         if call.number in recomputed:
             _compare_logprobs(turn, call, recomputed[call.number])
-        reason = why_not_comparable(call, scorer)
+        reason = reasons[call.number]
         if reason:
             not_comparable.append(f"call {call.number} was {reason}")
         elif turn.mean_dlogprob is not None:
@@ -345,18 +374,12 @@ async def verify_logprobs(
                 turn.faults.append(too_far[-1])
     if not_comparable:
         report.notes.append(check_result(not_comparable).detail)
-    versions = sorted({span.version for call in recording.calls for span in call.versions})
-    if scorer.version is None and len(versions) > 1:
-        report.notes.append(
-            f"sampled under versions {versions}; the engine does not report its version"
-        )
     if not compared:
         detail = (*not_comparable, "no token was sampled")[0]
-        report.checks["engine"] = VerifyCheck(VerifyVerdict.UNCHECKED, detail)
-        return
+        return VerifyCheck(VerifyVerdict.UNCHECKED, detail)
     sums = summarize([SessionReport(session="", recording="", turns=compared)])
     figures = f"max {sums.max_dlogprob:.2g}, mean {sums.mean_dlogprob:.2g}, KL {sums.kl:.2g}"
-    report.checks["engine"] = check_result(too_far, f"{sums.scored} tokens: {figures}")
+    return check_result(too_far, f"{sums.scored} tokens: {figures}")
 
 
 def _compare_logprobs(report: CallReport, call: Call, recomputed: Logprobs) -> None:

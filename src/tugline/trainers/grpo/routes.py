@@ -4,13 +4,18 @@ A token is trained under the experts that computed its context when it was sampl
 are those of the router being trained, so its gradient is that of the recorded routes.
 """
 
+import re
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tugline.errors import ConfigError
 from tugline.inference.routers import Router, count_experts, get_top_k, use_routers
 from tugline.trainers.grpo.distributed import add_up
+from tugline.types import Experts
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 class RouterShape(NamedTuple):
@@ -20,6 +25,22 @@ class RouterShape(NamedTuple):
     """Number of layers with a router."""
     experts: int
     top_k: int
+    places: tuple[int, ...] = ()
+    """Numbers of these layers among all `depth` layers of the model."""
+    depth: int = 0
+
+    def select(self, experts: Experts) -> Experts | None:
+        """Return the experts of the layers with a router; None if they are not of this model.
+
+        Engines may report all layers of the model, with zeros where there are no experts.
+        """
+        if experts.shape[1] == self.depth != self.layers:
+            experts = experts[:, self.places]
+        if experts.shape[1:] != (self.layers, self.top_k) or experts.max(initial=0) >= self.experts:
+            return None
+        ordered = np.sort(experts, axis=2)
+        repeated = (ordered[:, :, 1:] == ordered[:, :, :-1]).any()
+        return None if repeated else experts
 
     def __str__(self) -> str:
         return f"{self.layers} layers of {self.experts} experts, {self.top_k} for each token"
@@ -41,7 +62,14 @@ class Routes:
     def shape(self) -> RouterShape:
         """Size of the routers."""
         first = self.routers[0]
-        return RouterShape(len(self.routers), count_experts(first), get_top_k(first))
+        layers = [
+            int(number[1])
+            for name, module in self._model.named_modules()
+            if module in self.routers and (number := _LAYER.search(name))
+        ]
+        depth = getattr(getattr(self._model, "config", None), "num_hidden_layers", 0)
+        size = (len(self.routers), count_experts(first), get_top_k(first))
+        return RouterShape(*size, tuple(layers), depth)
 
     def find_problem(self) -> str | None:
         """Return why experts cannot be replayed; None if they can, or if there are none.

@@ -11,6 +11,7 @@ from itertools import groupby
 import numpy as np
 from msgspec.structs import replace
 
+from tugline import log
 from tugline.errors import CaptureError, ConfigError
 from tugline.traces.base import leave_out, sum_ledgers
 from tugline.trainers.grpo.advantage import grade, token_advantages, turn_shares
@@ -29,6 +30,8 @@ from tugline.types import (
     Trajectory,
 )
 
+_log = log.get("trainer")
+
 
 def prepare(
     trajectories: Sequence[Trajectory],
@@ -44,11 +47,11 @@ def prepare(
     updated, from which staleness is measured. `routers` are those of a model that replays experts;
     without, samples have none.
 
-    Raises `CaptureError` for experts that the model does not have, and `ConfigError` if experts are
-    replayed and no session has any.
+    Experts that the model does not have are left out, and the tokens that need them. Raises
+    `ConfigError` if experts are replayed and no session has any of this model.
     """
     if routers is not None:
-        _check_experts(trajectories, routers)
+        trajectories = _select_experts(trajectories, routers)
     routed = routers is not None
     masked = Counter[Reason]()
     dropped = Counter[Reason]()
@@ -205,24 +208,34 @@ def _select_kept(trace: Trace, mask: Mask) -> Kept | None:
     return Kept(offsets, ids) if len(ids) else None
 
 
-def _check_experts(trajectories: Sequence[Trajectory], routers: RouterShape) -> None:
-    """Check that sessions have experts, and that the model has these; see `prepare`."""
-    traces = [(each.session, trace) for each in trajectories for trace in each.traces]
-    if any(trace.trained for _, trace in traces) and all(t.experts is None for _, t in traces):
+def _select_experts(
+    trajectories: Sequence[Trajectory], routers: RouterShape
+) -> Sequence[Trajectory]:
+    """Return sessions with the experts of the model's layers; see `prepare`."""
+    selected = []
+    needed = False
+    found = False
+    for trajectory in trajectories:
+        chosen = tuple(select_experts(trace, routers) for trace in trajectory.traces)
+        for trace, own in zip(trajectory.traces, chosen, strict=True):
+            needed = needed or trace.trained > 0
+            found = found or own.experts is not None
+            if trace.experts is not None and own.experts is None:
+                about = {"session": trajectory.session, "shape": trace.experts.shape}
+                _log.warning("experts of another model", **about, model=str(routers))
+        selected.append(replace(trajectory, traces=chosen))
+    if needed and not found:
         msg = (
-            "replay_experts: the model has experts, but no session of this step has the experts "
-            "that its tokens were sampled with. Start vLLM with --enable-return-routed-experts, or "
-            "SGLang with --enable-return-routed-experts; or set replay_experts to false to train "
-            "without them"
+            f"replay_experts: the model has {routers}, but no session of this step has the experts "
+            "that its tokens were sampled with. Start vLLM or SGLang with "
+            "--enable-return-routed-experts; or set replay_experts to false to train without them"
         )
         raise ConfigError(msg, "replay_experts")
-    for session, trace in traces:
-        if trace.experts is None or not len(trace.experts):
-            continue
-        layers, top_k = trace.experts.shape[1:]
-        largest = int(trace.experts.max())
-        if (layers, top_k) != (routers.layers, routers.top_k) or largest >= routers.experts:
-            raise CaptureError(
-                f"session {session}: its experts have the shape {trace.experts.shape} and numbers "
-                f"up to {largest}, but the model has {routers}"
-            )
+    return selected
+
+
+def select_experts(trace: Trace, routers: RouterShape | None) -> Trace:
+    """Return a trace with the experts of the model's layers; without any if they are of another."""
+    if trace.experts is None:
+        return trace
+    return replace(trace, experts=None if routers is None else routers.select(trace.experts))
