@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tugline.trainers.grpo.batch import Row, plain_sample, prefix_order
+from tugline.trainers.grpo.batch import Row, plain_sample
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.packing import Costs, divide
 
@@ -43,7 +43,7 @@ def divide_by_tokens(
     rows: Sequence[Row], config: GrpoConfig, costs: Costs, world: int
 ) -> list[list[list[Row]]]:
     """Give each rank the same number of tokens, and make passes of these."""
-    ordered = sorted(rows, key=lambda row: prefix_order(row.sample.input_ids))
+    ordered = sorted(rows, key=lambda row: row.order)
     total = sum(row.length for row in ordered)
     parts: list[list[Row]] = [[] for _ in range(world)]
     before = 0
@@ -53,7 +53,7 @@ def divide_by_tokens(
     own = []
     for part in parts:
         passes = [turn[0] for turn in divide(part, config, costs, 1)]
-        passes.sort(key=lambda chosen: prefix_order(chosen[0].sample.input_ids))
+        passes.sort(key=lambda chosen: chosen[0].order)
         own.append(passes)
     turns = max(map(len, own))
     return [[passes[n] if n < len(passes) else [] for passes in own] for n in range(turns)]

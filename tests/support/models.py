@@ -33,7 +33,7 @@ def make_qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(Qwen3Config(**SMALL | changes))
 
 
-_HYBRID: dict[str, Any] = SMALL | {
+HYBRID_SIZE: dict[str, Any] = SMALL | {
     "num_hidden_layers": 3,
     "head_dim": 16,
     "linear_conv_kernel_dim": 4,
@@ -52,7 +52,7 @@ _EXPERTS: dict[str, Any] = {
     "num_experts": 3,
     "num_experts_per_tok": 2,
 }
-_ROPE: dict[str, Any] = {
+ROPE: dict[str, Any] = {
     "rope_type": "default",
     "rope_theta": 10000.0,
     "partial_rotary_factor": 0.5,
@@ -62,7 +62,7 @@ _ROPE: dict[str, Any] = {
 
 
 def _qwen3_5(**changes: Any) -> transformers.Qwen3_5TextConfig:
-    return transformers.Qwen3_5TextConfig(**_HYBRID | {"rope_parameters": _ROPE} | changes)
+    return transformers.Qwen3_5TextConfig(**HYBRID_SIZE | {"rope_parameters": ROPE} | changes)
 
 
 def _qwen3_5_with_images() -> PreTrainedModel:
@@ -93,12 +93,12 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {
         transformers.MixtralConfig(**SMALL, num_local_experts=3, num_experts_per_tok=2)
     ),
     "qwen3_next": lambda: transformers.Qwen3NextForCausalLM(
-        transformers.Qwen3NextConfig(**_HYBRID, **_EXPERTS)
+        transformers.Qwen3NextConfig(**HYBRID_SIZE, **_EXPERTS)
     ),
     "qwen3_5": lambda: transformers.Qwen3_5ForCausalLM(_qwen3_5()),
     "qwen3_5_with_images": _qwen3_5_with_images,
     "qwen3_5_moe": lambda: transformers.Qwen3_5MoeForCausalLM(
-        transformers.Qwen3_5MoeTextConfig(**_HYBRID, **_EXPERTS, rope_parameters=_ROPE)
+        transformers.Qwen3_5MoeTextConfig(**HYBRID_SIZE, **_EXPERTS, rope_parameters=ROPE)
     ),
 }
 """Models of the architectures that are trained, by name."""

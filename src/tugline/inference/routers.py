@@ -3,7 +3,7 @@
 A router of transformers computes a score of each expert, selects the experts with ``torch.topk``,
 and takes their weights from the scores. Here only that selection is observed or replaced, so every
 family keeps its own scores, weights and gradient: an expert that is replayed gets the weight that
-the current router gives it.
+the current router gives it, also if the router would not have considered its group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,14 +30,14 @@ class Router(torch.nn.Module):
     """Experts that the router itself chose in the last forward pass."""
     logits: torch.Tensor | None = None
     """Logits of the last forward pass, shape ``(n, experts)``, with their gradient."""
+    keeps_logits: bool = True
+    """Whether `logits` is set, which keeps them in memory until the next pass."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the router with its selection observed and replaced."""
         compute: Any = super().forward
         with _Selection(self):
-            result = compute(*args, **kwargs)
-        self.logits = result[0] if isinstance(result, tuple) else result
-        return result
+            return compute(*args, **kwargs)
 
 
 class _Selection(TorchFunctionMode):
@@ -46,7 +46,9 @@ class _Selection(TorchFunctionMode):
     def __init__(self, router: Router) -> None:
         super().__init__()
         self._router = router
-        self._size = count_experts(router), int(cast("Any", router).top_k)
+        self._size = count_experts(router), get_top_k(router)
+        self._masked: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Scores in which some groups of experts are masked, and the same without the mask."""
 
     def __torch_function__(
         self,
@@ -56,17 +58,27 @@ class _Selection(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func not in _TOP_K:
-            return result
-        scores: torch.Tensor = args[0] if args else (kwargs or {})["input"]
-        if (scores.shape[-1], result.indices.shape[-1]) != self._size:
-            return result  # a selection of groups of experts
+        if func in _TOP_K:
+            scores = args[0] if args else (kwargs or {})["input"]
+            sizes = scores.shape[-1], result.indices.shape[-1]
+            if scores.ndim == 2 and sizes == self._size:  # others select groups of experts
+                return self._select(scores, result)
+        elif func is torch.Tensor.masked_fill:
+            self._masked = result, args[0]
+        elif func is torch.nn.functional.linear and result.shape[-1] == self._size[0]:
+            self._router.logits = result if self._router.keeps_logits else None
+        return result
+
+    def _select(self, scores: torch.Tensor, own: Any) -> Any:
+        """Return the result of ``topk`` with the experts that are replayed."""
         router = self._router
-        router.chosen = result.indices.detach()
+        router.chosen = own.indices.detach()
         if router.replayed is None:
-            return result
-        replayed = router.replayed.to(scores.device)
-        indices = torch.where(replayed < 0, result.indices, replayed)
+            return own
+        if self._masked is not None and self._masked[0] is scores:
+            scores = self._masked[1]
+        replayed = router.replayed.to(scores.device, own.indices.dtype)
+        indices = torch.where(replayed < 0, own.indices, replayed)
         return torch.return_types.topk((scores.gather(-1, indices), indices))
 
 
@@ -83,6 +95,11 @@ def read_experts(routers: Sequence[Router]) -> Experts:
     chosen = torch.stack([cast("torch.Tensor", router.chosen) for router in routers], 1)
     kind = np.min_scalar_type(max(map(count_experts, routers)) - 1)
     return chosen.cpu().numpy().astype(kind)
+
+
+def get_top_k(router: torch.nn.Module) -> int:
+    """Return the number of experts that a router selects for a token."""
+    return int(cast("Any", router).top_k)
 
 
 def use_routers(model: torch.nn.Module) -> list[Router]:

@@ -16,6 +16,7 @@ import numpy as np
 from tugline.chat.engines.base import NEUTRAL, parse_engine_error, parse_version
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import EngineError
+from tugline.traces.base import find_distribution
 from tugline.traces.lineage import build_chains
 from tugline.types import Call, Ids, LogprobMeaning, Logprobs
 from tugline.types.task import INT32
@@ -225,8 +226,10 @@ def why_not_comparable(call: Call, scorer: Scorer) -> str:
         return ""
     if call.constrained:
         return "constrained by a grammar or banned ids, which the engine does not apply to a prompt"
-    if sampling.top_p not in {None, 1.0} or sampling.top_k not in {None, 0}:
-        return "captured after top_p or top_k, which engines do not apply when they recompute"
+    if find_distribution(call).needs_kept:
+        return (
+            "captured after top_p, top_k or min_p, which engines do not apply when they recompute"
+        )
     if _scoring_temperature(call, scorer) != (sampling.temperature or 1.0):  # 0 is captured as 1
         return f"captured at temperature {sampling.temperature:g}, but this engine recomputes at 1"
     return ""

@@ -2,15 +2,17 @@
 
 - ``lineage``: every prompt continues its recorded parent, id for id (I1)
 - ``text``: the ids decode to the answer that the harness received
-- ``numbers``: logprobs are finite and at most 0, versions cover every sampled token
+- ``numbers``: logprobs are finite and at most 0, versions cover every sampled token, experts and
+  kept sets are possible ones
 - ``ledger``, ``traces``: the session's builder, run again, gives the recorded ledger, and its exact
-  traces contain the sampled tokens in the context in which they were sampled (I1, I2)
+  traces contain the sampled tokens in the context, and with the experts and kept sets, with which
+  they were sampled (I1, I2)
 - ``engine``: captured logprobs equal those that the engine recomputes
 
 `VerifyVerdict.UNCHECKED` marks a check that could not be made, with a reason; it is never a pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import msgspec
 import numpy as np
 
 from tugline.errors import CaptureError, ConfigError, TuglineError, UsageError
+from tugline.recording.experts import check_experts
 from tugline.recording.file import Recording
 from tugline.recording.verify.engine import Scorer, recompute_logprobs, why_not_comparable
 from tugline.recording.verify.text import TextVerifier
@@ -201,7 +204,21 @@ def _find_number_faults(call: Call) -> list[str]:
     if wrong.any():
         at = int(wrong.argmax())
         faults.append(f"{where} has the logprob {float(call.logprobs[at]):g} at sampled token {at}")
+    if call.experts is not None and (fault := check_experts(call.experts)):
+        faults.append(f"{where}: {fault}")
+    faults += [f"{where}: {fault}" for fault in _find_kept_faults(call)]
     return faults
+
+
+def _find_kept_faults(call: Call) -> Iterator[str]:
+    if call.kept is None:
+        return
+    if len(call.kept) != len(call.sampled_ids):
+        yield f"{len(call.kept)} kept sets of {len(call.sampled_ids)} sampled tokens"
+        return
+    for at, (token, kept) in enumerate(zip(call.sampled_ids.tolist(), call.kept, strict=True)):
+        if len(kept) and token not in kept:
+            yield f"the kept set of sampled token {at} is without its id {token}"
 
 
 def _check_text(
@@ -272,6 +289,28 @@ def _is_as_sampled(trace: Trace, span: Span, call: Call) -> bool:
         and np.array_equal(trace.ids[size : span.end], call.sampled_ids[: in_answer.stop])
         and np.array_equal(trace.logprobs[in_trace], call.logprobs[in_answer])
         and bool((trace.mask[in_trace] == (span.masked is None)).all())
+        and (span.masked is not None or _is_decided_as_sampled(trace, span, call))
+    )
+
+
+def _is_decided_as_sampled(trace: Trace, span: Span, call: Call) -> bool:
+    """Whether a trained span has the experts of its context, and the sets, of its call."""
+    answer = slice(span.start - len(call.prompt_ids), span.end - len(call.prompt_ids))
+    if call.experts is not None:
+        needed = span.end - 1
+        rows = call.experts[:needed]
+        if trace.experts is None or len(rows) < needed:
+            return False
+        if not np.array_equal(trace.experts[:needed], rows):
+            return False
+    if call.kept is None:
+        return True
+    own = call.kept[answer]
+    kept = None if trace.kept is None else trace.kept[span.start : span.end]
+    return (
+        kept is not None
+        and np.array_equal(kept.sizes, own.sizes)
+        and np.array_equal(kept.ids, own.ids)
     )
 
 

@@ -1,22 +1,23 @@
 """Conversion of samples to the tensors of forward passes.
 
 There are two layouts. ``tree`` stores a prefix tree over the token ids of several traces as one
-sequence, so a shared prefix is computed once. Sharing depends on ids alone, because a causal model
-computes equal states after equal ids; each trace keeps its own loss terms. ``plain`` batches traces
-of similar length, padded on the right. With causal attention no token attends to the padding, so
-the result for a trace is exactly that of the trace alone, without an attention mask.
+sequence, so a shared prefix is computed once. Sharing depends on the ids and the replayed experts
+alone, because a causal model computes equal states after equal ones; each trace keeps its own loss
+terms. ``plain`` batches traces of similar length, padded on the right. With causal attention no
+token attends to the padding, so the result for a trace is exactly that of the trace alone, without
+an attention mask.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tugline.types import Ids, Logprobs, Mask, Sample, shared_prefix
+from tugline.types import Ids, Kept, Logprobs, Mask, Sample, shared_prefix
 
 Index = npt.NDArray[np.int64]
 _KEYS_PER_TOKEN = 4
@@ -109,33 +110,28 @@ def _join_paths(runs: Sequence[tuple[int, Index]], device: torch.device) -> Path
     return PathGroup(gather, list(queries), [len(path) for path in paths])
 
 
-def prefix_order(ids: Ids) -> bytes:
-    """Return a sort key that puts rows with a common prefix side by side, the shorter first."""
-    return ids.astype(">i4").tobytes()
-
-
-def build_tree(rows: Sequence[Ids]) -> TokenTree:
-    """Build the prefix tree of rows, which must be sorted by `prefix_order`."""
+def build_tree(rows: Sequence["Row"]) -> TokenTree:
+    """Build the prefix tree of rows, which must be sorted by `Row.order`."""
     places: list[Index] = []
     runs: list[tuple[int, Index]] = []
     pieces: list[Ids] = []
     forks: set[int] = set()
     count = 0
-    last = np.empty(0, np.int32)
-    for ids in rows:
-        shared = shared_prefix(ids, last)
-        own = np.arange(count, count + len(ids) - shared)
+    last: Row | None = None
+    for row in rows:
+        shared = row.count_shared(last)
+        own = np.arange(count, count + row.length - shared)
         place = np.concatenate((places[-1][:shared], own)) if places else own
-        if runs and shared == len(last):
+        if last is not None and shared == last.length:
             runs[-1] = (runs[-1][0] + len(own), place)
         elif len(own):
             runs.append((len(own), place))
             if shared:
                 forks.add(int(place[shared - 1]) + 1)
         places.append(place)
-        pieces.append(ids[shared:])
+        pieces.append(row.ids[shared:])
         count += len(own)
-        last = ids
+        last = row
     depths = [np.arange(len(path) - length, len(path)) for length, path in runs]
     return TokenTree(np.concatenate(pieces), np.concatenate(depths), places, runs, forks)
 
@@ -151,9 +147,44 @@ class Row(NamedTuple):
     """Log probabilities of its trained tokens under the weights before the update."""
 
     @property
+    def ids(self) -> Ids:
+        """The ids to compute: those with experts, if experts are replayed, else all.
+
+        No token after the others is trained.
+        """
+        experts = self.sample.experts
+        return self.sample.input_ids if experts is None else self.sample.input_ids[: len(experts)]
+
+    @property
     def length(self) -> int:
-        """Tokens in the sequence."""
-        return len(self.sample.input_ids)
+        """Number of tokens to compute."""
+        return len(self.ids)
+
+    @property
+    def order(self) -> tuple[bool, bytes]:
+        """Sort key that puts rows with a common prefix side by side, the shorter first.
+
+        Rows that replay experts are sorted by a hash of each token's id and experts.
+        """
+        experts = self.sample.experts
+        keys: npt.NDArray[Any] = self.ids
+        if experts is not None:
+            flat = experts.reshape(len(experts), -1)
+            factors = np.random.default_rng(0).integers(2**63, size=flat.shape[1], dtype=np.uint64)
+            keys = flat @ factors + self.ids.astype(np.uint64)
+        return experts is not None, keys.astype(keys.dtype.newbyteorder(">")).tobytes()
+
+    def count_shared(self, other: "Row | None") -> int:
+        """Return the number of leading tokens that are computed alike in another row."""
+        if other is None:
+            return 0
+        count = shared_prefix(self.ids, other.ids)
+        experts = self.sample.experts
+        others = other.sample.experts
+        if experts is None or others is None:
+            return count if experts is others else 0
+        differs = (experts[:count] != others[:count]).any((1, 2))
+        return int(differs.argmax()) if differs.any() else count
 
 
 @dataclass(frozen=True)
@@ -175,6 +206,11 @@ class MicroBatch:
     """Index in the flattened `ids` of the token before each trained token."""
     target: torch.Tensor
     """Id of each trained token."""
+    kept: Kept | None
+    """Set that each trained token was chosen from, ``N`` in total; None if all sets are empty."""
+    experts: torch.Tensor | None
+    """Experts to take at each position, shape ``(B * L, layers, top_k)``, -1 at positions that
+    leave the choice to the routers; None if all do."""
     temperature: torch.Tensor
     behaviour: torch.Tensor
     old: torch.Tensor
@@ -190,6 +226,19 @@ class MicroBatch:
     def computed(self) -> int:
         """Positions computed by the model, padding included."""
         return self.ids.numel()
+
+    def get_kept(self, tokens: slice) -> Kept | None:
+        """Return the sets of some trained tokens; None if all sets of the pass are empty."""
+        return None if self.kept is None else self.kept[tokens]
+
+    @property
+    def real(self) -> torch.Tensor:
+        """Whether each position belongs to a trace, shape ``(B * L,)``."""
+        real = torch.ones_like(self.ids, dtype=torch.bool)
+        if self.padding:
+            for line, row in zip(real, self.rows, strict=True):
+                line[row.length :] = False
+        return real.flatten()
 
 
 def plain_sample(ids: Ids, mask: Mask, *, session: str = "", task: str = "") -> Sample:
@@ -212,8 +261,7 @@ EMPTY = plain_sample(np.zeros(1, np.int32), np.zeros(1, np.bool_))
 
 
 def collate(rows: Sequence[Row], *, tree: bool, device: torch.device) -> MicroBatch:
-    """Return rows as tensors of a forward pass; for a tree, sort them by `prefix_order` before."""
-    sequences = [row.sample.input_ids for row in rows]
+    """Return rows as tensors of a forward pass; for a tree, sort them by `Row.order` before."""
     trained = [np.flatnonzero(row.sample.loss_mask) for row in rows]
 
     def tensor(values: object, dtype: torch.dtype) -> torch.Tensor:
@@ -225,14 +273,14 @@ def collate(rows: Sequence[Row], *, tree: bool, device: torch.device) -> MicroBa
 
     positions = paths = None
     if tree:
-        layout = build_tree(sequences)
+        layout = build_tree(rows)
         ids = layout.ids[None]
         places = layout.places
         positions = tensor(layout.positions[None], torch.long)
         paths = TreePaths.of(layout, device)
         padding = 0
     else:
-        ids, places = _pad(sequences)
+        ids, places = _pad([row.ids for row in rows])
         padding = ids.size - sum(row.length for row in rows)
     before = [place[at - 1] for place, at in zip(places, trained, strict=True)]
     old = [
@@ -248,12 +296,43 @@ def collate(rows: Sequence[Row], *, tree: bool, device: torch.device) -> MicroBa
         padding=padding,
         source=tensor(np.concatenate(before), torch.long),
         target=gather(lambda sample: sample.input_ids, torch.long),
+        kept=_join_kept(rows, trained),
+        experts=_place_experts(rows, places, ids.size, device),
         temperature=gather(lambda sample: sample.temperatures, torch.float32),
         behaviour=gather(lambda sample: sample.logprobs, torch.float32),
         old=tensor(np.concatenate(old), torch.float32),
         advantage=gather(lambda sample: sample.advantages, torch.float32),
         weight=tensor(np.repeat([row.weight for row in rows], counts), torch.float32),
     )
+
+
+def _join_kept(rows: Sequence[Row], trained: Sequence[Index]) -> Kept | None:
+    """Return the sets of trained tokens; None if all are empty."""
+    sizes: list[npt.NDArray[Any]] = [np.zeros(1, np.int64)]
+    ids = [np.empty(0, np.int32)]
+    for row, at in zip(rows, trained, strict=True):
+        kept = row.sample.kept
+        if kept is None:
+            sizes.append(np.zeros(len(at), np.int64))
+            continue
+        sizes.append(kept.sizes[at])
+        ids.append(kept.ids[np.repeat(row.sample.loss_mask, kept.sizes)])
+    joined = Kept(np.cumsum(np.concatenate(sizes)).astype(np.int32), np.concatenate(ids))
+    return joined if len(joined.ids) else None
+
+
+def _place_experts(
+    rows: Sequence[Row], places: Sequence[Index], size: int, device: torch.device
+) -> torch.Tensor | None:
+    """Return the experts of `size` positions; `places` has those of each row."""
+    known = [row.sample.experts for row in rows if row.sample.experts is not None]
+    if not known:
+        return None
+    placed = np.full((size, *known[0].shape[1:]), -1, np.int32)
+    for row, place in zip(rows, places, strict=True):
+        if row.sample.experts is not None:
+            placed[place] = row.sample.experts
+    return torch.from_numpy(placed).to(device)
 
 
 def _pad(sequences: Sequence[Ids]) -> tuple[Ids, list[Index]]:

@@ -40,6 +40,10 @@ class UpdateConfig(Config, frozen=True):
     autocast: Literal["bfloat16"] | None = None
     """Data type of forward passes; weights stay float32. None: the type of the weights."""
 
+    load_balancing: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss of a model with experts (Switch Transformer); 0 turns it
+    off."""
+
     lr: PositiveFloat = 1e-6
     """Peak learning rate of AdamW, reached after the warm-up."""
     warmup_updates: NonNegativeInt = 0
@@ -92,6 +96,9 @@ class GrpoConfig(UpdateConfig, frozen=True):
     drop_truncated: bool = False
     """Do not train on sessions whose agent was stopped at a limit, or that used up a budget of
     model calls (overlong filtering of DAPO); their rewards still count in the group's mean."""
+    replay_experts: bool | Literal["auto"] = "auto"
+    """Compute each token with the experts that the engine computed it with; tokens whose experts it
+    did not report are masked. `auto`: if the model has experts."""
     max_staleness: NonNegativeInt | None = None
     """Maximum age of a token in policy versions; older tokens are masked. None: no limit."""
 

@@ -2,7 +2,8 @@
 
 The output layer is applied only where the next token is trained, and to a few tokens at a time:
 logits over the vocabulary for every token would cost more than all layers below. The model may be
-wrapped (PEFT, DDP) or sharded in place (FSDP2).
+wrapped (PEFT, DDP) or sharded in place (FSDP2). The experts and the sets of ids in a `MicroBatch`
+are those of the engine: routers take these experts, and a token's probability is that in its set.
 
 Trees of traces are computed by the attention of `tugline.trainers.grpo.attention`, which is
 selected in the model's config, and by the layers of `tugline.trainers.grpo.recurrence`.
@@ -25,9 +26,11 @@ from tugline.errors import ConfigError
 from tugline.trainers.grpo.attention import TREE_ATTENTION
 from tugline.trainers.grpo.batch import MicroBatch, Row, collate, plain_sample
 from tugline.trainers.grpo.config import UpdateConfig
+from tugline.trainers.grpo.logits import TargetLogprobs
 from tugline.trainers.grpo.packing import Costs
 from tugline.trainers.grpo.recurrence import restore_layers, use_tree_layers
-from tugline.types import Ids, Sample
+from tugline.trainers.grpo.routes import Routes
+from tugline.types import Ids, Kept, Sample
 
 FORWARD = "tugline_forward"
 """Name of the method added to an FSDP2 module, which gathers parameters as ``forward`` does."""
@@ -67,6 +70,7 @@ class PolicyModel:
             setattr(root, FORWARD, self._run)
             register_fsdp_forward_method(root, FORWARD)
             self._run = getattr(root, FORWARD)
+        self.routes = Routes(inner, balanced=config.load_balancing > 0)
         self.costs = count_operations(inner)
         disable_dropout(model.train())
         self._check_head()
@@ -85,21 +89,41 @@ class PolicyModel:
     def logprobs(self, micro: MicroBatch) -> torch.Tensor:
         """Return the natural log probabilities of the trained tokens, float32, shape ``(N,)``.
 
-        The logits that predict a token are divided by its temperature.
+        The logits that predict a token are divided by its temperature. With gradient, experts are
+        replayed until the next pass, so that there may be a backward pass.
         """
         logprobs: torch.Tensor = self._run(self._compute, micro)
         self._reshard()
+        if not torch.is_grad_enabled():
+            self.routes.replay(None)
         return logprobs
 
-    def backward(self, micro: MicroBatch, loss: TokenLoss) -> torch.Tensor:
+    def backward(
+        self,
+        micro: MicroBatch,
+        loss: TokenLoss,
+        *,
+        whole: bool = False,
+        further: Callable[[], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Accumulate the gradient of a sum of token losses; return what `logprobs` returns.
 
         The loss of a token must not depend on the log probabilities of others. Then the gradient of
-        a chunk of logits is computed at once, so they are neither stored nor computed again.
+        a chunk of logits is computed at once, so they are neither stored nor computed again. If it
+        does, `whole` computes all at once. `further` returns one more loss of the same pass.
         """
-        states, gradient, logprobs = self._run(self._backward_head, micro, loss)
-        torch.autograd.backward(states, gradient)
-        return cast("torch.Tensor", logprobs)
+        gradient: torch.Tensor | None = None
+        if whole:
+            logprobs = self.logprobs(micro)
+            root = loss(logprobs, slice(None)).sum()
+        else:
+            root, gradient, logprobs = self._run(self._backward_head, micro, loss)
+        if further is None:
+            torch.autograd.backward(root, gradient)
+        else:
+            torch.autograd.backward((root, further()), (gradient, None))
+        self.routes.replay(None)
+        return logprobs.detach()
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
@@ -114,6 +138,7 @@ class PolicyModel:
                     states[tokens],
                     micro.target[tokens],
                     micro.temperature[tokens],
+                    micro.get_kept(tokens),
                     use_reentrant=False,
                 )
                 for tokens in self._chunks(micro)
@@ -129,8 +154,9 @@ class PolicyModel:
         parts = []
         for tokens in self._chunks(micro):
             leaf = states[tokens].detach().requires_grad_()
+            kept = micro.get_kept(tokens)
             with self._precision():
-                new = self._score(leaf, micro.target[tokens], micro.temperature[tokens])
+                new = self._score(leaf, micro.target[tokens], micro.temperature[tokens], kept)
             torch.autograd.backward(loss(new, tokens).sum())
             assert leaf.grad is not None  # noqa: S101 - it requires one
             gradients.append(leaf.grad)
@@ -153,6 +179,7 @@ class PolicyModel:
     def _states(self, micro: MicroBatch) -> torch.Tensor:
         """Return the last hidden states of the pass's ids, shape ``(B, L, hidden)``."""
         ids = micro.ids
+        self.routes.replay(micro.experts)
         tree = dict[str, Any]()
         if micro.paths is not None:
             # a mask with four dimensions keeps transformers from making one; paths replace it
@@ -171,10 +198,15 @@ class PolicyModel:
         return save_on_cpu(pin_memory=self.device.type != "cpu")
 
     def _score(
-        self, states: torch.Tensor, target: torch.Tensor, temperature: torch.Tensor
+        self,
+        states: torch.Tensor,
+        target: torch.Tensor,
+        temperature: torch.Tensor,
+        kept: Kept | None,
     ) -> torch.Tensor:
-        logits = self._head(states).float()
-        chosen = _TargetLogprobs.apply(logits, target, temperature)  # type: ignore[no-untyped-call]
+        logits = self._head(states)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        chosen = TargetLogprobs.apply(logits, target, temperature, kept)  # type: ignore[no-untyped-call]
         return cast("torch.Tensor", chosen)
 
     def _reshard(self) -> None:
@@ -259,32 +291,6 @@ class PolicyModel:
         types = {parameter.dtype for parameter in self.model.parameters()}
         exact = types == {torch.float32} and self._compute_type in {None, torch.float32}
         return torch.allclose(first, other, rtol=0, atol=within if exact else 5e-2)
-
-
-class _TargetLogprobs(torch.autograd.Function):
-    """Log probabilities of targets, in the memory of the logits, which nothing else may use.
-
-    Arrays over the vocabulary are the largest of a pass, and autograd would make six of them.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, temperature: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the log probability of a target of each row, shape ``(n,)``."""
-        logits.div_(temperature[:, None])
-        largest = logits.amax(1, keepdim=True)
-        total = (logits - largest).exp_().sum(1).log_().add_(largest[:, 0])
-        ctx.save_for_backward(logits, total, target, temperature)
-        return logits.gather(1, target[:, None])[:, 0] - total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return the gradient of the logits: ``(one-hot - probabilities) / temperature``."""
-        logits, total, target, temperature = ctx.saved_tensors
-        factor = (gradient / temperature)[:, None]
-        result = logits.sub_(total[:, None]).exp_().mul_(-factor)
-        return result.scatter_add_(1, target[:, None], factor), None, None
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

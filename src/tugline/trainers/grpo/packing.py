@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 
 from tugline.errors import CaptureError
-from tugline.trainers.grpo.batch import EMPTY, MicroBatch, Row, collate, prefix_order
+from tugline.trainers.grpo.batch import EMPTY, MicroBatch, Row, collate
 from tugline.trainers.grpo.config import UpdateConfig
 from tugline.trainers.grpo.distributed import rank_and_world
-from tugline.types import shared_prefix
 
 DEFAULT_TOKENS = 16_384
 """`micro_tokens` if neither it nor the context window of the run is set."""
@@ -37,10 +36,7 @@ class Costs(NamedTuple):
         lengths = [row.length for row in rows]
         shared = [0] * len(rows)
         if tree:
-            shared[1:] = [
-                shared_prefix(row.sample.input_ids, before.sample.input_ids)
-                for before, row in pairwise(rows)
-            ]
+            shared[1:] = [row.count_shared(before) for before, row in pairwise(rows)]
         else:
             lengths = [max(lengths)] * len(rows)  # padded
         tokens = sum(lengths) - sum(shared)
@@ -96,17 +92,17 @@ def divide(
 def _split(rows: Sequence[Row], micro_tokens: int, *, tree: bool) -> Iterator[list[Row]]:
     """Split rows before a forward pass would exceed `micro_tokens` positions.
 
-    Rows of a tree are in `prefix_order`; other rows are sorted, the shortest first.
+    Rows of a tree are in `Row.order`; other rows are sorted, the shortest first.
     """
     if tree:
-        ordered = sorted(rows, key=lambda row: prefix_order(row.sample.input_ids))
+        ordered = sorted(rows, key=lambda row: row.order)
     else:
         ordered = sorted(rows, key=lambda row: row.length)
     chunk: list[Row] = []
     size = 0
     for row in ordered:
         if tree and chunk:
-            size += row.length - shared_prefix(row.sample.input_ids, chunk[-1].sample.input_ids)
+            size += row.length - row.count_shared(chunk[-1])
         else:
             size = (len(chunk) + 1) * row.length
         if chunk and size > micro_tokens:

@@ -9,23 +9,47 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
+from msgspec.structs import replace
 
-from tugline.errors import CaptureError
+from tugline.errors import CaptureError, ConfigError
 from tugline.traces.base import leave_out, sum_ledgers
 from tugline.trainers.grpo.advantage import grade, token_advantages, turn_shares
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.types import Boundary, Ids, Ledger, Logprobs, Mask, Reason, Sample, Trace, Trajectory
+from tugline.trainers.grpo.routes import RouterShape
+from tugline.types import (
+    Boundary,
+    Ids,
+    Kept,
+    Ledger,
+    Logprobs,
+    Mask,
+    Reason,
+    Sample,
+    Trace,
+    Trajectory,
+)
 
 
 def prepare(
-    trajectories: Sequence[Trajectory], config: GrpoConfig, *, version: int
+    trajectories: Sequence[Trajectory],
+    config: GrpoConfig,
+    *,
+    version: int,
+    routers: RouterShape | None = None,
 ) -> tuple[list[Sample], Ledger]:
     """Return a sample for each trace with trained tokens, and the ledger of all sessions.
 
     Advantages are relative to the sessions of the same task. Sessions without a finite reward are
     dropped as SESSION_FAILED and count in no mean. `version` is the policy version about to be
-    updated, from which staleness is measured.
+    updated, from which staleness is measured. `routers` are those of a model that replays experts;
+    without, samples have none.
+
+    Raises `CaptureError` for experts that the model does not have, and `ConfigError` if experts are
+    replayed and no session has any.
     """
+    if routers is not None:
+        _check_experts(trajectories, routers)
+    routed = routers is not None
     masked = Counter[Reason]()
     dropped = Counter[Reason]()
     samples: list[Sample] = []
@@ -43,7 +67,8 @@ def prepare(
                 dropped[Reason.NO_SIGNAL] += trajectory.ledger.trained
             else:
                 advantages = graded[trajectory.session]
-                samples += _samples(trajectory, advantages, config, version, masked)
+                made = _samples(trajectory, advantages, config, version, masked, routed=routed)
+                samples += made if routed else [replace(each, experts=None) for each in made]
     ledger = sum_ledgers(trajectory.ledger for trajectory in trajectories)
     return samples, leave_out(ledger, masked=masked, dropped=dropped)
 
@@ -83,10 +108,13 @@ def _samples(
     config: GrpoConfig,
     version: int,
     masked: Counter[Reason],
+    *,
+    routed: bool = False,
 ) -> Iterator[Sample]:
     """Yield a sample for each trace with a token to train; `advantages` has one per trace.
 
-    Trained tokens that are masked here are counted in `masked`.
+    Trained tokens that are masked here are counted in `masked`; `routed` masks those without the
+    experts of their context.
     """
     shares: Mapping[int, float] = {}
     if config.turn_discount is not None:
@@ -95,12 +123,19 @@ def _samples(
         shares = turn_shares(trained, config.turn_discount)
     for trace, advantage in zip(trajectory.traces, advantages, strict=True):
         versions, temperatures = read_spans(trace)
-        mask = trace.mask & (temperatures > 0)
-        masked[Reason.UNREPRODUCIBLE] += trace.trained - int(mask.sum())
+        masks = {Reason.UNREPRODUCIBLE: temperatures == 0}
+        if routed:
+            known = 0 if trace.experts is None else len(trace.experts)
+            masks[Reason.NO_ROUTES] = np.arange(len(trace.ids)) > known
         if config.max_staleness is not None:
-            stale = mask & (versions < version - config.max_staleness)
-            mask = mask & ~stale
-            masked[Reason.STALE] += int(stale.sum())
+            masks[Reason.STALE] = versions < version - config.max_staleness
+        mask = trace.mask
+        counts = _count_masked(trace)
+        for reason, left_out in masks.items():
+            count = int((mask & left_out).sum())
+            mask = mask & ~left_out
+            masked[reason] += count
+            counts[reason] += count
         if mask.any():
             yield Sample(
                 input_ids=trace.ids,
@@ -115,20 +150,19 @@ def _samples(
                 harness=trajectory.harness,
                 reward=None if trajectory.reward is None else trajectory.reward.value,
                 reward_parts={} if trajectory.reward is None else trajectory.reward.parts,
-                masked=_count_masked(trace, mask),
+                experts=trace.experts,
+                kept=_select_kept(trace, mask),
+                masked=dict(+counts),
             )
 
 
-def _count_masked(trace: Trace, mask: Mask) -> dict[Reason, int]:
-    """Return the number of sampled tokens outside of `mask`, by reason."""
+def _count_masked(trace: Trace) -> Counter[Reason]:
+    """Return the number of sampled tokens that the builder masked, by reason."""
     counts = Counter[Reason]()
     for span in trace.spans:
-        left_out = int((~mask[span.start : span.end]).sum())
-        if left_out:
-            unreproducible = span.distribution.forward_temperature is None
-            reason = Reason.UNREPRODUCIBLE if unreproducible else Reason.STALE
-            counts[span.masked or reason] += left_out
-    return dict(counts)
+        if span.masked is not None:
+            counts[span.masked] += span.end - span.start
+    return counts
 
 
 def read_spans(trace: Trace) -> tuple[Ids, Logprobs]:
@@ -138,7 +172,57 @@ def read_spans(trace: Trace) -> tuple[Ids, Logprobs]:
     """
     versions = np.full(len(trace.ids), -1, np.int32)
     temperatures = np.ones(len(trace.ids), np.float32)
+    known = _find_kept(trace)
     for span in trace.spans:
-        versions[span.start : span.end] = span.version
-        temperatures[span.start : span.end] = span.distribution.forward_temperature or 0
+        tokens = slice(span.start, span.end)
+        versions[tokens] = span.version
+        temperatures[tokens] = span.distribution.forward_temperature or 0
+        if span.distribution.needs_kept:
+            temperatures[tokens] *= known[tokens]
     return versions, temperatures
+
+
+def _find_kept(trace: Trace) -> Mask:
+    """Return whether each token is in its own set of kept ids; an empty set has none."""
+    known = np.zeros(len(trace.ids), np.bool_)
+    if trace.kept is not None:
+        owner = np.repeat(np.arange(len(trace.kept)), trace.kept.sizes)
+        known[owner[trace.kept.ids == trace.ids[owner]]] = True
+    return known
+
+
+def _select_kept(trace: Trace, mask: Mask) -> Kept | None:
+    """Return the sets of the tokens in `mask` whose logprobs are renormalised; None without."""
+    if trace.kept is None:
+        return None
+    wanted = np.zeros(len(mask), np.bool_)
+    for span in trace.spans:
+        if span.distribution.needs_kept:
+            wanted[span.start : span.end] = mask[span.start : span.end]
+    sizes = trace.kept.sizes
+    ids = trace.kept.ids[np.repeat(wanted, sizes)]
+    offsets = np.concatenate(([0], np.cumsum(sizes * wanted))).astype(np.int32)
+    return Kept(offsets, ids) if len(ids) else None
+
+
+def _check_experts(trajectories: Sequence[Trajectory], routers: RouterShape) -> None:
+    """Check that sessions have experts, and that the model has these; see `prepare`."""
+    traces = [(each.session, trace) for each in trajectories for trace in each.traces]
+    if any(trace.trained for _, trace in traces) and all(t.experts is None for _, t in traces):
+        msg = (
+            "replay_experts: the model has experts, but no session of this step has the experts "
+            "that its tokens were sampled with. Start vLLM with --enable-return-routed-experts, or "
+            "SGLang with --enable-return-routed-experts; or set replay_experts to false to train "
+            "without them"
+        )
+        raise ConfigError(msg, "replay_experts")
+    for session, trace in traces:
+        if trace.experts is None or not len(trace.experts):
+            continue
+        layers, top_k = trace.experts.shape[1:]
+        largest = int(trace.experts.max())
+        if (layers, top_k) != (routers.layers, routers.top_k) or largest >= routers.experts:
+            raise CaptureError(
+                f"session {session}: its experts have the shape {trace.experts.shape} and numbers "
+                f"up to {largest}, but the model has {routers}"
+            )

@@ -13,6 +13,8 @@ split.
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -24,7 +26,9 @@ from tugline.trainers.grpo.batch import MicroBatch, Row, collate
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.distributed import gather
 from tugline.trainers.grpo.forward import PolicyModel, TokenLoss, make_probe
+from tugline.trainers.grpo.hub import get_base_model
 from tugline.trainers.grpo.loss import token_terms, token_weights
+from tugline.trainers.grpo.routes import check_replay
 from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.update import (
     MismatchReport,
@@ -60,6 +64,9 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Mean over updates."""
     kl: float | None
     """Mean k3 divergence from the reference; None without a reference."""
+    load_balancing: float
+    """Load-balancing loss of a model with experts, before its weight; 0 if that is 0. Mean over
+    updates."""
     clip_fraction: float
     importance_bounded: float
     """Share of tokens whose importance weight was out of its bounds."""
@@ -96,6 +103,8 @@ class Grpo(Updater):
             msg = f"kl is {config.kl}, which requires a reference model; give one, or set kl to 0"
             raise ConfigError(msg)
         super().__init__(model, config, source)
+        name = type(get_base_model(model)).__name__
+        self._replays = check_replay(self.policy.routes, name, wanted=config.replay_experts)
         self._adapter_off = adapted and config.kl > 0 and reference is None
         self._has_kl = self._adapter_off or reference is not None
         self.reference = PolicyModel(reference, self.config) if reference is not None else None
@@ -107,21 +116,32 @@ class Grpo(Updater):
         method, with any part of the trajectories, and gets the same report.
         """
         began = time.perf_counter()
-        samples, ledger = prepare(gather(trajectories), self.config, version=version)
+        routes = self.policy.routes
+        samples, ledger = prepare(
+            gather(trajectories),
+            self.config,
+            version=version,
+            routers=routes.shape if self._replays else None,
+        )
         rows = [Row(sample) for sample in samples]
+        without_replay = self._compute_without_replay(rows) if self._replays else []
         corrected = self.config.importance is not None
         single = len({sample.session for sample in samples}) <= self.config.sessions_per_update
         # The first pass of a single update gives the old log probabilities.
         recomputed = self._recompute(rows) if corrected or not single else []
+        changed = routes.take_shares(self.policy.device) if recomputed else None
         if corrected:
             rows = [Row(sample, old=logprobs) for sample, logprobs in recomputed]
-        updates = [
-            self.apply(chosen) for _ in range(self.config.epochs) for chosen in self._shuffle(rows)
-        ]
+        updates = list[Update]()
+        for _ in range(self.config.epochs):
+            for chosen in self._shuffle(rows):
+                updates.append(self.apply(chosen))
+                changed = changed or routes.take_shares(self.policy.device)
         if updates and not recomputed:
             recomputed = _collect(samples, updates[0].recomputed)
+        mismatch = summarize_mismatch(recomputed, without_replay, changed)
         seconds = time.perf_counter() - began
-        return self._report(updates, samples, ledger, summarize_mismatch(recomputed), seconds)
+        return self._report(updates, samples, ledger, mismatch, seconds)
 
     @torch.no_grad()
     def score(self, ids: Ids) -> Logprobs:
@@ -137,6 +157,16 @@ class Grpo(Updater):
         recomputed: list[Recomputed] = []
         for micro in self.pack(rows):
             recomputed += split_by_sample(self.policy.logprobs(micro), micro)
+            self.policy.routes.compare(micro.experts)
+        return _collect([row.sample for row in rows], recomputed)
+
+    @torch.no_grad()
+    def _compute_without_replay(self, rows: Sequence[Row]) -> list[Recomputed]:
+        """Return the log probabilities of each rank's first pass under the routers' own choice."""
+        recomputed: list[Recomputed] = []
+        for micro in islice(self.pack(rows), 1):
+            own = replace(micro, experts=None)
+            recomputed += split_by_sample(self.policy.logprobs(own), own)
         return _collect([row.sample for row in rows], recomputed)
 
     def _shuffle(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
@@ -206,6 +236,7 @@ class Grpo(Updater):
             packing=sum(update.sums["separate"] for update in updates) / max(1.0, forwarded),
             loss=sum(update.sums["loss"] for update in finite) / count,
             kl=sum(update.sums["kl"] for update in finite) / tokens if self._has_kl else None,
+            load_balancing=sum(update.sums["load_balancing"] for update in finite) / count,
             clip_fraction=sum(update.sums["clipped"] for update in finite) / tokens,
             importance_bounded=sum(update.sums["bounded"] for update in finite) / tokens,
             ratio_mean=sum(update.sums["ratio"] for update in finite) / tokens,

@@ -139,8 +139,9 @@ class Updater(ABC):
     def _accumulate(self, rows: Sequence[Row], figures: Update) -> bool:
         """Accumulate and clip the gradient of `rows`; return whether it is finite."""
         self.optimizer.zero_grad(set_to_none=True)
+        trained = sum(row.sample.trained for row in rows)
         for micro in self.pack(rows):
-            self._backward(micro, figures)
+            self._backward(micro, figures, len(micro.target) / max(1, trained))
         totals = add_up([*figures.sums.values()], self.policy.device)
         figures.sums.update(zip(figures.sums, totals, strict=True))
         figures.grad_norm = clip_gradient(self.model, self.config.max_grad_norm)
@@ -155,8 +156,11 @@ class Updater(ABC):
         ]
         return tuple(culprits or sessions)
 
-    def _backward(self, micro: MicroBatch, figures: Update) -> None:
-        """Accumulate the gradient and the figures of one forward pass."""
+    def _backward(self, micro: MicroBatch, figures: Update, share: float) -> None:
+        """Accumulate the gradient and the figures of one forward pass.
+
+        `share` is that of its trained tokens in those of the update.
+        """
         make_losses = self.make_loss(micro, figures)
 
         def compute_loss(new: torch.Tensor, tokens: slice) -> torch.Tensor:
@@ -164,12 +168,20 @@ class Updater(ABC):
             figures.add("loss", losses)
             return losses
 
-        if self.needs_whole_traces:
-            new = self.policy.logprobs(micro)
-            torch.autograd.backward(compute_loss(new, slice(None)).sum())
-        else:
-            new = self.policy.backward(micro, compute_loss)
-        figures.recomputed += split_by_sample(new.detach(), micro)
+        def balance() -> torch.Tensor:
+            loss = share * self.policy.routes.balance(micro.real)
+            figures.add("load_balancing", loss)
+            return self.config.load_balancing * loss
+
+        balanced = self.config.load_balancing > 0 and bool(self.policy.routes.routers)
+        new = self.policy.backward(
+            micro,
+            compute_loss,
+            whole=self.needs_whole_traces,
+            further=balance if balanced else None,
+        )
+        self.policy.routes.compare(micro.experts)
+        figures.recomputed += split_by_sample(new, micro)
         figures.sums["tokens"] += len(new)
         figures.sums["forwarded"] += micro.computed - micro.padding
         figures.sums["padding"] += micro.padding
@@ -263,16 +275,24 @@ class MismatchReport(msgspec.Struct, frozen=True, kw_only=True):
     """By engine; tokens of an unknown engine are left out."""
     by_harness: dict[str, Mismatch]
     """By harness; tokens of an unknown harness are left out."""
+    without_replay: Mismatch | None = None
+    """That of some of the tokens if the trainer's routers choose the experts; None if `total` is
+    not with replayed experts."""
+    experts_changed: dict[int, float] = {}
+    """Share of the tokens, contexts included, for which a layer's router would have chosen other
+    experts than those that are replayed, by layer with a router."""
 
 
-def summarize_mismatch(recomputed: Sequence[Recomputed]) -> MismatchReport | None:
+def summarize_mismatch(
+    recomputed: Sequence[Recomputed],
+    without_replay: Sequence[Recomputed] = (),
+    experts_changed: Sequence[float] | None = None,
+) -> MismatchReport | None:
     """Compare samples with recomputed log probabilities; None without any token."""
     if not recomputed:
         return None
     samples = [sample for sample, _ in recomputed]
-    captured = [sample.logprobs[sample.loss_mask] for sample in samples]
-    trainer = np.concatenate([logprobs for _, logprobs in recomputed]).astype(np.float64)
-    difference = trainer - np.concatenate(captured)
+    difference = _subtract_captured(recomputed)
     versions = [sample.versions[sample.loss_mask] for sample in samples]
     counts = [len(logprobs) for _, logprobs in recomputed]
     engines = np.repeat([sample.engine for sample in samples], counts)
@@ -282,7 +302,16 @@ def summarize_mismatch(recomputed: Sequence[Recomputed]) -> MismatchReport | Non
         by_version=_group(difference, np.concatenate(versions)),
         by_engine=_group(difference, engines),
         by_harness=_group(difference, harnesses),
+        without_replay=Mismatch.of(_subtract_captured(without_replay)) if without_replay else None,
+        experts_changed=dict(enumerate(experts_changed or ())),
     )
+
+
+def _subtract_captured(recomputed: Sequence[Recomputed]) -> npt.NDArray[np.float64]:
+    """Return the differences between recomputed and captured log probabilities."""
+    captured = [sample.logprobs[sample.loss_mask] for sample, _ in recomputed]
+    trainer = np.concatenate([logprobs for _, logprobs in recomputed]).astype(np.float64)
+    return trainer - np.concatenate(captured)
 
 
 def _group(
