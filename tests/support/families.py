@@ -9,7 +9,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from support.models import HYBRID_SIZE as HYBRID, ROPE, SMALL
+from support.models import HYBRID_SIZE as HYBRID
+from support.models import ROPE, SMALL
 
 EXPERTS = 8
 """Experts of a layer."""
