@@ -22,8 +22,7 @@ from tugline.errors import CaptureError, ConfigError
 from tugline.trainers.grpo.batch import Row
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.packing import Costs, pack
-from tugline.trainers.grpo.routes import RouterShape
-from tugline.trainers.grpo.samples import prepare
+from tugline.trainers.grpo.samples import RouterShape, prepare
 from tugline.trainers.grpo.train import Grpo
 from tugline.trainers.metrics import describe_replay
 from tugline.types import Distribution, Kept, LogprobMeaning, Reason, Sample, Trace, Trajectory

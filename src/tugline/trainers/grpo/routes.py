@@ -4,25 +4,14 @@ A token is trained under the experts that computed its context when it was sampl
 are those of the router being trained, so its gradient is that of the recorded routes.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tugline.errors import ConfigError
 from tugline.inference.routers import Router, count_experts, get_top_k, use_routers
 from tugline.trainers.grpo.distributed import add_up
-
-
-class RouterShape(NamedTuple):
-    """Size of the routers of a model."""
-
-    layers: int
-    """Number of layers with a router."""
-    experts: int
-    top_k: int
-
-    def __str__(self) -> str:
-        return f"{self.layers} layers of {self.experts} experts, {self.top_k} for each token"
+from tugline.trainers.grpo.samples import RouterShape
 
 
 class Routes:

@@ -7,6 +7,7 @@ sampled = trained + masked + dropped (I2). Trajectories rebuilt from recordings 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -15,7 +16,6 @@ from tugline.errors import CaptureError, ConfigError
 from tugline.traces.base import leave_out, sum_ledgers
 from tugline.trainers.grpo.advantage import grade, token_advantages, turn_shares
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.trainers.grpo.routes import RouterShape
 from tugline.types import (
     Boundary,
     Ids,
@@ -28,6 +28,18 @@ from tugline.types import (
     Trace,
     Trajectory,
 )
+
+
+class RouterShape(NamedTuple):
+    """Size of the routers of a model."""
+
+    layers: int
+    """Number of layers with a router."""
+    experts: int
+    top_k: int
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers of {self.experts} experts, {self.top_k} for each token"
 
 
 def prepare(
