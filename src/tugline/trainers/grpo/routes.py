@@ -5,56 +5,30 @@ are those of the router being trained, so its gradient is that of the recorded r
 """
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from tugline.errors import ConfigError
 from tugline.inference.routers import Router, count_experts, get_top_k, use_routers
 from tugline.trainers.grpo.distributed import add_up
-from tugline.types import Experts
+from tugline.trainers.grpo.samples import RouterShape
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
-class RouterShape(NamedTuple):
-    """Size of the routers of a model."""
-
-    layers: int
-    """Number of layers with a router."""
-    experts: int
-    top_k: int
-    places: tuple[int, ...] = ()
-    """Numbers of these layers among all `depth` layers of the model."""
-    depth: int = 0
-
-    def select(self, experts: Experts) -> Experts | None:
-        """Return the experts of the layers with a router; None if they are not of this model.
-
-        Engines may report all layers of the model, with zeros where there are no experts.
-        """
-        if experts.shape[1] == self.depth != self.layers:
-            experts = experts[:, self.places]
-        if experts.shape[1:] != (self.layers, self.top_k) or experts.max(initial=0) >= self.experts:
-            return None
-        ordered = np.sort(experts, axis=2)
-        repeated = (ordered[:, :, 1:] == ordered[:, :, :-1]).any()
-        return None if repeated else experts
-
-    def __str__(self) -> str:
-        return f"{self.layers} layers of {self.experts} experts, {self.top_k} for each token"
-
-
 class Routes:
-    """The routers of a model, which is any part that has all of them."""
+    """The routers of a model of transformers."""
 
-    def __init__(self, model: torch.nn.Module, *, balanced: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, *, balanced: bool = False) -> None:
         """`balanced` keeps what `balance` needs. Nothing is replayed until `replay` is called."""
         self.routers: list[Router] = use_routers(model)
         for router in self.routers:
             router.keeps_logits = balanced
         self._model = model
+        self._depth = int(model.config.get_text_config().num_hidden_layers)
+        self._blocks = [each for each in model.modules() if _has_experts(each)]
         self._changed = torch.zeros(len(self.routers), dtype=torch.float64)
         self._compared = 0
 
@@ -67,19 +41,22 @@ class Routes:
             for name, module in self._model.named_modules()
             if module in self.routers and (number := _LAYER.search(name))
         ]
-        depth = getattr(getattr(self._model, "config", None), "num_hidden_layers", 0)
         size = (len(self.routers), count_experts(first), get_top_k(first))
-        return RouterShape(*size, tuple(layers), depth)
+        return RouterShape(*size, tuple(layers), self._depth)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has layers with experts."""
+        return bool(self._blocks or self.routers)
 
     def find_problem(self) -> str | None:
-        """Return why experts cannot be replayed; None if they can, or if there are none.
+        """Return why experts cannot be replayed; None if they can.
 
         A forward pass must have been computed before.
         """
-        blocks = [each for each in self._model.modules() if _has_experts(each)]
-        if len(blocks) > len(self.routers):
+        if len(self._blocks) > len(self.routers):
             known = f"{len(self.routers)} have a router that is known"
-            return f"of its {len(blocks)} {type(blocks[0]).__name__} layers, {known}"
+            return f"of its {len(self._blocks)} {type(self._blocks[0]).__name__} layers, {known}"
         for router in self.routers:
             if router.chosen is None:
                 kind = type(router).__mro__[2].__name__
@@ -152,17 +129,19 @@ def _has_experts(module: Any) -> bool:
 
 
 def check_replay(routes: Routes, name: str, *, wanted: bool | str) -> bool:
-    """Return whether `replay_experts` replays in a model of class `name`.
-
-    Raises `ConfigError` if it must, and cannot.
-    """
-    key = "replay_experts"
-    if wanted is False:
+    """Return whether `replay_experts` replays in a model of class `name`; see `check_routers`."""
+    if wanted is False or (wanted == "auto" and not routes.has_experts):
         return False
-    problem = routes.find_problem()
+    check_routers(routes, name, "replay_experts", "false")
+    return True
+
+
+def check_routers(routes: Routes, name: str, key: str, off: str) -> None:
+    """Raise `ConfigError` if a setting needs routers that a model of class `name` does not have.
+
+    `off` is the value that needs none.
+    """
+    problem = routes.find_problem() if routes.has_experts else "it has no experts"
     if problem is not None:
-        msg = f"{key}: model {name} is not supported: {problem}. Set it to false to train without"
+        msg = f"{key}: model {name} is not supported: {problem}. Set it to {off} to train without"
         raise ConfigError(msg, key)
-    if wanted is True and not routes.routers:
-        raise ConfigError(f"{key} is true, but model {name} has no experts; set it to auto", key)
-    return bool(routes.routers)
