@@ -23,6 +23,7 @@ from tugline.sandbox.bubblewrap import Bubblewrap
 
 HARNESSES = ("pi", "codex", "claude_code", "qwen_code")
 
+
 def find_turn() -> str:
     """The harness whose turn it is; the first one outside a clone."""
     head = ("git", "-C", str(ROOT), "rev-parse", "HEAD")

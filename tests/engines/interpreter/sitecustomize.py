@@ -4,56 +4,65 @@ This folder on ``PYTHONPATH`` registers `triton_cpu` as a backend of Triton, whi
 CPUs, and changes two modules once they are imported.
 """
 
+from __future__ import annotations
+
 import importlib.abc
 import importlib.util
 import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 
 class ChangeOnImport(importlib.abc.MetaPathFinder):
-    """Calls a function with a module as soon as it was imported."""
+    """Calls `change` with a module as soon as it was imported."""
 
-    def __init__(self, name, change):
+    def __init__(self, name: str, change: Callable[[Any], None]) -> None:
         self.name = name
         self.change = change
 
-    def find_spec(self, name, path, target=None):
+    def find_spec(
+        self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Find the module as usual, and append the change to its execution."""
-        if name != self.name:
+        if fullname != self.name:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
+        spec = importlib.util.find_spec(fullname)
+        loader: Any = spec and spec.loader
+        execute = loader.exec_module
 
-        def exec_module(module):
-            run(module)
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
             self.change(module)
 
-        spec.loader.exec_module = exec_module
+        loader.exec_module = exec_module
         return spec
 
 
-def truncate_with_torch(module):
+def truncate_with_torch(module: Any) -> None:
     """Take PyTorch's form of top-k and top-p: the interpreter cannot run the kernel."""
     in_torch = module.apply_top_k_top_p_pytorch
 
-    def apply(logits, k, p, *_args, **_kwargs):
+    def apply(logits: Any, k: Any, p: Any, *_args: Any, **_options: Any) -> Any:
         return in_torch(logits, k, p, allow_cpu_sync=True)
 
     module.apply_top_k_top_p = apply
 
 
-def take_any_mask(module):
+def take_any_mask(module: Any) -> None:
     """Let the interpreter take masks that are not boolean."""
     builder = module.InterpreterBuilder
     for name, position in (("create_masked_store", 2), ("create_masked_load", 1)):
-        setattr(builder, name, _with_bool(getattr(builder, name), position))
+        setattr(builder, name, _with_boolean(getattr(builder, name), position))
 
 
-def _with_bool(method, position):
-    def call(self, *args, **kwargs):
+def _with_boolean(method: Callable[..., Any], position: int) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **options: Any) -> Any:
         mask = args[position]
         mask.data = mask.data.astype(bool)
-        return method(self, *args, **kwargs)
+        return method(self, *args, **options)
 
     return call
 
