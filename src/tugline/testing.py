@@ -41,7 +41,7 @@ from tugline.errors import EngineError, RequestError, UsageError
 from tugline.gateway.replicas import Upstream
 from tugline.inference.base import CutError, EngineStats, GenerateRequest, SampledChunk, check
 from tugline.inference.server import create_app
-from tugline.types import Finish, Ids, Logprobs, VersionSpan
+from tugline.types import Experts, Finish, Ids, Kept, Logprobs, VersionSpan
 from tugline.web.serve import serve
 
 
@@ -63,6 +63,10 @@ class Reply(msgspec.Struct, frozen=True):
     cut_after: int | None = None
     """Drop the connection after this many tokens."""
     tokens_per_chunk: int = 1
+    experts: Experts | None = None
+    """Experts of the prompt's and the answer's tokens but the last, ``(n, layers, top_k)``."""
+    kept: Sequence[Sequence[int]] | None = None
+    """Ids that each of `ids` was chosen from."""
 
 
 @dataclass(eq=False)
@@ -146,10 +150,15 @@ class ScriptedEngine:
                 return
             self._stats.sampled_tokens += end - start
             last = end == len(ids)
+            before = len(request.prompt_ids) - 1
+            computed = slice(before + start if start else 0, before + end)
             yield SampledChunk(
                 ids=ids[start:end],
                 logprobs=logprobs[start:end],
                 versions=(VersionSpan(self.version, start, end),),
+                experts=None if reply.experts is None else reply.experts[computed],
+                experts_start=computed.start,
+                kept=None if reply.kept is None else Kept.of(reply.kept[start:end]),
                 finish=finish if last else None,
                 stop_id=int(ids[-1]) if last and finish == Finish.STOP else None,
             )

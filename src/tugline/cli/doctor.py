@@ -5,6 +5,7 @@ usable runtimes and their weaknesses; without them the server, its nodes and eng
 The exit code is 0 if all checks pass (with ``--engine``: if the requested mode is usable), else 1.
 """
 
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from rich.text import Text
@@ -14,6 +15,7 @@ from tugline.cli.output import COLOURS, make_table, print_report, print_text
 from tugline.client.overview import examine
 from tugline.errors import UsageError
 from tugline.gateway.probe import EngineReport, probe
+from tugline.gateway.probe_reports import ModelFacts
 from tugline.plugins import find, list_names
 from tugline.sandbox.base import Runtime
 from tugline.types import Mode
@@ -29,6 +31,7 @@ async def doctor(
     engine: str | None = None,
     model: str | None = None,
     mode: Mode | None = None,
+    tokenizer: Path | None = None,
     runtimes: bool = False,
     remote: Remote = DEFAULT_SERVER,
     as_json: Json = False,
@@ -39,6 +42,7 @@ async def doctor(
         engine: Address, such as http://127.0.0.1:8000.
         model: Served name (default: the first).
         mode: Required mode (default: the best for training).
+        tokenizer: Folder of the model's tokenizer; its config.json has the number of experts.
         runtimes: List the runtimes of this machine and their weaknesses.
     """
     if runtimes:
@@ -47,7 +51,8 @@ async def doctor(
     if engine is None:
         await _examine(remote, as_json=as_json)
         return
-    report = await probe(_check_address(engine), model)
+    facts = ModelFacts() if tokenizer is None else ModelFacts.read(tokenizer)
+    report = await probe(_check_address(engine), model, facts=facts)
     refusal = None
     try:
         report.wire(mode)

@@ -20,7 +20,13 @@ from rich.text import Text
 
 from tugline.types import is_pass
 
-COLOURS = {"pass": "green", "fail": "red", "unknown": "yellow", "unchecked": "yellow"}
+COLOURS = {
+    "pass": "green",
+    "warn": "yellow",
+    "fail": "red",
+    "unknown": "yellow",
+    "unchecked": "yellow",
+}
 """Colours of the results of checks."""
 _FILE_WIDTH = 1 << 16
 """Width of output that is not a terminal, in columns."""

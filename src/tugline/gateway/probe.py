@@ -8,9 +8,7 @@ session (I1, I2).
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Sequence
-from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -18,25 +16,21 @@ import numpy as np
 
 from tugline import log
 from tugline.chat.engines import ROUTES
-from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest
-from tugline.chat.model_call import Request
-from tugline.chat.tokens import TokenSequence
-from tugline.errors import ContextOverflow, EngineError, TuglineError, UsageError
+from tugline.chat.engines.base import Delta, EngineFormat, Feature
+from tugline.errors import ContextOverflow, EngineError, UsageError
 from tugline.gateway.policy import DEFAULTS, CallSettings
+from tugline.gateway.probe_client import FAULTS, TALK, CheckOutcome, ProbeCheck, ProbeClient
+from tugline.gateway.probe_reports import REPORTS, ModelFacts, check_reports, find_kept
 from tugline.gateway.replicas import Upstream
-from tugline.gateway.reply import read_reply
-from tugline.types import Ids, LogprobMeaning, Message, Mode, Role, Sampling, Tool
-from tugline.web.engine_http import ANSWER_TIMEOUT_S, EngineHttp, ModelCard
+from tugline.types import Ids, LogprobMeaning, Message, Mode, Role, Tool
+from tugline.web.engine_http import EngineHttp, ModelCard
 
-_TALK = (Message(Role.USER, "Please say in two sentences what you see, then stop."),)
 _WORK = (Message(Role.USER, "Read the file notes.txt and tell me what it says."),)
 _TOOL = Tool(
     "read",
     "Read a file.",
     {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
 )
-_ANY_IDS = np.arange(10, 42, dtype=np.int32)
-"""Prompt for engines that do not report prompt ids; every vocabulary has these ids."""
 _COOL = 0.05
 """Low temperature: the likeliest token's processed logprob is about 0, its raw one unchanged."""
 _MIN_LOGPROB = 0.1
@@ -48,29 +42,11 @@ _MIN_TOKENS = 4
 _SHORTEST = 2
 """Tokens of the shortest prompt: vLLM on CPU dies of one token for a hybrid model."""
 _CONTROL = "pause, reload and resume over HTTP"
-_FAULTS = (OSError, TuglineError)
 
 _log = log.get("gateway.probe")
 
 
 # --------------------------------------------------------------------------- reports
-class CheckOutcome(StrEnum):
-    """Result of a check."""
-
-    PASS = "pass"  # noqa: S105 - a verdict
-    FAIL = "fail"
-    UNKNOWN = "unknown"
-    """The result could not be determined."""
-
-
-class ProbeCheck(msgspec.Struct, frozen=True):
-    """A check of an engine and its outcome."""
-
-    name: str
-    outcome: CheckOutcome
-    detail: str = ""
-
-
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """Capabilities of an engine, and advice on its settings."""
 
@@ -85,6 +61,10 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """Working routes and their modes, best first."""
     logprob_meaning: LogprobMeaning | None = None
     """None if it could not be measured."""
+    experts: tuple[int, int] | None = None
+    """Layers with experts and the number of experts of a token; None if none are reported."""
+    kept: bool = False
+    """Whether kept sets are reported."""
     checks: tuple[ProbeCheck, ...] = ()
     advice: tuple[str, ...] = ()
 
@@ -103,10 +83,28 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
         return {**msgspec.structs.asdict(self), "mode": self.mode, "sound": self.sound}
 
     def wire(self, mode: Mode | None = None) -> EngineFormat:
-        """Return the format for `mode`, or the best one. Raises `UsageError` if none works."""
+        """Return the format for `mode`, or the best one.
+
+        Raises `UsageError` if none works, or if what the engine reports of tokens is wrong.
+        """
+        for check in self.checks:
+            if (
+                check.name in REPORTS
+                and check.outcome is CheckOutcome.FAIL
+                and mode is not Mode.TEXT
+            ):
+                msg = f"the {check.name} of the engine at {self.url} are wrong: {check.detail}"
+                raise UsageError(msg)
         for name, working in self.routes.items():
             if working is mode or (mode is None and working is not Mode.TEXT):
-                return ROUTES[self.engine][name](self.logprob_meaning)
+                route = ROUTES[self.engine][name]
+                reported = Feature.EXPERTS in route.features
+                raw = self.logprob_meaning is LogprobMeaning.RAW
+                return route(
+                    self.logprob_meaning,
+                    experts=self.experts if reported else None,
+                    kept=self.kept and not raw,
+                )
         wanted = f"{mode} mode" if mode else "any mode with token ids, which training requires"
         failed = [f"{c.name}: {c.detail}" for c in self.checks if c.outcome == "fail"]
         advice = "; ".join([*failed[:1], *self.advice]) or "see `tugline doctor`"
@@ -117,10 +115,15 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
         raise UsageError(msg)
 
 
-async def probe(url: str, model: str | None = None, key: str = "") -> EngineReport:
-    """Probe the engine at `url`. Raises `EngineError` if it does not answer."""
+async def probe(
+    url: str, model: str | None = None, key: str = "", *, facts: ModelFacts | None = None
+) -> EngineReport:
+    """Probe the engine at `url`. Raises `EngineError` if it does not answer.
+
+    With `facts`, experts and kept sets are checked thoroughly, which may clear the engine's cache.
+    """
     async with EngineHttp(url, key) as engine:
-        return await _Probe(engine, await engine.card(model)).run()
+        return await _Probe(ProbeClient(engine, await engine.card(model)), facts).run()
 
 
 async def connect(
@@ -145,7 +148,7 @@ async def connect(
     first = reports[0]
     wires = [report.wire(mode) for report in reports]
     for report in reports[1:]:
-        for field in ("engine", "model", "window", "logprob_meaning"):
+        for field in ("engine", "model", "window", "logprob_meaning", "experts", "kept"):
             left, right = getattr(first, field), getattr(report, field)
             if left != right:
                 where = f"{left} at {first.url} and {right} at {report.url}"
@@ -160,33 +163,37 @@ async def connect(
 class _Probe:
     """A run of all checks on one engine."""
 
-    def __init__(self, engine: EngineHttp, card: ModelCard) -> None:
-        self._engine, self._card = engine, card
-        self._checks: list[ProbeCheck] = []
-        self._advice: list[str] = []
-        self._prompt = _ANY_IDS
-        self._number = 0
+    def __init__(self, client: ProbeClient, model: ModelFacts | None) -> None:
+        self._client = client
+        self._engine = client.engine
+        self._card = client.card
+        self._model = model
+        """Facts about the model, for a thorough check of reports; None: only what a node needs."""
 
     async def run(self) -> EngineReport:
         """Run all checks, in the order of the report."""
         kind, version = await self._identify()
         window = self._card.max_model_len
-        self._note("window", bool(window) or None, f"{window} tokens" if window else "not reported")
+        self._client.note(
+            "window", bool(window) or None, f"{window} tokens" if window else "not reported"
+        )
+        self._client.kept = await find_kept(self._client, kind)
         await self._learn_prompt(kind)
         working: dict[str, Mode] = {}
         for name, route in ROUTES[kind].items():
-            if await self._check_route(name, route()):
+            if await self._check_route(name, route(kept=self._client.kept)):
                 working[name] = route.mode
             elif route.mode is not Mode.TEXT:
-                self._advice.append(f"{name}: {route.advice}")
-        meaning = None
+                self._client.advice.append(f"{name}: {route.advice}")
+        meaning = shape = None
         if working:
-            wire = ROUTES[kind][next(iter(working))]()
+            wire = ROUTES[kind][next(iter(working))](kept=self._client.kept)
             if window:
-                await self._try("context overflow", self._provoke_overflow(wire, window))
+                await self._client.attempt("context overflow", self._provoke_overflow(wire, window))
             else:
-                self._note("context overflow", None, "the engine does not report its window")
+                self._client.note("context overflow", None, "the engine does not report its window")
             meaning = await self._measure_logprobs(wire)
+            shape = await check_reports(self._client, wire, self._model)
         await self._check_control(kind, meaning)
         return EngineReport(
             url=self._engine.url,
@@ -196,8 +203,10 @@ class _Probe:
             window=window,
             routes=working,
             logprob_meaning=meaning,
-            checks=tuple(self._checks),
-            advice=tuple(self._advice),
+            experts=shape,
+            kept=self._client.kept,
+            checks=tuple(self._client.checks),
+            advice=tuple(self._client.advice),
         )
 
     async def _identify(self) -> tuple[str, str]:
@@ -212,56 +221,25 @@ class _Probe:
         chat = ROUTES[kind].get("chat")
         if chat is None:
             return
-        with contextlib.suppress(*_FAULTS):
-            answer = await self._sample(chat(), 1, stream=False)
+        with contextlib.suppress(*FAULTS):
+            answer = await self._client.sample(chat(kept=self._client.kept), 1)
             if answer.prompt is not None:
                 ids = msgspec.json.decode(answer.prompt, type=list[int])
-                self._prompt = np.array(ids, np.int32)
-
-    async def _sample(  # noqa: PLR0913 - parameters of a request
-        self,
-        wire: EngineFormat,
-        count: int,
-        *,
-        stream: bool,
-        messages: Sequence[Message] = _TALK,
-        tools: Sequence[Tool] = (),
-        prompt: Ids | None = None,
-        temperature: float = 1.0,
-    ) -> Delta:
-        """Sample `count` tokens from the messages, or from `prompt` in exact mode."""
-        self._number += 1
-        model = self._card.id
-        ids = self._prompt if prompt is None else prompt
-        ask = EngineRequest(
-            request=Request(
-                model=model, messages=tuple(messages), tools=tuple(tools), stream=stream
-            ),
-            model=model,
-            sampling=Sampling(temperature=temperature, top_p=1.0, top_k=0, max_tokens=count),
-            request_id=f"probe-{time.time_ns()}-{self._number}",
-            prompt=TokenSequence(ids) if wire.mode is Mode.EXACT else None,
-            stream_interval=None if stream else DEFAULTS.stream_interval,
-        )
-        whole = Delta()
-        async for delta in read_reply(self._engine, self._engine.url, wire, ask):
-            whole.ids += delta.ids
-            whole.logprobs += delta.logprobs
-            whole.unreported_tokens += delta.unreported_tokens
-            whole.prompt = whole.prompt or delta.prompt
-            whole.spans = whole.spans or delta.spans
-            whole.version = delta.version if whole.version is None else whole.version
-        return whole
+                self._client.prompt = np.array(ids, np.int32)
 
     async def _check_route(self, name: str, wire: EngineFormat) -> bool:
         """Check whether a route gives complete answers, whole and streamed, and with tools."""
         passed = True
         for tools in ((), (_TOOL,)) if wire.mode is Mode.OBSERVED else ((),):
-            count, messages = (160, _WORK) if tools else (24, _TALK)
+            count, messages = (160, _WORK) if tools else (24, TALK)
             for stream in (False, True):
                 label = f"{name}: {'stream' if stream else 'whole'}{', tools' if tools else ''}"
-                answer = self._sample(wire, count, stream=stream, messages=messages, tools=tools)
-                passed = await self._try(label, self._check_complete(wire, answer)) and passed
+                answer = self._client.sample(
+                    wire, count, stream=stream, messages=messages, tools=tools
+                )
+                passed = (
+                    await self._client.attempt(label, self._check_complete(wire, answer)) and passed
+                )
         return passed
 
     async def _check_complete(self, wire: EngineFormat, sampling: Awaitable[Delta]) -> str:
@@ -282,10 +260,10 @@ class _Probe:
 
     async def _provoke_overflow(self, wire: EngineFormat, window: int) -> str:
         """Check that a prompt beyond the window is refused as such: harnesses compact on it."""
-        ids = np.full(window + 64, self._prompt[-1], np.int32)
+        ids = np.full(window + 64, self._client.prompt[-1], np.int32)
         messages = (Message(Role.USER, "word " * len(ids)),)
         try:
-            await self._sample(wire, 1, stream=True, messages=messages, prompt=ids)
+            await self._client.sample(wire, 1, stream=True, messages=messages, prompt=ids)
         except ContextOverflow as error:
             return f"refused with the right error: {str(error).partition('. ')[0]}"
         raise EngineError("a prompt longer than the window was answered")
@@ -302,11 +280,11 @@ class _Probe:
                 pairs += [(warm, cool) for warm, cool in both if warm < -_MIN_LOGPROB]
                 if len(pairs) >= _MIN_TOKENS:
                     break
-        except _FAULTS as error:
-            self._note("logprobs", False, str(error) or type(error).__name__)
+        except FAULTS as error:
+            self._client.note("logprobs", False, str(error) or type(error).__name__)
             return None
         if not pairs:
-            self._note(
+            self._client.note(
                 "logprobs", None, "sampling was too deterministic to distinguish raw from processed"
             )
             return None
@@ -314,15 +292,15 @@ class _Probe:
         raw = shift < _MIN_SHIFT
         detail = "before temperature (raw)" if raw else "after temperature (processed)"
         counted = f"{len(pairs)} tokens sampled at both {_COOL} and 1 moved by {shift:.0%}"
-        self._note("logprobs", True, f"{detail}: {counted}")
+        self._client.note("logprobs", True, f"{detail}: {counted}")
         return LogprobMeaning.RAW if raw else LogprobMeaning.PROCESSED
 
     async def _sample_at_both_temperatures(self, wire: EngineFormat) -> list[tuple[float, float]]:
         """List logprobs, at temperature 1 and `_COOL`, of tokens sampled at both in one context."""
         prompts: list[Ids | None] = [None]
         if wire.mode is Mode.EXACT:
-            answer = np.array((await self._sample(wire, 24, stream=False)).ids, np.int32)
-            whole = np.concatenate((self._prompt, answer))
+            answer = np.array((await self._client.sample(wire, 24)).ids, np.int32)
+            whole = np.concatenate((self._client.prompt, answer))
             lengths = np.linspace(_SHORTEST, len(whole), 16, dtype=int)
             prompts = [whole[:length] for length in lengths]
         pairs: list[tuple[float, float]] = []
@@ -337,7 +315,7 @@ class _Probe:
         """Sample eight single tokens; return their logprobs by id."""
         answers = await asyncio.gather(
             *(
-                self._sample(wire, 1, stream=False, prompt=prompt, temperature=temperature)
+                self._client.sample(wire, 1, prompt=prompt, temperature=temperature)
                 for _ in range(8)
             )
         )
@@ -348,39 +326,27 @@ class _Probe:
         """Check whether weights can be swapped over HTTP, and advise on flags."""
         if kind == "vllm":
             control = bool(await self._engine.get_object("/is_paused"))
-            self._note("weight control", control, _CONTROL)
+            self._client.note("weight control", control, _CONTROL)
             if not control:
-                self._advice.append("weights: start vLLM with VLLM_SERVER_DEV_MODE=1 to swap them")
+                self._client.advice.append(
+                    "weights: start vLLM with VLLM_SERVER_DEV_MODE=1 to swap them"
+                )
             if meaning is LogprobMeaning.RAW:
-                self._advice.append(
+                self._client.advice.append(
                     "logprobs: start vLLM with --logprobs-mode processed_logprobs unless every task"
                     " samples at temperature 1, top_p 1 and without top_k"
                 )
         if kind == "sglang":
             info = await self._engine.get_object("/server_info")
-            self._note("weight control", bool(info), _CONTROL)
+            self._client.note("weight control", bool(info), _CONTROL)
             if info.get("incremental_streaming_output") is False:
-                self._advice.append(
+                self._client.advice.append(
                     "streams: start SGLang with --incremental-streaming-output; without it each "
                     "event repeats the whole answer"
                 )
             if meaning is LogprobMeaning.PROCESSED:
-                self._advice.append(
+                self._client.advice.append(
                     "logprobs: they are computed after temperature, but before top_p and "
                     "top_k; leave those "
                     "off, or set SGLANG_RETURN_ORIGINAL_LOGPROB=1 for raw ones"
                 )
-
-    async def _try(self, name: str, work: Awaitable[str]) -> bool:
-        """Await `work` and note its outcome; its result or error is the detail."""
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                self._note(name, True, await work)
-        except _FAULTS as error:
-            self._note(name, False, str(error) or type(error).__name__)
-            return False
-        return True
-
-    def _note(self, name: str, passed: bool | None, detail: str) -> None:  # noqa: FBT001 - a verdict
-        outcomes = {True: CheckOutcome.PASS, False: CheckOutcome.FAIL, None: CheckOutcome.UNKNOWN}
-        self._checks.append(ProbeCheck(name, outcomes[passed], detail))

@@ -53,8 +53,7 @@ class Drawn(NamedTuple):
     logprobs: npt.NDArray[np.float32]
     """Shape ``(rows,)``."""
     kept: Sequence[Ids | None]
-    """Ids that each token was chosen from; empty if all were left, None if none was to be left out.
-    """
+    """Ids that each token was chosen from; None for rows whose sampling is not truncated."""
 
 
 def sample(
@@ -111,9 +110,8 @@ def _truncate(
 
 def _list_kept(left: torch.Tensor, truncated: npt.NDArray[np.bool_]) -> list[Ids | None]:
     finite = left.isfinite().cpu().numpy()
-    nothing = np.empty(0, np.int32)
     return [
-        (nothing if row.all() else row.nonzero()[0].astype(np.int32)) if cut else None
+        row.nonzero()[0].astype(np.int32) if cut else None
         for row, cut in zip(finite, truncated.tolist(), strict=True)
     ]
 

@@ -49,9 +49,25 @@ STOPS = st.lists(st.text(max_size=3) | st.integers(1020, 1030).map(lambda n: "x"
 SETTINGS = {
     "anthropic": ("temperature", "top_p", "top_k", "max_tokens", "stop_sequences"),
     "google": ("temperature", "topP", "topK", "maxOutputTokens", "seed", "stopSequences"),
-    "openai_chat": ("temperature", "top_p", "top_k", "max_completion_tokens", "seed", "stop"),
-    "openai_responses": ("temperature", "top_p", "top_k", "max_output_tokens", "seed", "stop"),
-    "openai_completions": ("temperature", "top_p", "top_k", "max_tokens", "seed", "stop"),
+    "openai_chat": (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "max_completion_tokens",
+        "seed",
+        "stop",
+    ),
+    "openai_responses": (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "max_output_tokens",
+        "seed",
+        "stop",
+    ),
+    "openai_completions": ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop"),
 }
 
 

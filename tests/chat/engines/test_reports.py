@@ -89,19 +89,19 @@ def test_reports_stay_beside_their_tokens(
         payloads.append(
             make_event(ids, routed_experts=encode(rows), routed_experts_start=start, **mask)
         )
-    found: list[tuple[int, list[int]]] = []
+    seen: list[tuple[int, list[int]]] = []
     joined: list[np.ndarray] = []
     for delta in read(Embedded(), *payloads, at_once=at_once):
         assert len(delta.kept) in {0, len(delta.ids)}
-        found += [*zip(delta.ids, delta.kept or [[]] * len(delta.ids), strict=True)]
+        seen += [*zip(delta.ids, delta.kept or [[]] * len(delta.ids), strict=True)]
         assert delta.experts is not None
         if delta.experts.start:
             assert delta.experts.start == len(joined[-1])
             joined[-1] = np.concatenate([joined[-1], delta.experts.rows])
         else:
             joined.append(delta.experts.rows)
-        assert len(joined[-1]) == 5 + len(found) - 1
-    assert found == expected
+        assert len(joined[-1]) == 5 + len(seen) - 1
+    assert seen == expected
     assert len(joined) == len(tracks)
     for one, other in zip(joined, tracks, strict=True):
         assert one.dtype == np.uint8

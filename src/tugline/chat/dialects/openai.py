@@ -26,7 +26,7 @@ from tugline.chat.model_call import (
 )
 from tugline.errors import EngineError, RequestError, TuglineError
 from tugline.types import Finish, Sampling, Tool, ToolCall, ToolKind, TraceKind
-from tugline.types.task import INT32, MaxTokens, Temperature, TopP
+from tugline.types.task import INT32, MaxTokens, MinP, Temperature, TopP
 from tugline.web.sse import DONE, encode_event
 
 CUSTOM_INPUT: dict[str, Any] = {
@@ -43,7 +43,7 @@ _OF_ENGINES = (
 )
 REFUSALS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_OF_ENGINES, ()),
-    **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
     "continue_final_message": (False,),
@@ -107,6 +107,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=-1, le=INT32)] | None = None
+    min_p: MinP | None = None
     seed: decoding.Seed | None = None
 
     def build_sampling(self, max_tokens: int | None, stop: str | list[str] | None) -> Sampling:
@@ -115,6 +116,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=None if self.top_k is None else max(0, self.top_k),
+            min_p=self.min_p,
             max_tokens=max_tokens,
             seed=decoding.fold_seed(self.seed),
             stop=decoding.build_stops([stop] if isinstance(stop, str) else stop),

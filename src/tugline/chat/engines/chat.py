@@ -16,6 +16,7 @@ from tugline.chat.engines import base
 from tugline.chat.engines.generate import Choice, build_structured
 from tugline.errors import EngineError
 from tugline.types import Finish, LogprobMeaning, Mode, Tool, ToolCall
+from tugline.types.task import INT32
 
 
 # --------------------------------------------------------------------------- replies
@@ -209,7 +210,7 @@ class ChatFormat(base.EngineFormat):
             "return_token_ids": True,
             "request_id": ask.request_id,
             "stream_interval": ask.stream_interval,
-            "top_k": ask.sampling.top_k or 0,
+            "top_k": ask.sampling.top_k or (INT32 if self.kept else 0),
             "min_p": ask.sampling.min_p or 0.0,
             "structured_outputs": None if constraint is None else build_structured(constraint),
         }

@@ -19,6 +19,7 @@ from tugline.errors import EngineError
 from tugline.traces.base import find_distribution
 from tugline.traces.lineage import build_chains
 from tugline.types import Call, Ids, LogprobMeaning, Logprobs
+from tugline.types.task import INT32
 from tugline.web.engine_http import EngineHttp, ModelCard
 
 T = TypeVar("T")
@@ -118,7 +119,8 @@ class Scorer:
             raw = await self._post("/inference/v1/generate", b'{"token_ids":[', ids, body)
             by_id = _decode(raw, _Prompt).prompt_logprobs
         else:
-            body = {"model": self.card.id, "max_tokens": 1, "prompt_logprobs": 0}
+            # with --return-sampling-mask, vLLM refuses requests without top_k
+            body = {"model": self.card.id, "max_tokens": 1, "prompt_logprobs": 0, "top_k": 1}
             raw = await self._post("/v1/completions", b'{"prompt":[', ids, body)
             by_id = _decode(raw, _Completion).choices[0].prompt_logprobs
         pairs = zip(ids[start:].tolist(), by_id[start:], strict=False)
@@ -151,7 +153,7 @@ class Scorer:
             meta = _decode(raw, _SampledGenerated).meta_info
             pairs = [(i, value) for value, i, _ in meta.output_token_logprobs]
         else:
-            body = {"model": self.card.id, "max_tokens": count, "top_k": 0, **_PLAIN}
+            body = {"model": self.card.id, "max_tokens": count, "top_k": INT32, **_PLAIN}
             body |= {"logprobs": 0, "return_token_ids": True}
             raw = await self._post("/v1/completions", b'{"prompt":[', ids, body)
             choice = _decode(raw, _SampledCompletion).choices[0]
