@@ -7,28 +7,21 @@ engine. The core of the suite runs the harness whose turn it is by the commit's 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from support.commands import TUGLINE
-from support.swe_repository import EXAMPLE, make_repository
+from support.swe_gym import ROOT, STEPS, make_start, read_metrics, run
 from tugline.recording.file import read
 from tugline.recording.folder import list_recordings
 from tugline.sandbox.bubblewrap import Bubblewrap
-from tugline.trainers.sinks import METRICS, read_lines
 
-ROOT = EXAMPLE.parents[1]
 HARNESSES = ("pi", "codex", "claude_code", "qwen_code")
-STEPS = (1, 2)
 
 
 def find_turn() -> str:
@@ -39,31 +32,6 @@ def find_turn() -> str:
 
 
 TURN = find_turn()
-
-
-def run(folder: Path, *line: object) -> str:
-    """Run a command that must succeed; its output."""
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [str(part) for part in line],
-        cwd=folder,
-        env=os.environ | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    return done.stdout
-
-
-def read_metrics(run_folder: Path) -> dict[int, dict[str, Any]]:
-    """Metrics by step."""
-    steps: dict[int, dict[str, Any]] = {}
-    for line in read_lines(run_folder / METRICS):
-        steps.setdefault(line["step"], {}).update(line)
-    return steps
 
 
 def count_calls(run_folder: Path) -> dict[int, list[int]]:
@@ -89,13 +57,7 @@ def test_the_toy_is_trained_and_evaluated(harness: str, tmp_path: Path) -> None:
     """Two GRPO steps with a real harness have a signal, and change the weights that are served."""
     if reason := Bubblewrap().check_available():
         pytest.skip(reason)
-    example = tmp_path / "examples" / "swe_gym"
-    made = shutil.ignore_patterns("start", "larder", "rows.jsonl", "runs", "models")
-    shutil.copytree(EXAMPLE, example, ignore=made)
-    (tmp_path / "tools").symlink_to(ROOT / "tools")
-    make_repository(example / "toy")
-    run(example, sys.executable, "toy/make_start.py", "--harness", harness)
-    run(example, TUGLINE, "sft", "toy/sft.yaml", "--out", "toy/start/sft")
+    example = make_start(tmp_path, "--harness", harness)
     own = ("--set", f"template.harness.name={harness}")
     output = run(example, TUGLINE, "train", "toy/train.yaml", *own, "--out", "runs/toy")
     trained = example / "runs" / "toy"

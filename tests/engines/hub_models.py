@@ -74,7 +74,7 @@ def _make_dense(tokenizer: Tokenizer) -> PreTrainedModel:
 
 def _make_moe(tokenizer: Tokenizer) -> PreTrainedModel:
     config = transformers.Qwen3MoeConfig(
-        num_hidden_layers=2,
+        num_hidden_layers=4,
         moe_intermediate_size=64,
         num_experts=8,
         num_experts_per_tok=2,

@@ -17,7 +17,8 @@ import pytest
 from chaos.fleet import free_ports
 from engines.tool_model import WINDOW
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 START_S = 300.0
 STOP_S = 30.0
 
@@ -62,10 +63,29 @@ def _sglang(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
 
 
 def _embedded(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    script = Path(__file__).with_name("embedded_server.py")
+    script = HERE / "embedded_server.py"
     return [sys.executable, str(script), str(folder), str(port)], {}
 
 
+def _report_in_vllm(command: list[str], env: dict[str, str]) -> None:
+    """Only model runner V2 reports routes and kept sets; on a CPU it needs Triton's interpreter."""
+    command += ["--enable-return-routed-experts", "--return-sampling-mask"]
+    command += ["--logprobs-mode", "processed_logprobs"]
+    env |= {
+        "PYTHONPATH": str(HERE / "interpreter"),
+        "TRITON_INTERPRET": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+    }
+
+
+def _report_in_sglang(command: list[str], _env: dict[str, str]) -> None:
+    """Kept sets need no flag."""
+    command[1:3] = [str(HERE / "sglang_server.py")]
+    command += ["--enable-return-routed-experts"]
+
+
+REPORT = {"vllm": _report_in_vllm, "sglang": _report_in_sglang}
+"""What makes an engine report routes and kept sets, where it does not do so anyway."""
 COMMANDS: dict[str, Callable[[Path, int], tuple[list[str], dict[str, str]]]] = {
     "embedded": _embedded,
     "vllm": _vllm,
@@ -94,10 +114,17 @@ class Server(NamedTuple):
 
 
 @contextlib.contextmanager
-def running(name: str, folder: Path, logs: Path, *flags: str) -> Iterator[Server]:
-    """The engine, while it serves the model in `folder`; its log stays in `logs`."""
+def running(
+    name: str, folder: Path, logs: Path, *flags: str, reports: bool = False
+) -> Iterator[Server]:
+    """The engine, while it serves the model in `folder`; its log stays in `logs`.
+
+    With `reports` it can report routes and kept sets.
+    """
     (port,) = free_ports(1)
     command, more = COMMANDS[name](folder, port)
+    if reports and name in REPORT:
+        REPORT[name](command, more)
     command += flags
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **more}
     log = logs / f"{name}.log"
@@ -133,6 +160,7 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
                     "model": "tiny",
                     "messages": [{"role": "user", "content": "Hi."}],
                     "max_tokens": 2,
+                    "top_k": 20,  # vLLM answers nothing without, if it reports kept sets
                 }
                 httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).raise_for_status()
                 return

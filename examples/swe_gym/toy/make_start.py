@@ -12,6 +12,8 @@ A scripted engine answers in the model's place, and the real harness executes wh
 looks at the files, applies a patch and looks at the change. Half of the patches are wrong. The
 tokenizer has one token for each piece of text that two sessions share, so the prompt of a harness,
 6 to 80 KB, has about a hundred tokens.
+
+``--engine vllm`` gives the model the shape that vLLM computes on a CPU.
 """
 
 from __future__ import annotations
@@ -80,6 +82,36 @@ WORDS = 2000
 """Tokens of the vocabulary that are not whole blocks of a prompt."""
 
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "embedded": {
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "vllm": {
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "tie_word_embeddings": False,
+    },
+}
+"""By engine: the linear heads, and whether the output has the weights of the embedding.
+
+vLLM on a CPU has a kernel for linear heads of 128 only, and is inexact with tied embeddings once
+it has loaded new weights.
+"""
+IMAGES = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+}
+"""Preprocessing of images, which vLLM reads also for a model that gets none."""
+
+
 class ShellTool(NamedTuple):
     """The tool of a harness that runs a shell command."""
 
@@ -101,12 +133,14 @@ def main() -> None:
     """Record, and write model and sessions."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--harness", choices=sorted(HARNESSES), default="pi")
-    harness = parser.parse_args().harness
+    parser.add_argument("--engine", choices=sorted(SHAPES), default="embedded")
+    options = parser.parse_args()
+    harness = options.harness
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()
     with tempfile.TemporaryDirectory(prefix="tugline-") as scratch:
         tokenizer = make_tokenizer(harness, Path(scratch) / "texts")
-        write_model(tokenizer, OUT / "model")
+        write_model(tokenizer, OUT / "model", SHAPES[options.engine])
         twice = [replace(task, samples=2) for task in read_tasks(harness, WINDOW)]
         recordings = record(twice, harness, tokenizer, Path(scratch) / "sessions")
         parquet = make_exporter(PluginSpec("parquet"))
@@ -244,7 +278,7 @@ def make_tokenizer(harness: str, folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def write_model(tokenizer: Tokenizer, folder: Path) -> None:
+def write_model(tokenizer: Tokenizer, folder: Path, shape: Mapping[str, Any]) -> None:
     """Write a model of Qwen3.5's architecture, as on the hub, with random weights."""
     torch.manual_seed(0)
     text: dict[str, Any] = {
@@ -255,14 +289,10 @@ def write_model(tokenizer: Tokenizer, folder: Path) -> None:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
         "max_position_embeddings": WINDOW,
         "initializer_range": 0.05,  # 0.02, the default, suits wide models
-        "tie_word_embeddings": True,
         "eos_token_id": END_OF_TURN,
+        **shape,
     }
     vision = {
         "depth": 1,
@@ -280,11 +310,12 @@ def write_model(tokenizer: Tokenizer, folder: Path) -> None:
         vision_end_token_id=end,
         image_token_id=image,
         video_token_id=video,
-        tie_word_embeddings=True,
+        tie_word_embeddings=shape["tie_word_embeddings"],
     )
     model = Qwen3_5ForConditionalGeneration(config)
     model.generation_config.eos_token_id = END_OF_TURN
     model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(IMAGES))
     write_tokenizer(tokenizer, folder)
 
 
