@@ -175,6 +175,10 @@ class AnswerLife(Progress):
             await asyncio.sleep(pause_s)
             pause_s *= 2
 
+    async def abort_request(self) -> None:
+        """Abort the last request, whose reply has begun; the rest of the reply comes at once."""
+        await self._engine.upstream.abort(self._request_id, self._url)
+
     @property
     def silent_s(self) -> float:
         """Seconds since the last request or data, without pauses; 0 before the first request."""

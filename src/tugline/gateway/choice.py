@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
+from tugline.chat.engines.base import Delta
 from tugline.chat.model_call import Response, join_pieces
 from tugline.errors import ClientGone, EngineError, TuglineError
 from tugline.gateway.answer import ENDED, AnswerLife, AnswerState
@@ -20,6 +21,9 @@ from tugline.gateway.sampled_answer import SampledAnswer
 from tugline.gateway.transcript import Transcript
 from tugline.recording.records import RecordedEventKind
 from tugline.types import CallOutcome, Finish
+
+_EXPERTS_S = 10.0
+"""Maximum seconds to wait for the experts of an answer that a stop string ended."""
 
 
 class Choice:
@@ -111,6 +115,8 @@ class Choice:
                         self.life.note_data(delta, content.take(delta))
                         if content.matched_stop is not None:
                             break
+                    if not content.has_experts:
+                        await self._read_experts(deltas)
             except TimeoutError:  # by `AnswerLife.stop_early`
                 content.end(Finish.ABORT)
                 return
@@ -123,6 +129,14 @@ class Choice:
                 await asyncio.sleep(settings.backoff_s * fault)
             else:
                 return
+
+    async def _read_experts(self, deltas: AsyncIterator[Delta]) -> None:
+        """Read on behind a stop string: engines report experts at the end of a reply only."""
+        with contextlib.suppress(TimeoutError, EngineError):
+            async with asyncio.timeout(_EXPERTS_S):
+                await self.life.abort_request()
+                async for delta in deltas:
+                    self.content.take(delta)
 
     def _note_fault(self) -> None:
         if self.life.replicas and self.content.count:

@@ -107,6 +107,11 @@ class SampledAnswer:
         return self._decoder.matched_stop if self._decoder is not None else None
 
     @property
+    def has_experts(self) -> bool:
+        """Whether the experts of all tokens so far are reported, or none are expected."""
+        return self._sampled.experts.covers(self._sampled.length)
+
+    @property
     def usage(self) -> Usage:
         """Token counts so far, as reported to clients; the prompt count is 0 until it is known.
 

@@ -88,6 +88,10 @@ class AnswerExperts:
         self.fault = fault or self.fault
         self._reported = count
 
+    def covers(self, count: int) -> bool:
+        """Whether there are reports about `count` sampled tokens, or none are expected."""
+        return not self._expected or self._reported >= count
+
     def _try_add(self, report: ReportedExperts, shape: tuple[int, int] | None) -> str | None:
         """Add rows, or return what is wrong with them."""
         start, rows = report.start, report.rows
