@@ -16,10 +16,19 @@ from inference.test_sampling import brute_force
 from inference.tiny_model import VOCAB, prompt, tiny
 from support.models import SMALL, make_kind
 from support.polling import until
+from tugline.chat.engines.base import EngineRequest
+from tugline.chat.model_call import Request
+from tugline.chat.tokens import TokenSequence
+from tugline.gateway.probe import CheckOutcome, probe
+from tugline.gateway.probe_reports import ModelFacts
+from tugline.gateway.reply import read_reply
 from tugline.inference.base import GenerateRequest, SampledChunk, join
 from tugline.inference.engine import Engine
 from tugline.inference.routers import read_experts, use_routers
-from tugline.types import Experts, Ids
+from tugline.inference.server import create_app
+from tugline.types import Experts, Ids, Kept, Sampling
+from tugline.web.engine_http import EngineHttp
+from tugline.web.serve import serve
 
 ALL = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05}
 
@@ -210,3 +219,43 @@ async def test_an_aborted_request_keeps_its_experts() -> None:
     assert output.experts is not None
     assert len(output.experts) == 30 + len(output.ids) - 1
     Plain(model).check_experts(np.concatenate([prompt(30), output.ids[:-1]]), output.experts)
+
+
+async def test_a_gateway_measures_and_reads_both() -> None:
+    """The probe finds what is reported; answers over HTTP have the engine's arrays."""
+    model = make_moe()
+    plain = Plain(model)
+    ids = prompt(40)
+    async with (
+        make(model) as engine,
+        serve(create_app(engine, model_name="tiny")) as url,
+        EngineHttp(url) as http,
+    ):
+        report = await probe(url, facts=ModelFacts(8, 2))
+        wire = report.wire()
+        ask = EngineRequest(
+            request=Request(model="tiny", messages=()),
+            model="tiny",
+            sampling=Sampling(**ALL, max_tokens=30),
+            request_id="r",
+            prompt=TokenSequence(ids),
+            experts=True,
+            kept=True,
+        )
+        deltas = [delta async for delta in read_reply(http, url, wire, ask)]
+    assert {check.outcome for check in report.checks} <= {CheckOutcome.PASS, CheckOutcome.UNKNOWN}
+    assert (wire.experts, wire.kept) == ((4, 2), True)
+    sampled = np.array([token for delta in deltas for token in delta.ids], np.int32)
+    reports = [delta.experts for delta in deltas if delta.experts is not None]
+    rows = np.concatenate([report.rows for report in reports])
+    assert len(rows) == len(ids) + len(sampled) - 1
+    starts = np.cumsum([0, *(len(report.rows) for report in reports)])
+    assert [report.start for report in reports] == starts[:-1].tolist()
+    plain.check_experts(np.concatenate([ids, sampled[:-1]]), rows)
+    whole = SampledChunk(
+        ids=sampled,
+        logprobs=np.array([value for delta in deltas for value in delta.logprobs], np.float32),
+        versions=(),
+        kept=Kept.of(kept for delta in deltas for kept in delta.kept),
+    )
+    plain.check_kept(ids, whole, ALL)

@@ -39,7 +39,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     id: str = ""
     """Identifies the request to `GenerationEngine.abort`."""
     stream: bool = True
-    """False: a single chunk at the end, with less work for the event loop."""
+    """False: no chunk before the end, with less work for the event loop."""
     stream_interval: int = 1
     """Minimum tokens of a chunk; the first chunk has one, and the last the rest."""
 
