@@ -65,6 +65,8 @@ class Reply(msgspec.Struct, frozen=True):
     tokens_per_chunk: int = 1
     experts: Experts | None = None
     """Experts of the prompt's and the answer's tokens but the last, ``(n, layers, top_k)``."""
+    experts_at_end: bool = False
+    """Report all experts in the last chunk only, also after an abort, as vLLM and SGLang do."""
     kept: Sequence[Sequence[int]] | None = None
     """Ids that each of `ids` was chosen from."""
 
@@ -145,18 +147,23 @@ class ScriptedEngine:
             await self._pass_time(reply.delay_s * (end - start), aborted)
             if reply.cut_after is not None and end > reply.cut_after:
                 raise CutError(f"scripted fault: cut after {reply.cut_after} tokens")
+            before = len(request.prompt_ids) - 1
             if aborted.is_set():
-                yield SampledChunk(ids[:0], logprobs[:0], (), finish=Finish.ABORT)
+                rows = None
+                if reply.experts_at_end and reply.experts is not None and start:
+                    rows = reply.experts[: before + start]
+                yield SampledChunk(ids[:0], logprobs[:0], (), finish=Finish.ABORT, experts=rows)
                 return
             self._stats.sampled_tokens += end - start
             last = end == len(ids)
-            before = len(request.prompt_ids) - 1
-            computed = slice(before + start if start else 0, before + end)
+            whole = reply.experts_at_end or not start
+            computed = slice(0 if whole else before + start, before + end)
+            rows = None if reply.experts is None else reply.experts[computed]
             yield SampledChunk(
                 ids=ids[start:end],
                 logprobs=logprobs[start:end],
                 versions=(VersionSpan(self.version, start, end),),
-                experts=None if reply.experts is None else reply.experts[computed],
+                experts=None if reply.experts_at_end and not last else rows,
                 experts_start=computed.start,
                 kept=None if reply.kept is None else Kept.of(reply.kept[start:end]),
                 finish=finish if last else None,
