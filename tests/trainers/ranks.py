@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from torch.nn.parallel import DistributedDataParallel
 
 from support.models import make_kind
+from trainers.routed import make_moe
 from trainers.sessions import VERSION, groups, recaptured, session, tiny, trace, weights
 from tugline.inference.load import load
 from tugline.trainers.config import Lora
@@ -57,7 +58,23 @@ def batches() -> list[list[Trajectory]]:
 def train(model: torch.nn.Module, config: GrpoConfig, share: slice) -> list[StepReport]:
     """Train five steps with a part of each step's sessions."""
     trainer = Grpo(model, config)
-    return [trainer.step(batch[share], version=VERSION) for batch in batches()]
+    replays = trainer.policy.routes.has_experts
+    return [
+        trainer.step(
+            [with_experts(each) if replays else each for each in batch][share], version=VERSION
+        )
+        for batch in batches()
+    ]
+
+
+def with_experts(each: Trajectory) -> Trajectory:
+    """The session with the same experts at the same position, of all but the last token."""
+    traces = []
+    for old in each.traces:
+        rng = np.random.default_rng(0)
+        rows = rng.permuted(np.tile(np.arange(8, dtype=np.uint8), (len(old.ids) - 1, 2, 1)), axis=2)
+        traces.append(replace(old, experts=rows[..., :2]))
+    return replace(each, traces=tuple(traces))
 
 
 def train_rest(trainer: Grpo, share: slice) -> torch.Tensor:
@@ -82,6 +99,18 @@ def hybrid() -> torch.nn.Module:
 def hybrid_fsdp() -> torch.nn.Module:
     """A sharded model with gated delta nets."""
     model = hybrid()
+    shard(model)
+    return model
+
+
+def experts() -> torch.nn.Module:
+    """A model with experts."""
+    return make_moe()
+
+
+def experts_fsdp() -> torch.nn.Module:
+    """A sharded model with experts."""
+    model = make_moe()
     shard(model)
     return model
 
@@ -113,11 +142,28 @@ CASES: dict[str, tuple[Callable[[], torch.nn.Module], slice, slice, dict[str, ob
     "fsdp, small passes": (fsdp, slice(None, 4), slice(4, None), {"micro_tokens": 1}),
     "lora": (lora_fsdp, slice(None, 1), slice(1, None), {}),
     "hybrid": (hybrid_fsdp, slice(None, 1), slice(1, None), {"gradient_checkpointing": True}),
+    "experts": (
+        experts_fsdp,
+        slice(None, 1),
+        slice(1, None),
+        {"gradient_checkpointing": True, "load_balancing": 0.1},
+    ),
+    "experts, ddp": (
+        lambda: DistributedDataParallel(experts()),
+        slice(None),
+        slice(0),
+        {"tree_packing": False, "ratio_level": "trace", "importance": None},
+    ),
 }
 """The model, the part of a step's sessions of each rank, and changes of the configuration."""
 
 
-ALONE: dict[str, Callable[[], torch.nn.Module]] = {"lora": lora, "hybrid": hybrid}
+ALONE: dict[str, Callable[[], torch.nn.Module]] = {
+    "lora": lora,
+    "hybrid": hybrid,
+    "experts": experts,
+    "experts, ddp": experts,
+}
 """The model that one process trains, by case; `tiny` for the others."""
 RESUMED: dict[str, Callable[[int], torch.nn.Module]] = {"fsdp": fsdp, "lora": lora_fsdp}
 """Models that are saved after `SAVED` steps and loaded into others."""

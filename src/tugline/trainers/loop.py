@@ -50,6 +50,7 @@ from tugline.trainers.metrics import (
     RolloutFigures,
     TrainState,
     TrainSummary,
+    describe_replay,
     find_alarms,
     flatten,
     measure_rollout,
@@ -210,6 +211,9 @@ class TrainingLoop:
         times = {f"time/{name}": seconds for name, seconds in spent.items()}
         if learned.rollout.failed:
             self.sinks.note(number, FAILED, summarize_failures(results))
+        replay = describe_replay(learned.report)
+        if replay is not None:
+            self.sinks.note(number, "replay", replay)
         self.sinks.log(number, flatten(publication, "publish") | times)
         for name, text in find_alarms(
             learned.rollout, learned.report, publication, self.state.entropies

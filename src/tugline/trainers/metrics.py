@@ -147,6 +147,22 @@ def _numbers(name: str, value: Any) -> Iterable[tuple[str, float]]:
         yield name, float(value)
 
 
+def describe_replay(report: StepReport) -> str | None:
+    """Return a line on what replaying experts changed in a step; None without replay."""
+    mismatch = report.mismatch
+    if mismatch is None or mismatch.without_replay is None:
+        return None
+    without = mismatch.without_replay
+    text = (
+        f"mean |dlogp| {mismatch.total.mean_abs:.1e} with the recorded experts, "
+        f"{without.mean_abs:.1e} without"
+    )
+    if not mismatch.experts_changed:
+        return text
+    layer, share = max(mismatch.experts_changed.items(), key=lambda item: item[1])
+    return f"{text}; routers differ most in layer {layer}, for {share:.1%} of tokens"
+
+
 # --------------------------------------------------------------------------- alarms
 _COLLAPSE = 0.1
 """Share of the first steps' mean entropy below which the entropy has collapsed."""

@@ -183,8 +183,7 @@ class Row(NamedTuple):
         others = other.sample.experts
         if experts is None or others is None:
             return count if experts is others else 0
-        differs = (experts[:count] != others[:count]).any((1, 2))
-        return int(differs.argmax()) if differs.any() else count
+        return shared_prefix(experts[:count], others[:count])
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from tugline.trainers.grpo.config import UpdateConfig
 from tugline.trainers.grpo.logits import TargetLogprobs
 from tugline.trainers.grpo.packing import Costs
 from tugline.trainers.grpo.recurrence import restore_layers, use_tree_layers
-from tugline.trainers.grpo.routes import Routes
+from tugline.trainers.grpo.routes import Routes, check_routers
 from tugline.types import Ids, Kept, Sample
 
 FORWARD = "tugline_forward"
@@ -74,6 +74,8 @@ class PolicyModel:
         self.costs = count_operations(inner)
         disable_dropout(model.train())
         self._check_head()
+        if config.load_balancing > 0:
+            check_routers(self.routes, type(inner).__name__, "load_balancing", "0")
         in_trees, self.packing = self._choose_packing(inner, config)
         """Sentence that says how traces are packed, and why."""
         self.config = replace(config, tree_packing=in_trees)
@@ -290,7 +292,7 @@ class PolicyModel:
     def _agree(self, first: torch.Tensor, other: torch.Tensor, within: float = 1e-4) -> bool:
         types = {parameter.dtype for parameter in self.model.parameters()}
         exact = types == {torch.float32} and self._compute_type in {None, torch.float32}
-        return torch.allclose(first, other, rtol=0, atol=within if exact else 5e-2)
+        return torch.allclose(first.float(), other.float(), rtol=0, atol=within if exact else 5e-2)
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

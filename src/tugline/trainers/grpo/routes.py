@@ -54,7 +54,7 @@ class Routes:
         self.routers: list[Router] = use_routers(model)
         for router in self.routers:
             router.keeps_logits = balanced
-        self._model = model
+        self._blocks = [each for each in model.modules() if _has_experts(each)]
         self._changed = torch.zeros(len(self.routers), dtype=torch.float64)
         self._compared = 0
 
@@ -71,15 +71,19 @@ class Routes:
         size = (len(self.routers), count_experts(first), get_top_k(first))
         return RouterShape(*size, tuple(layers), depth)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has layers with experts."""
+        return bool(self._blocks or self.routers)
+
     def find_problem(self) -> str | None:
-        """Return why experts cannot be replayed; None if they can, or if there are none.
+        """Return why experts cannot be replayed; None if they can.
 
         A forward pass must have been computed before.
         """
-        blocks = [each for each in self._model.modules() if _has_experts(each)]
-        if len(blocks) > len(self.routers):
+        if len(self._blocks) > len(self.routers):
             known = f"{len(self.routers)} have a router that is known"
-            return f"of its {len(blocks)} {type(blocks[0]).__name__} layers, {known}"
+            return f"of its {len(self._blocks)} {type(self._blocks[0]).__name__} layers, {known}"
         for router in self.routers:
             if router.chosen is None:
                 kind = type(router).__mro__[2].__name__
@@ -152,17 +156,19 @@ def _has_experts(module: Any) -> bool:
 
 
 def check_replay(routes: Routes, name: str, *, wanted: bool | str) -> bool:
-    """Return whether `replay_experts` replays in a model of class `name`.
-
-    Raises `ConfigError` if it must, and cannot.
-    """
-    key = "replay_experts"
-    if wanted is False:
+    """Return whether `replay_experts` replays in a model of class `name`; see `check_routers`."""
+    if wanted is False or (wanted == "auto" and not routes.has_experts):
         return False
-    problem = routes.find_problem()
+    check_routers(routes, name, "replay_experts", "false")
+    return True
+
+
+def check_routers(routes: Routes, name: str, key: str, off: str) -> None:
+    """Raise `ConfigError` if a setting needs routers that a model of class `name` does not have.
+
+    `off` is the value that needs none.
+    """
+    problem = routes.find_problem() if routes.has_experts else "it has no experts"
     if problem is not None:
-        msg = f"{key}: model {name} is not supported: {problem}. Set it to false to train without"
+        msg = f"{key}: model {name} is not supported: {problem}. Set it to {off} to train without"
         raise ConfigError(msg, key)
-    if wanted is True and not routes.routers:
-        raise ConfigError(f"{key} is true, but model {name} has no experts; set it to auto", key)
-    return bool(routes.routers)

@@ -173,12 +173,11 @@ class Updater(ABC):
             figures.add("load_balancing", loss)
             return self.config.load_balancing * loss
 
-        balanced = self.config.load_balancing > 0 and bool(self.policy.routes.routers)
         new = self.policy.backward(
             micro,
             compute_loss,
             whole=self.needs_whole_traces,
-            further=balance if balanced else None,
+            further=balance if self.config.load_balancing > 0 else None,
         )
         self.policy.routes.compare(micro.experts)
         figures.recomputed += split_by_sample(new, micro)
