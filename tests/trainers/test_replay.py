@@ -18,12 +18,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from trainers.forced import force
 from trainers.routed import PLAIN, add_noise, allow_noise, make_moe, play_groups
 from trainers.sessions import VERSION, tiny
-from tugline.errors import CaptureError, ConfigError
+from tugline.errors import ConfigError
 from tugline.trainers.grpo.batch import Row
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.packing import Costs, pack
-from tugline.trainers.grpo.routes import RouterShape
-from tugline.trainers.grpo.samples import prepare
+from tugline.trainers.grpo.samples import RouterShape, prepare
 from tugline.trainers.grpo.train import Grpo
 from tugline.trainers.metrics import describe_replay
 from tugline.types import Distribution, Kept, LogprobMeaning, Reason, Sample, Trace, Trajectory
@@ -280,16 +279,18 @@ def strip(each: Trajectory) -> Trajectory:
         lambda experts: experts[:, :1],
         lambda experts: experts[:, :, :1],
         lambda experts: experts + np.uint8(7),
+        np.zeros_like,
     ],
-    ids=["layers", "top_k", "numbers"],
+    ids=["layers", "top_k", "numbers", "repeated"],
 )
-def test_experts_that_the_model_does_not_have_are_an_error(change: Any) -> None:
-    """It names the session and both shapes."""
+def test_tokens_with_experts_of_another_model_are_masked(change: Any) -> None:
+    """Other sessions are trained."""
     first, *others = BATCH
     (trace,) = first.traces
     broken = replace(first, traces=(replace(trace, experts=change(trace.experts)),))
-    with pytest.raises(CaptureError, match=r"t0/0: .*2 layers of 8 experts, 2 for each token"):
-        Grpo(make_moe(), GrpoConfig()).step([broken, *others], version=VERSION)
+    samples, ledger = prepare([broken, *others], GrpoConfig(), version=VERSION, routers=SHAPE)
+    assert {sample.session for sample in samples} == {each.session for each in others}
+    assert ledger.masked[Reason.NO_ROUTES] == trace.trained
 
 
 def test_replay_is_refused_for_a_model_without_experts() -> None:

@@ -5,45 +5,16 @@ are those of the router being trained, so its gradient is that of the recorded r
 """
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
 from tugline.errors import ConfigError
 from tugline.inference.routers import Router, count_experts, get_top_k, use_routers
 from tugline.trainers.grpo.distributed import add_up
-from tugline.types import Experts
+from tugline.trainers.grpo.samples import RouterShape
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-
-
-class RouterShape(NamedTuple):
-    """Size of the routers of a model."""
-
-    layers: int
-    """Number of layers with a router."""
-    experts: int
-    top_k: int
-    places: tuple[int, ...] = ()
-    """Numbers of these layers among all `depth` layers of the model."""
-    depth: int = 0
-
-    def select(self, experts: Experts) -> Experts | None:
-        """Return the experts of the layers with a router; None if they are not of this model.
-
-        Engines may report all layers of the model, with zeros where there are no experts.
-        """
-        if experts.shape[1] == self.depth != self.layers:
-            experts = experts[:, self.places]
-        if experts.shape[1:] != (self.layers, self.top_k) or experts.max(initial=0) >= self.experts:
-            return None
-        ordered = np.sort(experts, axis=2)
-        repeated = (ordered[:, :, 1:] == ordered[:, :, :-1]).any()
-        return None if repeated else experts
-
-    def __str__(self) -> str:
-        return f"{self.layers} layers of {self.experts} experts, {self.top_k} for each token"
 
 
 class Routes:
@@ -54,6 +25,7 @@ class Routes:
         self.routers: list[Router] = use_routers(model)
         for router in self.routers:
             router.keeps_logits = balanced
+        self._model = model
         self._blocks = [each for each in model.modules() if _has_experts(each)]
         self._changed = torch.zeros(len(self.routers), dtype=torch.float64)
         self._compared = 0
@@ -67,7 +39,8 @@ class Routes:
             for name, module in self._model.named_modules()
             if module in self.routers and (number := _LAYER.search(name))
         ]
-        depth = getattr(getattr(self._model, "config", None), "num_hidden_layers", 0)
+        config: Any = self._model.config
+        depth = config.get_text_config().num_hidden_layers
         size = (len(self.routers), count_experts(first), get_top_k(first))
         return RouterShape(*size, tuple(layers), depth)
 

@@ -7,6 +7,7 @@ sampled = trained + masked + dropped (I2). Trajectories rebuilt from recordings 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -16,9 +17,9 @@ from tugline.errors import CaptureError, ConfigError
 from tugline.traces.base import leave_out, sum_ledgers
 from tugline.trainers.grpo.advantage import grade, token_advantages, turn_shares
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.trainers.grpo.routes import RouterShape
 from tugline.types import (
     Boundary,
+    Experts,
     Ids,
     Kept,
     Ledger,
@@ -31,6 +32,34 @@ from tugline.types import (
 )
 
 _log = log.get("trainer")
+
+
+class RouterShape(NamedTuple):
+    """Size of the routers of a model."""
+
+    layers: int
+    """Number of layers with a router."""
+    experts: int
+    top_k: int
+    places: tuple[int, ...] = ()
+    """Numbers of these layers among all `depth` layers of the model."""
+    depth: int = 0
+
+    def select(self, experts: Experts) -> Experts | None:
+        """Return the experts of the layers with a router; None if they are not of this model.
+
+        Engines may report all layers of the model, with zeros where there are no experts.
+        """
+        if experts.shape[1] == self.depth != self.layers:
+            experts = experts[:, self.places]
+        if experts.shape[1:] != (self.layers, self.top_k) or experts.max(initial=0) >= self.experts:
+            return None
+        ordered = np.sort(experts, axis=2)
+        repeated = (ordered[:, :, 1:] == ordered[:, :, :-1]).any()
+        return None if repeated else experts
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers of {self.experts} experts, {self.top_k} for each token"
 
 
 def prepare(
