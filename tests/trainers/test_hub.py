@@ -46,7 +46,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 
 def make_trainer(source: Path, seed: int = 0, lora: Lora | None = None) -> Grpo:
     """Return a trainer of the model in a folder, before its first step."""
-    config = GrpoConfig(lr=2e-2, tree_packing=False, seed=seed)
+    config = GrpoConfig(lr=2e-2, tree_packing=False, seed=seed, replay_experts=False)
     model = load_model(source, Placement(torch.device("cpu")), lora).model
     return Grpo(model, config, source=source)
 

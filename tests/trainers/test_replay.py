@@ -279,24 +279,18 @@ def strip(each: Trajectory) -> Trajectory:
         lambda experts: experts[:, :1],
         lambda experts: experts[:, :, :1],
         lambda experts: experts + np.uint8(7),
+        np.zeros_like,
     ],
-    ids=["layers", "top_k", "numbers"],
+    ids=["layers", "top_k", "numbers", "repeated"],
 )
-def test_a_session_with_experts_of_another_model_is_masked(change: Any) -> None:
-    """Its tokens count as `no_routes`; the other sessions are trained (I5)."""
+def test_tokens_with_experts_of_another_model_are_masked(change: Any) -> None:
+    """Other sessions are trained."""
     first, *others = BATCH
     (trace,) = first.traces
     broken = replace(first, traces=(replace(trace, experts=change(trace.experts)),))
-    report = Grpo(make_moe(), GrpoConfig()).step([broken, *others], version=VERSION)
-    assert report.ledger.masked[Reason.NO_ROUTES] == trace.trained
-    assert report.ledger.balanced
-    with pytest.raises(ConfigError, match="replay_experts: the model has 2 layers of 8 experts"):
-        prepare(
-            [broken],
-            GrpoConfig(),
-            version=VERSION,
-            routers=Grpo(make_moe(), GrpoConfig()).policy.routes.shape,
-        )
+    samples, ledger = prepare([broken, *others], GrpoConfig(), version=VERSION, routers=SHAPE)
+    assert {sample.session for sample in samples} == {each.session for each in others}
+    assert ledger.masked[Reason.NO_ROUTES] == trace.trained
 
 
 def test_experts_of_all_layers_are_those_of_the_layers_with_a_router() -> None:
