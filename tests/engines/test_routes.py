@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,11 @@ from support.tasks import make_task
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
-from tugline.gateway.probe import connect
+from tugline.gateway.probe import EngineReport, probe
+from tugline.gateway.replicas import Upstream
 from tugline.inference.routers import use_routers
 from tugline.traces.base import PrefixMerging
-from tugline.types import Call, Policy, Sampling, Session, Trace
+from tugline.types import Call, Finish, Policy, Sampling, Session, Trace
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 CLOSE = 1e-4
@@ -55,6 +56,8 @@ class Routed:
     url: str
     source: Path
     model: PreTrainedModel
+    report: EngineReport | None = None
+    """What `tugline doctor` finds, once it was asked for."""
 
 
 @pytest.fixture(
@@ -77,19 +80,20 @@ def routed(
 @contextlib.asynccontextmanager
 async def open_gateway(routed: Routed, folder: Path) -> AsyncIterator[Gateway]:
     """Open a gateway in front of the engine, as `tugline doctor` finds it."""
-    upstream = await connect([routed.url])
+    routed.report = routed.report or await probe(routed.url)
+    upstream = Upstream([routed.url], routed.report.wire())
     rendering = Rendering(Tokenizer.load(routed.source), "qwen3")
     async with Gateway(upstream, rendering, folder) as gateway:
         yield gateway
 
 
 async def play(
-    gateway: Gateway, number: int, sampling: Sampling, options: list[dict[str, Any]]
+    gateway: Gateway, number: int, sampling: Sampling, options: Sequence[dict[str, Any]]
 ) -> tuple[Call, ...]:
     """Play a session that is random but for its number; calls take `options` in turn."""
     rng = random.Random(number)
     session = Session(id=f"s{number}", task="t", sample=number)
-    policy = Policy.ENFORCE if options == [{}] else Policy.ALLOW
+    policy = Policy.ALLOW if any("top_p" in each for each in options) else Policy.ENFORCE
     task = make_task("t", sampling=sampling, sampling_policy=policy)
     async with (
         gateway.open(session, task) as opened,
@@ -101,7 +105,7 @@ async def play(
         for turn in range(CALLS):
             chosen = options[turn % len(options)]
             text = await ask(client, messages, rng, chosen)
-            if rng.random() < 0.25:  # another answer to the same messages
+            if rng.random() < 0.4:  # another answer to the same messages
                 continue
             messages.append({"role": "assistant", "content": text})
             messages.append({"role": "user", "content": f"Find {rng.choice(('pine', 'quay'))}."})
@@ -113,15 +117,13 @@ async def play(
 async def ask(
     client: openai.AsyncOpenAI, messages: list[Any], rng: random.Random, options: dict[str, Any]
 ) -> str:
-    """Ask for a streamed or a whole answer, which a stop string may end; return its text."""
+    """Ask for a streamed or a whole answer; return its text."""
     body: dict[str, Any] = {
         "model": "tiny",
         "messages": messages,
         "max_tokens": rng.randint(4, 16),
         **options,
     }
-    if rng.random() < 0.3:
-        body["stop"] = rng.choice(("e", "a", " "))
     if rng.random() < 0.5:
         answer = await client.chat.completions.create(**body)
         return answer.choices[0].message.content or ""
@@ -158,16 +160,18 @@ def measure(model: PreTrainedModel, trace: Trace) -> float:
 
 
 async def check(
-    routed: Routed, folder: Path, sampling: Sampling, options: list[dict[str, Any]]
+    routed: Routed, folder: Path, sampling: Sampling, *options: dict[str, Any]
 ) -> tuple[float, list[Trace], list[Call]]:
-    """Play sessions at once; nothing may be masked; the largest difference, traces and calls."""
+    """Play sessions at once; nothing may be masked; the largest difference, traces and calls.
+
+    Calls of a session take `options` in turn.
+    """
     async with open_gateway(routed, folder) as gateway:
-        played = [play(gateway, number, sampling, options) for number in range(SESSIONS)]
+        played = [play(gateway, number, sampling, options or ({},)) for number in range(SESSIONS)]
         sessions = await asyncio.gather(*played)
     built = [PrefixMerging().build(calls) for calls in sessions]
     traces = [trace for each in built for trace in each.traces]
-    masked = [span.masked for trace in traces for span in trace.spans if span.masked]
-    assert masked == []
+    assert [span.masked for trace in traces for span in trace.spans if span.masked] == []
     calls = [call for calls in sessions for call in calls]
     assert sum(trace.trained for trace in traces) == sum(len(call.sampled_ids) for call in calls)
     return max(measure(routed.model, trace) for trace in traces), traces, calls
@@ -179,7 +183,7 @@ async def test_logprobs_are_recomputed_from_experts_and_kept_sets(
     routed: Routed, name: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Every sampled token is trained, and its logprob is that of a forward pass with replay."""
-    furthest, traces, _ = await check(routed, tmp_path, TRUNCATED[name], [{}])
+    furthest, traces, _ = await check(routed, tmp_path, TRUNCATED[name])
     assert furthest <= CLOSE
     for trace in traces:
         assert trace.experts is not None
@@ -194,11 +198,22 @@ async def test_each_call_has_its_own_distribution(
     routed: Routed, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Calls of one session at top-p 0.5 and at 1 are both exact; only the first have sets."""
-    options: list[dict[str, Any]] = [{"top_p": 0.5}, {"top_p": 1.0}]
-    furthest, _, calls = await check(routed, tmp_path, Sampling(temperature=1.0), options)
+    mixed = ({"top_p": 0.5}, {"top_p": 1.0})
+    furthest, _, calls = await check(routed, tmp_path, Sampling(temperature=1.0), *mixed)
     assert furthest <= CLOSE
     for call in calls:
         assert call.sampling.top_p in {0.5, 1.0}
         has_sets = call.kept is not None and bool((call.kept.sizes > 0).all())
         assert has_sets is (call.sampling.top_p == 0.5)
+    record_property(FURTHEST, furthest)
+
+
+async def test_answers_that_a_stop_string_ends_keep_their_experts(
+    routed: Routed, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """The engine reports experts at the end of an answer, which the gateway then still reads."""
+    stops = [{"stop": text} for text in ("e", "a", " ")]
+    furthest, _, calls = await check(routed, tmp_path, TRUNCATED["together"], *stops)
+    assert furthest <= CLOSE
+    assert any(call.finish is Finish.STOP for call in calls)
     record_property(FURTHEST, furthest)
