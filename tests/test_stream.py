@@ -10,11 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
+from msgspec.structs import replace
 
 from support.commands import run_program
-from support.groups import finish
-from support.server import TOKENS, RestartableServer
+from support.groups import ONCE, finish, trajectory
+from support.server import TOKENS, RestartableServer, lease_sessions
+from support.tasks import make_task
 from tugline.stream import GradedGroup, GroupStream
+from tugline.types import Kept, Ledger, encode
 
 CONSUMER = """
 import sys
@@ -55,6 +59,29 @@ async def test_samples_are_flat_arrays(live: RestartableServer) -> None:
     assert first.logprobs.tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
     assert first.versions.tolist() == [-1, -1, 3, 3, -1, 4]
     assert first.temperatures.tolist() == [1, 1, 1, 1, 1, 0]
+
+
+async def test_experts_and_kept_sets_pass_through(live: RestartableServer) -> None:
+    """A trace has the arrays that the node committed, of the same types."""
+    experts = np.arange(24, dtype=np.uint16).reshape(4, 3, 2)
+    kept = Kept.of([[], [], [12, 300], [13], [], []])
+    done = trajectory("a-0", "a", 0, 1.0)
+    traces = (replace(done.traces[0], experts=experts, kept=kept), done.traces[0])
+    ledger = Ledger(sampled=6, trained=6)
+    async with live.client() as client:
+        await client.submit(make_task("a", group=ONCE))
+        async with lease_sessions(live.url, 1) as (node, _, work):
+            body = zstandard.compress(encode(replace(done, traces=traces, ledger=ledger)))
+            await node.commit("a-0", work.session.epoch, body)
+    stream = GroupStream("me", live.url, TOKENS.client, follow=False)
+    (group,) = await asyncio.to_thread(read, stream)
+    first, second = group.trajectories[0].traces
+    assert first.experts is not None
+    assert first.kept is not None
+    assert first.experts.dtype == np.uint16
+    assert np.array_equal(first.experts, experts)
+    assert [each.tolist() for each in first.kept] == [each.tolist() for each in kept]
+    assert (second.experts, second.kept) == (None, None)
 
 
 async def test_equal_rewards_have_no_advantage(live: RestartableServer) -> None:

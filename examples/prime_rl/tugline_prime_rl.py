@@ -10,22 +10,65 @@ import argparse
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
+from tugline.exports.forms import drop_experts, drop_sets, place_experts, select_sets
 from tugline.stream import GradedGroup, GroupStream
 from tugline.types import Sample
 
 WRITTEN = "groups.json"
 """File with the ids of a step's groups; written after all batches of the step."""
+NO_SETS = (
+    "--kept hold writes them for a trainer that reads `sampling_mask` (prime-rl after 0.8.0); "
+    "--kept mask leaves such tokens untrained"
+)
+
+
+class Form(NamedTuple):
+    """What a file holds of what decided a token besides the logits."""
+
+    experts: bool = True
+    """Whether experts are written, for a trainer with ``enable_router_replay``."""
+    kept: Literal["refuse", "hold", "mask"] = "refuse"
+    """What becomes of tokens that were sampled from a part of the vocabulary."""
+    dense_layers: tuple[int, ...] = ()
+    """Numbers of the model's layers without a router."""
+
+    def fit(self, sample: Sample) -> Sample:
+        """Return the sample as the file can hold it. Raises `UsageError`."""
+        if not self.experts:
+            sample = drop_experts(sample, refuse=None)
+        if self.kept == "hold":
+            return sample
+        return drop_sets(sample, refuse=NO_SETS if self.kept == "refuse" else None)
+
+
+DEFAULT = Form()
+
+
+class RoutedExperts(msgspec.Struct, array_like=True):
+    """Experts of all tokens; `shape` is tokens, all layers, top-k."""
+
+    data: bytes
+    shape: list[int]
+    dtype: str
+
+
+class SamplingMask(msgspec.Struct, array_like=True):
+    """Kept sets, joined, and the size of each token's own, 0 for none; both int32."""
+
+    ids: bytes
+    counts: bytes
 
 
 class MicroBatch(msgspec.Struct, array_like=True):
     """Concatenated sequences; the files have the fields in prime-rl's order, without names.
 
     Lists have a value per token, except for lists of lengths, which have one per sequence. Fields
-    that are None are for reference models, routing, images and other losses.
+    that are always None are for reference models, images and other losses.
     """
 
     input_ids: list[int]
@@ -38,7 +81,7 @@ class MicroBatch(msgspec.Struct, array_like=True):
     env_names: list[str]
     seq_lens: list[int]
     ref_logprobs: None = None
-    routed_experts: None = None
+    routed_experts: RoutedExperts | None = None
     mm_kwargs: None = None
     mm_token_type_ids: None = None
     rl_weights: None = None
@@ -46,14 +89,20 @@ class MicroBatch(msgspec.Struct, array_like=True):
     ref_kl_weights: None = None
 
 
-def make_micro_batch(samples: Sequence[Sample]) -> MicroBatch:
-    """Concatenate sequences to a micro-batch."""
+class MaskedMicroBatch(MicroBatch, array_like=True, kw_only=True):
+    """A micro-batch with kept sets, which prime-rl reads since its pull request 3431."""
+
+    sampling_mask: SamplingMask
+
+
+def make_micro_batch(samples: Sequence[Sample], form: Form = DEFAULT) -> MicroBatch:
+    """Concatenate sequences to a micro-batch; all have experts, or none."""
 
     def join(parts: Iterator[np.ndarray]) -> list:
         return np.concatenate(list(parts)).tolist()
 
     lengths = [len(sample.input_ids) for sample in samples]
-    return MicroBatch(
+    batch = MicroBatch(
         input_ids=join(sample.input_ids for sample in samples),
         loss_mask=join(sample.loss_mask for sample in samples),
         advantages=join(sample.advantages for sample in samples),
@@ -63,7 +112,32 @@ def make_micro_batch(samples: Sequence[Sample]) -> MicroBatch:
         temperatures=join(shift_temperatures(sample) for sample in samples),
         env_names=[sample.harness for sample in samples for _ in sample.input_ids],
         seq_lens=list(lengths),
+        routed_experts=join_experts(samples, form),
     )
+    if all(sample.kept is None for sample in samples):
+        return batch
+    return MaskedMicroBatch(**msgspec.structs.asdict(batch), sampling_mask=join_sets(samples))
+
+
+def join_experts(samples: Sequence[Sample], form: Form) -> RoutedExperts | None:
+    """Return the experts of all tokens, 0 where none are known."""
+    placed = [
+        place_experts(sample.experts, len(sample.input_ids), form.dense_layers)
+        for sample in samples
+        if sample.experts is not None
+    ]
+    if not placed:
+        return None
+    joined = np.concatenate(placed)
+    return RoutedExperts(joined.tobytes(), list(joined.shape), str(joined.dtype))
+
+
+def join_sets(samples: Sequence[Sample]) -> SamplingMask:
+    """Return the sets of trained tokens, at their own positions: prime-rl shifts them."""
+    sets = [select_sets(sample.kept, sample.loss_mask) for sample in samples]
+    ids = np.concatenate([each.ids for each in sets])
+    sizes = np.concatenate([each.sizes for each in sets])
+    return SamplingMask(ids.tobytes(), sizes.astype(np.int32).tobytes())
 
 
 def shift_temperatures(sample: Sample) -> np.ndarray:
@@ -76,18 +150,22 @@ def shift_temperatures(sample: Sample) -> np.ndarray:
     return np.where(shifted > 0, shifted, np.float32(1))
 
 
-def pack(samples: Sequence[Sample], seq_len: int, ranks: int) -> list[list[MicroBatch]]:
+def pack(
+    samples: Sequence[Sample], seq_len: int, ranks: int, form: Form = DEFAULT
+) -> list[list[MicroBatch]]:
     """Pack samples into equally many micro-batches per rank, of at most `seq_len` tokens each."""
     bins: list[list[Sample]] = []
     for sample in sorted(samples, key=lambda sample: -len(sample.input_ids)):
         left = seq_len - len(sample.input_ids)
-        fitting = (each for each in bins if sum(len(s.input_ids) for s in each) <= left)
+        routed = sample.experts is not None
+        alike = (each for each in bins if (each[0].experts is not None) == routed)
+        fitting = (each for each in alike if sum(len(s.input_ids) for s in each) <= left)
         target = next(fitting, None)
         if target is None:
             bins.append([sample])
         else:
             target.append(sample)
-    batches = [make_micro_batch(each) for each in bins]
+    batches = [make_micro_batch(each, form) for each in bins]
     batches.sort(key=lambda batch: -len(batch.input_ids))
     if padding := -len(batches) % ranks:
         last = batches[-1]
@@ -99,8 +177,9 @@ def pack(samples: Sequence[Sample], seq_len: int, ranks: int) -> list[list[Micro
 class StepWriter:
     """Writes steps in order, beginning with the first incomplete one."""
 
-    def __init__(self, output: Path, seq_len: int, ranks: int) -> None:
+    def __init__(self, output: Path, seq_len: int, ranks: int, form: Form = DEFAULT) -> None:
         self._folder, self._seq_len, self._ranks = output / "rollouts", seq_len, ranks
+        self._form = form
         self.step = next(n for n in itertools.count(1) if not (self._path(n) / WRITTEN).exists())
         last = self._path(self.step - 1) / WRITTEN
         self.known: frozenset[str] = frozenset(
@@ -114,17 +193,22 @@ class StepWriter:
     def write(self, groups: Sequence[GradedGroup]) -> int:
         """Write a step of these groups; return the number of traces that were too long.
 
-        Equal groups give equal bytes, so an interrupted step can be written again.
+        Equal groups give equal bytes, so an interrupted step can be written again. Raises
+        `UsageError` for samples that the files cannot hold.
         """
-        samples = [sample for group in groups for sample in group.samples]
+        samples = [self._form.fit(sample) for group in groups for sample in group.samples]
+        samples = [sample for sample in samples if sample.trained]
         fitting = [sample for sample in samples if len(sample.input_ids) <= self._seq_len]
         folder = self._path(self.step)
         folder.mkdir(parents=True, exist_ok=True)
-        for rank, batches in enumerate(pack(fitting, self._seq_len, self._ranks)):
+        for rank, batches in enumerate(self._pack(fitting)):
             replace_file(folder / f"rank_{rank}.bin", msgspec.msgpack.encode(batches))
         replace_file(folder / WRITTEN, msgspec.json.encode([group.id for group in groups]))
         self.step += 1
         return len(samples) - len(fitting)
+
+    def _pack(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
+        return pack(samples, self._seq_len, self._ranks, self._form)
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -156,8 +240,17 @@ def main() -> None:
     )
     parser.add_argument("--consumer", default="prime-rl")
     parser.add_argument("--no-follow", action="store_true", help="end with the newest group")
+    parser.add_argument("--no-experts", action="store_true", help="write no experts")
+    parser.add_argument(
+        "--kept", choices=["refuse", "hold", "mask"], default="refuse",
+        help="tokens of top-p, top-k and min-p: stop, write their sets, or leave them untrained",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dense-layers", type=int, nargs="*", default=[], help="layers without a router"
+    )
     options = parser.parse_args()
-    writer = StepWriter(options.output, options.seq_len, options.ranks)
+    form = Form(not options.no_experts, options.kept, tuple(options.dense_layers))
+    writer = StepWriter(options.output, options.seq_len, options.ranks, form)
     with GroupStream(options.consumer, follow=not options.no_follow) as stream:
         groups = iter(stream)
         while len(taken := take(groups, options.groups, writer)) == options.groups:

@@ -10,14 +10,22 @@ model calls to slime's engines. slime imports each part by its path:
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import torch
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.utils.types import Sample
 
 import tugline.types as tugline
 from tugline.errors import UsageError
+from tugline.exports.forms import (
+    drop_experts,
+    drop_sets,
+    leave_untrained,
+    place_experts,
+    select_sets,
+)
 from tugline.stream import GradedGroup, GroupStream
 
 _STATUSES = {
@@ -25,6 +33,72 @@ _STATUSES = {
     tugline.Status.TIMED_OUT: Sample.Status.TRUNCATED,
 }
 """Statuses of slime; all others become `FAILED`."""
+NO_REPLAY = "start slime with --use-rollout-routing-replay, or set tugline_experts: false"
+NO_SETS = (
+    "--rollout-top-p must be 1 for tokens of the whole vocabulary, and below 1 for tokens of "
+    "top-p, top-k and min-p; tugline_kept: false leaves the others untrained"
+)
+
+
+class Form(NamedTuple):
+    """What rows hold of what decided a token besides the logits, by the options of slime."""
+
+    experts: bool = True
+    """Whether traces with experts are refused if slime does not replay them."""
+    kept: bool = True
+    """Whether tokens are refused that slime would normalise over other ids; else untrained."""
+    sets: bool = False
+    """Whether slime normalises over kept sets, as it does for all tokens unless its top-p is 1."""
+    routers: tuple[int, int] | None = None
+    """Number of layers with a router, and top-k, if experts are replayed."""
+    dense_layers: tuple[int, ...] = ()
+    """Numbers of the other layers."""
+
+    @classmethod
+    def read(cls, args: Namespace) -> Self:
+        """Read the options; ``tugline_experts`` and ``tugline_kept`` are true if not given."""
+        form = cls(
+            experts=getattr(args, "tugline_experts", True),
+            kept=getattr(args, "tugline_kept", True),
+            sets=getattr(args, "rollout_top_p", 1.0) != 1.0,
+        )
+        if not form.experts or not getattr(args, "use_rollout_routing_replay", False):
+            return form
+        every = args.moe_layer_freq
+        if isinstance(every, int):
+            every = [layer % every == 0 for layer in range(args.num_layers)]
+        dense = tuple(layer for layer, routed in enumerate(every) if not routed)
+        routers = args.num_layers - len(dense), args.moe_router_topk
+        return form._replace(routers=routers, dense_layers=dense)
+
+    def fit(self, trace: tugline.Sample) -> tugline.Sample:
+        """Return the trace as slime can train it. Raises `UsageError`."""
+        if self.routers is None:
+            trace = drop_experts(trace, refuse=NO_REPLAY if self.experts else None)
+        elif trace.experts is None:
+            msg = f"session {trace.session} has no experts to replay"
+            raise UsageError(msg)
+        refuse = NO_SETS if self.kept else None
+        if not self.sets:
+            return drop_sets(trace, refuse=refuse)
+        whole = select_sets(trace.kept, trace.loss_mask).sizes == 0
+        return leave_untrained(trace, whole, refuse=refuse)
+
+    def make_columns(
+        self, length: int, first: int, trace: tugline.Sample | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return experts of all tokens but the last, and kept sets of those from `first` on."""
+        columns = dict[str, torch.Tensor]()
+        if self.routers is not None:
+            known = np.zeros((0, *self.routers), np.int32) if trace is None else trace.experts
+            placed = place_experts(known, length - 1, self.dense_layers, distinct=True)
+            columns["rollout_routed_experts"] = torch.from_numpy(placed.astype(np.int32))
+        if self.sets:
+            mask = np.zeros(length, np.bool_) if trace is None else trace.loss_mask
+            kept = select_sets(None if trace is None else trace.kept, mask)[first:]
+            columns["rollout_top_p_token_ids"] = torch.from_numpy(kept.ids.astype(np.int32))
+            columns["rollout_top_p_token_offsets"] = torch.from_numpy(kept.offsets)
+        return columns
 
 
 class TuglineGroups:
@@ -67,33 +141,35 @@ def generate_rollout(
         raise UsageError(msg)
     groups = list(data_source.take(args.rollout_batch_size))
     first = rollout_id * args.rollout_batch_size
+    form = Form.read(args)
     return RolloutFnTrainOutput(
         samples=[
-            make_group(group, first + number, args.n_samples_per_prompt)
+            make_group(group, first + number, args.n_samples_per_prompt, form)
             for number, group in enumerate(groups)
         ],
         metrics={"tugline/missing": sum(len(group.missing) for group in groups)},
     )
 
 
-def make_group(group: GradedGroup, index: int, size: int) -> list[list[Sample]]:
+def make_group(group: GradedGroup, index: int, size: int, form: Form) -> list[list[Sample]]:
     """Return the samples of each session; those of one session share its `rollout_id`."""
     sessions = {each.sample: each for each in group.trajectories}
     numbers = sorted(sessions.keys() | set(group.missing))
     if len(numbers) != size:
         msg = f"task {group.id} has {len(numbers)} samples, --n-samples-per-prompt is {size}"
         raise UsageError(msg)
-    return [make_session(group, sessions.get(n), index, index * size + n) for n in numbers]
+    return [make_session(group, sessions.get(n), (index, index * size + n), form) for n in numbers]
 
 
 def make_session(
-    group: GradedGroup, session: tugline.Trajectory | None, group_index: int, index: int
+    group: GradedGroup, session: tugline.Trajectory | None, position: tuple[int, int], form: Form
 ) -> list[Sample]:
     """Return a row for each trace of a session, or a row without trained tokens.
 
     slime needs every session of a group. One without a reward gets the mean reward of the others,
-    which does not change the mean.
+    which does not change the mean. `position` has the number of the group and of the session.
     """
+    group_index, index = position
     rewards = [one.reward.value for one in group.trajectories if one.reward is not None]
     common = {
         "group_index": group_index,
@@ -109,7 +185,7 @@ def make_session(
             common["reward"] = session.reward.value
         traces = [one for one in group.samples if one.session == session.session]
         if traces:
-            return [make_sample(trace, common) for trace in traces]
+            return [make_sample(trace, common, form) for trace in traces]
     token = int(group.samples[0].input_ids[0])
     return [
         Sample(
@@ -119,13 +195,16 @@ def make_session(
             rollout_log_probs=[0.0],
             remove_sample=True,
             metadata={"task": group.id, "advantage": 0.0},
+            **form.make_columns(2, 1),
             **common,
         )
     ]
 
 
-def make_sample(trace: tugline.Sample, common: dict[str, Any]) -> Sample:
+def make_sample(trace: tugline.Sample, common: dict[str, Any], form: Form) -> Sample:
     """Return the row of a trace; the response begins with the first sampled token."""
+    advantage = float(trace.advantages[trace.loss_mask][0])
+    trace = form.fit(trace)
     first = int(np.argmax(trace.versions >= 0))
     sampled = trace.versions[trace.versions >= 0]
     return Sample(
@@ -134,11 +213,8 @@ def make_sample(trace: tugline.Sample, common: dict[str, Any]) -> Sample:
         loss_mask=trace.loss_mask[first:].astype(int).tolist(),
         rollout_log_probs=trace.logprobs[first:].tolist(),
         weight_versions=[str(one) for one in dict.fromkeys(sampled.tolist())],
-        metadata={
-            "task": trace.group,
-            "advantage": float(trace.advantages[trace.loss_mask][0]),
-            "source_name": trace.harness,
-        },
+        metadata={"task": trace.group, "advantage": advantage, "source_name": trace.harness},
+        **form.make_columns(len(trace.input_ids), first, trace),
         **common,
     )
 

@@ -6,18 +6,26 @@ import numpy as np
 from tinker import Datum, ModelInput
 
 from tugline.errors import UsageError
+from tugline.exports.forms import drop_experts, drop_sets
 from tugline.stream import GradedGroup
 from tugline.types import Sample
 
+NO_EXPERTS = "Tinker has no form for them; pass experts=False to train without"
+NO_SETS = "Tinker has no form for them; pass kept=False to leave such tokens untrained"
 
-def make_data(groups: Iterable[GradedGroup]) -> list[Datum]:
-    """Return a datum for each trace, except for groups without a signal, which train nothing."""
-    return [
-        make_datum(sample)
-        for group in groups
-        for sample in group.samples
-        if sample.advantages.any()
-    ]
+
+def make_data(
+    groups: Iterable[GradedGroup], *, experts: bool = True, kept: bool = True
+) -> list[Datum]:
+    """Return a datum for each trace, except for groups without a signal, which train nothing.
+
+    Raises `UsageError` for traces with experts or kept sets, which Tinker does not replay. Without
+    `experts`, traces are trained without; without `kept`, tokens with a set are not trained.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    samples = [drop_experts(each, refuse=NO_EXPERTS if experts else None) for each in samples]
+    samples = [drop_sets(each, refuse=NO_SETS if kept else None) for each in samples]
+    return [make_datum(sample) for sample in samples if sample.advantages.any()]
 
 
 def make_datum(sample: Sample) -> Datum:

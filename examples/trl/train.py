@@ -71,10 +71,15 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--no-experts", action="store_true", help="train without replaying experts")
+    parser.add_argument(
+        "--no-kept", action="store_true", help="leave tokens of top-p, top-k and min-p untrained"
+    )
     options = parser.parse_args()
     config = read_config(options.config, Path(str(files("tugline.demo"))) / "warm_start_model")
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
-    with TuglineRollouts(config, options.config.absolute().parent, options.out) as rollouts:
+    fits = {"experts": not options.no_experts, "kept": not options.no_kept}
+    with TuglineRollouts(config, options.config.absolute().parent, options.out, **fits) as rollouts:
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=reward,

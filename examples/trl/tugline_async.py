@@ -20,7 +20,6 @@ from tugline_trl import TuglineSessions
 
 from tugline.errors import EngineError
 from tugline.trainers.config import TrainConfig
-from tugline.trainers.grpo.samples import read_group
 from tugline.types import Trajectory
 
 _POLL_S = 0.1
@@ -30,8 +29,10 @@ _POLL_S = 0.1
 class TuglineWorker(TuglineSessions):
     """`rollout_worker` and `weight_transfer` of one `AsyncGRPOTrainer`."""
 
-    def __init__(self, config: TrainConfig, tasks_folder: Path, run_folder: Path) -> None:
-        super().__init__(config, tasks_folder, run_folder)
+    def __init__(
+        self, config: TrainConfig, tasks_folder: Path, run_folder: Path, **options: bool
+    ) -> None:
+        super().__init__(config, tasks_folder, run_folder, **options)
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self._weights: dict[str, torch.Tensor] = {}
@@ -103,7 +104,7 @@ class TuglineWorker(TuglineSessions):
     def hand_over(self, group: Sequence[Trajectory], number: int) -> None:
         """Queue a row for each trace, except for groups without a signal, which train nothing."""
         self._progress = time.monotonic()
-        for sample in read_group(group, self.config.grpo):
+        for sample in self.read_samples(group, self.config.grpo):
             trained = sample.loss_mask
             if not sample.advantages.any():
                 continue

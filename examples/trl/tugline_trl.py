@@ -8,7 +8,7 @@ of `tugline train`, except that TRL makes the updates.
 import contextlib
 import itertools
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from trl import GRPOTrainer
 
 from tugline.errors import UsageError
+from tugline.exports.forms import drop_experts, drop_sets
 from tugline.inference.load import load
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import TrainConfig, name_run
@@ -33,12 +34,31 @@ from tugline.trainers.publish import Publisher
 from tugline.trainers.rollouts import RolloutServer, open_rollout_server
 from tugline.types import Sample, Task, Trajectory
 
+NO_EXPERTS = "TRL has no form for them; experts=False (--no-experts) trains without"
+NO_SETS = (
+    "TRL has no form for them; sample without top-p, top-k and min-p, or leave such tokens "
+    "untrained with kept=False (--no-kept)"
+)
+
 
 class TuglineSessions:
     """Engine, server and node of a run, and the publication of weights; a context manager."""
 
-    def __init__(self, config: TrainConfig, tasks_folder: Path, run_folder: Path) -> None:
-        """`tasks_folder` is the folder of the configuration file; sessions go to `run_folder`."""
+    def __init__(
+        self,
+        config: TrainConfig,
+        tasks_folder: Path,
+        run_folder: Path,
+        *,
+        experts: bool = True,
+        kept: bool = True,
+    ) -> None:
+        """`tasks_folder` is the folder of the configuration file; sessions go to `run_folder`.
+
+        Sessions with experts or kept sets, which TRL does not replay, are a `UsageError`. Without
+        `experts`, they are trained without; without `kept`, tokens with a set are not trained.
+        """
+        self._experts, self._kept = experts, kept
         if config.lora is not None:
             msg = "lora is not supported here: use the peft_config of TRL's trainer"
             raise UsageError(msg)
@@ -77,6 +97,10 @@ class TuglineSessions:
         ):
             yield server, make_publisher(self.config, server.control, replicas)
 
+    def read_samples(self, group: Sequence[Trajectory], config: GrpoConfig) -> list[Sample]:
+        """Return the samples of a group as TRL can train them. Raises `UsageError`."""
+        return fit_samples(read_group(group, config), experts=self._experts, kept=self._kept)
+
     def dataset(self) -> Dataset:
         """Return the tasks; a prompt is a task id, for which the harness makes the messages."""
         return Dataset.from_dict({"prompt": [task.id for task in self.batches.trained]})
@@ -102,8 +126,10 @@ class TuglineSessions:
 class TuglineRollouts(TuglineSessions):
     """`rollout_func` of a `GRPOTrainer` in one process."""
 
-    def __init__(self, config: TrainConfig, tasks_folder: Path, run_folder: Path) -> None:
-        super().__init__(config, tasks_folder, run_folder)
+    def __init__(
+        self, config: TrainConfig, tasks_folder: Path, run_folder: Path, **options: bool
+    ) -> None:
+        super().__init__(config, tasks_folder, run_folder, **options)
         self._tasks = {task.id: task for task in self.batches.trained}
         self._step, self._calls = -1, itertools.count()
         self.tokens_left_out = 0
@@ -137,7 +163,7 @@ class TuglineRollouts(TuglineSessions):
     def _make_rows(self, task: Task, results: Sequence[Trajectory]) -> list[dict[str, Any]]:
         """Return a row for every sample of a task, failed ones included."""
         group = {one.sample: one for one in results if one.task == task.id}
-        samples = list(read_group(list(group.values()), GrpoConfig()))
+        samples = self.read_samples(list(group.values()), GrpoConfig())
         samples.sort(key=lambda sample: sample.trained)
         longest = {sample.session: sample for sample in samples}
         self.tokens_left_out += sum(
@@ -145,6 +171,17 @@ class TuglineRollouts(TuglineSessions):
         )
         end_id = min(self.models.eos_ids)
         return [make_row(group.get(i), longest, end_id) for i in range(task.samples)]
+
+
+def fit_samples(samples: Iterable[Sample], *, experts: bool, kept: bool) -> list[Sample]:
+    """Return samples without experts and kept sets, if they have tokens to train.
+
+    Raises `UsageError` for experts if `experts` is set, and for tokens with a kept set if `kept`
+    is; these are not trained otherwise.
+    """
+    routed = [drop_experts(each, refuse=NO_EXPERTS if experts else None) for each in samples]
+    fitted = [drop_sets(each, refuse=NO_SETS if kept else None) for each in routed]
+    return [each for each in fitted if each.trained]
 
 
 def make_row(

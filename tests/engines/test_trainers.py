@@ -10,16 +10,19 @@ import msgspec
 import numpy as np
 import pytest
 import zstandard
+from msgspec.structs import replace
 
 from engines.servers import ROOT, installed
 from exports.made import export, record, two_turns
+from exports.test_forms import EXPERTS, routed_turns
 from support.groups import ONCE, finish, trajectory
 from support.server import TOKENS, RestartableServer
 from support.tasks import make_task
+from trainers.sessions import sample as make_sample
 from tugline.client.nodes import NodeClient
 from tugline.protocol import LeaseRequest, NodeRegistration
 from tugline.stream import GradedGroup, GroupStream
-from tugline.types import encode
+from tugline.types import Kept, encode
 
 EXAMPLES = ROOT / "examples"
 MODEL = ROOT / "src" / "tugline" / "demo" / "warm_start_model"
@@ -68,6 +71,7 @@ async def test_data_of_tinker_is_the_stream(live: RestartableServer, tmp_path: P
     groups = await asyncio.to_thread(read, live.url)
     sent = await run(live.url, tmp_path, "tinker", "send_tinker.py")
     assert "must be 1" in sent["refused"]
+    assert "experts=False" in sent["refused"]
     for sample, datum in zip(groups[0].samples, sent["data"], strict=True):
         assert datum["input"] == sample.input_ids[:-1].tolist()
         assert datum["target_tokens"] == sample.input_ids[1:].tolist()
@@ -130,6 +134,49 @@ async def test_rows_of_verl_are_the_stream(live: RestartableServer, tmp_path: Pa
         padding = [0] * (len(row["advantages"]) - len(ids) + first)
         expected = [*(sample.loss_mask[first:] * advantage).tolist(), *padding]
         assert row["advantages"] == pytest.approx(expected)
+
+
+async def test_verl_holds_the_experts_of_a_sample(tmp_path: Path) -> None:
+    """The output of verl has the experts of every trained token's context, and 0 elsewhere.
+
+    What verl cannot replay is refused, with the option that trains without.
+    """
+    experts = np.arange(1, 13, dtype=np.uint8).reshape(3, 2, 2)
+    session = trajectory("a-0", "a", 0, 1.0)
+    routed = replace(session.traces[0], experts=experts)
+    (tmp_path / "trajectory").write_bytes(encode(replace(session, traces=(routed,))))
+    versions = np.int32([-1, -1, 3, 3, 3, -1])
+    sample = replace(
+        make_sample(range(6), [False, False, True, True, False, False], versions=versions),
+        experts=experts,
+        kept=Kept.of([[], [], [2, 4], [], [], []]),
+    )
+    (tmp_path / "sample").write_bytes(encode(sample))
+    files = [tmp_path / "trajectory", tmp_path / "sample"]
+    made = await run("unused", tmp_path, "verl", "make_verl.py", *files)
+    held = np.array(made["experts"])
+    assert (made["type"], held.shape) == ("torch.int16", (6, 3, 2))
+    assert np.array_equal(held[:3, 1:], experts)
+    assert not held[:, 0].any()
+    assert not held[3:].any()
+    assert made["mask"] == [0, 1, 0, 0]
+    assert made["empty"] == np.zeros((2, 3, 2), int).tolist()
+    assert made["plain"] == []
+    assert "experts to false" in made["refused"][0]
+    assert "kept to false" in made["refused"][1]
+
+
+async def test_verl_opens_an_export_with_experts(tmp_path: Path) -> None:
+    """A table has the experts of verl's own output, also padded."""
+    record(tmp_path, "a", reward=1.0, calls=routed_turns())
+    record(tmp_path, "b", sample=1, calls=routed_turns(), reward=0.0)
+    for name, options in (("plain", {}), ("padded", {"prompt_length": 3, "response_length": 6})):
+        export("verl", tmp_path, tmp_path / f"{name}.parquet", options=options)
+    tables = [tmp_path / "plain.parquet", tmp_path / "padded.parquet"]
+    made = await run("unused", tmp_path, "verl", "read_export.py", *tables)
+    assert made["differing"] == []
+    padded = np.pad(EXPERTS, ((1, 3), (0, 0), (0, 0)))
+    assert made["experts"] == [padded.tolist()] * 2
 
 
 async def test_verl_opens_an_export(tmp_path: Path) -> None:

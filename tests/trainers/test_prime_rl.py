@@ -12,12 +12,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from support.commands import run_program
 from support.groups import finish
 from support.server import TOKENS, RestartableServer
 from trainers.sessions import sample as make_sample
-from tugline.types import Sample
+from tugline.errors import UsageError
+from tugline.types import Kept, Reason, Sample
 
 RECIPE = Path(__file__).parents[2] / "examples" / "prime_rl"
 
@@ -43,6 +45,12 @@ class MicroBatch(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
     ref_kl_weights: list[float] | None = None
 
 
+class NewMicroBatch(MicroBatch, array_like=True, gc=False, omit_defaults=True):
+    """The struct since pull request 3431; newer fields have defaults."""
+
+    sampling_mask: tuple[bytes, bytes] | None = None
+
+
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The recipe's module."""
@@ -63,10 +71,28 @@ def sample(length: int, session: str = "s") -> Sample:
     )
 
 
-def read(folder: Path, rank: int) -> list[MicroBatch]:
+class Group:
+    """The fields of a graded group that are written."""
+
+    id = "g"
+
+    def __init__(self, *samples: Sample) -> None:
+        self.samples = samples
+
+
+def routed(length: int, known: int, first: int = 0, **changes: Any) -> Sample:
+    """A sample with experts of its leading tokens; the tokens after these are not trained."""
+    numbers = first + np.arange(known * 6) % 50
+    plain = sample(length)
+    mask = plain.loss_mask & (np.arange(length) <= known)
+    experts = numbers.reshape(known, 3, 2).astype(np.min_scalar_type(int(numbers.max())))
+    return replace(plain, experts=experts, loss_mask=mask, **changes)
+
+
+def read(folder: Path, rank: int, kind: type[MicroBatch] = MicroBatch) -> list[MicroBatch]:
     """Decode a rank's file as the trainer does."""
     data = (folder / f"rank_{rank}.bin").read_bytes()
-    batches = msgspec.msgpack.decode(data, type=list[MicroBatch])
+    batches = msgspec.msgpack.decode(data, type=list[kind])  # type: ignore[valid-type]
     assert msgspec.msgpack.encode(batches) == data  # the same bytes as its sender writes
     return batches
 
@@ -131,15 +157,69 @@ def test_ranks_have_equally_many_micro_batches(recipe: Any) -> None:
 
 def test_long_samples_are_left_out(recipe: Any, tmp_path: Path) -> None:
     """Long samples are counted, not cut; a second writer continues after the step."""
-
-    class Group:
-        """The fields of a graded group that are written."""
-
-        id = "g"
-        samples = (sample(5), sample(20))
-
-    assert recipe.StepWriter(tmp_path, 10, 1).write([Group()]) == 1
+    assert recipe.StepWriter(tmp_path, 10, 1).write([Group(sample(5), sample(20))]) == 1
     (batch,) = read(tmp_path / "rollouts" / "step_1", 0)
     assert batch.seq_lens == [5]
     again = recipe.StepWriter(tmp_path, 10, 1)
     assert (again.step, again.known) == (2, {"g"})
+
+
+# --------------------------------------------------------------------------- experts, kept sets
+def test_experts_are_those_of_the_samples(recipe: Any, tmp_path: Path) -> None:
+    """Every trained token has the experts of its context; layers without a router have none.
+
+    Samples without experts are in other micro-batches, as in prime-rl's own packing.
+    """
+    samples = (routed(6, 5), routed(5, 3, first=250), sample(4))
+    form = recipe.Form(dense_layers=(0,))
+    recipe.StepWriter(tmp_path, 20, 1, form).write([Group(*samples)])
+    batch, plain = read(tmp_path / "rollouts" / "step_1", 0)
+    assert (batch.seq_lens, plain.seq_lens, plain.routed_experts) == ([6, 5], [4], None)
+    assert batch.routed_experts is not None
+    data, shape, kind = batch.routed_experts
+    held = np.frombuffer(data, kind).reshape(shape)
+    assert held.shape == (11, 4, 2)
+    assert not held[:, 0].any()
+    for start, each in zip((0, 6), samples, strict=False):
+        last = int(np.flatnonzero(each.loss_mask)[-1])
+        assert each.experts is not None
+        assert np.array_equal(held[start : start + last, 1:], each.experts[:last])
+
+
+def test_experts_are_left_out_by_option(recipe: Any, tmp_path: Path) -> None:
+    """The file is that of a model without experts."""
+    form = recipe.Form(experts=False)
+    routed_sample = routed(6, 5)
+    recipe.StepWriter(tmp_path / "a", 20, 1, form).write([Group(routed_sample)])
+    recipe.StepWriter(tmp_path / "b", 20, 1).write([Group(replace(routed_sample, experts=None))])
+    files = [tmp_path / name / "rollouts" / "step_1" / "rank_0.bin" for name in "ab"]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+SETS = Kept.of([[], [], [2, 9], [3], []])
+
+
+def test_kept_sets_are_at_their_tokens(recipe: Any, tmp_path: Path) -> None:
+    """A trained token has its set, and others have none, also after another sequence."""
+    form = recipe.Form(kept="hold")
+    samples = (sample(6), replace(sample(5), kept=SETS))
+    recipe.StepWriter(tmp_path, 20, 1, form).write([Group(*samples)])
+    (batch,) = read(tmp_path / "rollouts" / "step_1", 0, NewMicroBatch)
+    assert isinstance(batch, NewMicroBatch)
+    assert batch.sampling_mask is not None
+    ids, counts = (np.frombuffer(each, np.int32) for each in batch.sampling_mask)
+    assert ids.tolist() == [2, 9, 3]
+    assert counts.tolist() == [0] * 8 + [2, 1, 0]
+
+
+def test_kept_sets_are_refused_or_masked(recipe: Any, tmp_path: Path) -> None:
+    """A trainer that does not read them never trains a token with a set."""
+    truncated = replace(sample(5), kept=SETS)
+    with pytest.raises(UsageError, match=r"session s has 2 tokens .*--kept mask"):
+        recipe.StepWriter(tmp_path, 20, 1).write([Group(truncated)])
+    form = recipe.Form(kept="mask")
+    assert form.fit(truncated).masked == {Reason.UNREPRODUCIBLE: 2}
+    recipe.StepWriter(tmp_path, 20, 1, form).write([Group(truncated)])
+    (batch,) = read(tmp_path / "rollouts" / "step_1", 0)
+    assert batch.loss_mask == [False] * 4 + [True]
+    assert batch.advantages == [0, 0, 0, 0, 2]

@@ -13,11 +13,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from msgspec.structs import replace
 
 from support.groups import finish
 from support.server import TOKENS, RestartableServer
+from trainers.sessions import sample as make_sample
 from tugline.errors import UsageError
+from tugline.types import Kept
+from tugline.types import Sample as Trained
 
 RECIPE = Path(__file__).parents[2] / "examples" / "slime"
 
@@ -42,6 +48,9 @@ class Sample:
     loss_mask: list[int] | None = None
     weight_versions: list[str] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
+    rollout_top_p_token_ids: torch.Tensor | None = None
+    rollout_top_p_token_offsets: torch.Tensor | None = None
+    rollout_routed_experts: torch.Tensor | None = None
     remove_sample: bool = False
     status: Status = Status.COMPLETED
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -153,3 +162,76 @@ async def test_other_batches_are_refused(live: RestartableServer, recipe: Any) -
             await asyncio.to_thread(recipe.generate_rollout, args, 0, source, evaluation=False)
         with pytest.raises(UsageError, match="eval-function-path"):
             recipe.generate_rollout(args, 0, source, evaluation=True)
+
+
+# --------------------------------------------------------------------------- experts, kept sets
+EXPERTS = np.arange(16, dtype=np.uint8).reshape(4, 2, 2)
+ROUTED = Namespace(
+    use_rollout_routing_replay=True, num_layers=3, moe_layer_freq=[0, 1, 1], moe_router_topk=2
+)
+
+
+def trained(**changes: Any) -> Trained:
+    """A sample of six tokens, whose last three are an answer; the last one is not trained."""
+    mask = [False, False, False, True, True, False]
+    versions = np.int32([-1, -1, -1, 3, 3, 3])
+    advantages = np.where(mask, np.float32(0.5), np.float32(0))
+    return replace(make_sample(range(6), mask), versions=versions, advantages=advantages, **changes)
+
+
+def test_experts_are_those_of_all_tokens_but_the_last(recipe: Any) -> None:
+    """Trained tokens have the experts of their context; other rows have different experts."""
+    form = recipe.Form.read(ROUTED)
+    row = recipe.make_sample(trained(experts=EXPERTS), {}, form)
+    held = row.rollout_routed_experts.numpy()
+    assert (held.dtype, held.shape) == (np.int32, (5, 3, 2))
+    assert np.array_equal(held[:4, 1:], EXPERTS)
+    assert held[4, 1:].tolist() == [[0, 1], [0, 1]]
+    assert not held[:, 0].any()
+    empty = form.make_columns(2, 1)["rollout_routed_experts"]
+    assert empty.tolist() == [[[0, 0], [0, 1], [0, 1]]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "args", "message"),
+    [
+        ({"experts": EXPERTS}, Namespace(), "tugline_experts: false"),
+        ({}, ROUTED, "has no experts to replay"),
+        ({"kept": Kept.of([[], [], [], [3, 9], [], []])}, Namespace(), "tugline_kept: false"),
+        (
+            {"kept": Kept.of([[], [], [], [3, 9], [], []])},
+            Namespace(rollout_top_p=0.9),
+            "has 1 tokens .* tugline_kept: false",
+        ),
+    ],
+)
+def test_what_slime_would_not_replay_is_refused(
+    recipe: Any, changes: dict[str, Any], args: Namespace, message: str
+) -> None:
+    """The error names the option to train without."""
+    with pytest.raises(UsageError, match=message):
+        recipe.make_sample(trained(**changes), {}, recipe.Form.read(args))
+
+
+def test_kept_sets_are_those_of_the_response(recipe: Any) -> None:
+    """With a top-p, all rows have the sets of their trained tokens."""
+    form = recipe.Form.read(Namespace(rollout_top_p=0.9))
+    kept = Kept.of([[], [], [], [3, 9], [4], []])
+    row = recipe.make_sample(trained(kept=kept), {}, form)
+    assert row.rollout_top_p_token_ids.tolist() == [3, 9, 4]
+    assert row.rollout_top_p_token_offsets.tolist() == [0, 2, 3, 3]
+    assert form.make_columns(2, 1)["rollout_top_p_token_offsets"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("top_p", "mask"), [(1.0, [0, 1, 0]), (0.9, [1, 0, 0])])
+def test_tokens_of_other_sets_are_not_trained_by_option(
+    recipe: Any, top_p: float, mask: list[int]
+) -> None:
+    """Other tokens of the trace are trained, with the advantage of the session.
+
+    With a top-p, slime takes an empty set for that of the token alone, which trains nothing.
+    """
+    form = recipe.Form.read(Namespace(tugline_kept=False, rollout_top_p=top_p))
+    kept = Kept.of([[], [], [], [3, 9], [], []])
+    row = recipe.make_sample(trained(kept=kept), {}, form)
+    assert (row.loss_mask, row.metadata["advantage"]) == (mask, 0.5)

@@ -10,18 +10,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from support.training import AGENT, TRL_ON_CPU, write_config
+from trainers.sessions import sample
+from tugline.errors import UsageError
 from tugline.evaluators.base import SessionOutcome
 from tugline.inference.load import load
 from tugline.trainers.config import TrainConfig, read_config
 from tugline.trainers.grpo.train import Grpo
 from tugline.trainers.grpo.update import Mismatch
-from tugline.types import Trajectory
+from tugline.types import Kept, Trajectory
 
 RECIPE = Path(__file__).parents[2] / "examples" / "trl"
 AGENTS = AGENT.replace("range(1)", "range(3)")
@@ -203,3 +207,21 @@ def write_test_config(folder: Path, **schedule: int) -> Path:
     )
     (folder / "agent.py").write_text(AGENTS)
     return path
+
+
+@pytest.mark.usefixtures("script")
+def test_what_trl_does_not_replay_is_refused_or_left_out() -> None:
+    """A sample with experts is trained without by option, and a token with a set not at all."""
+    fit = importlib.import_module("tugline_trl").fit_samples
+    routed = sample(range(3), [False, True, True], experts=np.zeros((2, 1, 1), np.uint8))
+    truncated = replace(routed, experts=None, kept=Kept.of([[], [1, 2], []]))
+    with pytest.raises(UsageError, match="--no-experts"):
+        fit([routed], experts=True, kept=False)
+    with pytest.raises(UsageError, match="--no-kept"):
+        fit([truncated], experts=False, kept=True)
+    first, second = fit([routed, truncated], experts=False, kept=False)
+    assert first.experts is None
+    masks = [each.loss_mask.tolist() for each in (first, second)]
+    assert masks == [[False, True, True], [False, False, True]]
+    nothing = replace(truncated, loss_mask=np.array([0, 1, 0], np.bool_))
+    assert fit([nothing], experts=True, kept=False) == []

@@ -140,4 +140,5 @@ def _show(summary: ExportSummary) -> None:
     )
     if summary.rows_left_out:
         print_text(f"of these, rows left out: {format_counts(summary.rows_left_out)}")
+        print_text(*summary.hints)
     print_text(*summary.errors, stderr=True)

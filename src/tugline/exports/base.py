@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from tugline import plugins
+from tugline.exports.forms import find_sets, find_truncated, select_sets
 from tugline.recording.file import Recording
 from tugline.recording.records import Header
 from tugline.traces.base import Builder, Built
@@ -44,6 +46,20 @@ class SkipReason(StrEnum):
     UNANSWERED = "unanswered"
     IMAGES = "images"
     RAW_PROMPT = "raw_prompt"
+    EXPERTS = "experts"
+    KEPT = "kept"
+
+
+HINTS = {
+    SkipReason.EXPERTS: (
+        "experts: the format cannot hold them; --with experts=false writes these rows without"
+    ),
+    SkipReason.KEPT: (
+        "kept: the format cannot hold the part of the vocabulary that each token was sampled from, "
+        "or it is not known; --with kept=false leaves tokens of top-p, top-k and min-p untrained"
+    ),
+}
+"""Ways to export what was left out for a reason."""
 
 
 class TraceFilter(msgspec.Struct, frozen=True):
@@ -135,13 +151,18 @@ class Exporter:
         for index, trace in enumerate(session.built.traces):
             size = len(trace.ids)
             skip = session.filter.check(trace.kind, exact=trace.exact, length=size, default=every)
-            trained = int(trace.mask.sum())
-            if skip is None and self.trains and not trained:
-                skip = SkipReason.UNTRAINED
-            if skip is None and self.trains and trace.images:
-                skip = SkipReason.IMAGES
-            row = self.row(session, index, trace) if skip is None else skip
-            yield row if isinstance(row, SkipReason) else ExportRow(row, size, trained)
+            fitted = self.fit(trace) if skip is None else skip
+            if isinstance(fitted, SkipReason):
+                yield fitted
+                continue
+            row = self.row(session, index, fitted)
+            yield row if isinstance(row, SkipReason) else ExportRow(row, size, fitted.trained)
+
+    def fit(self, trace: Trace) -> Trace | SkipReason:
+        """Return the trace as the format can hold it, or the reason why it cannot."""
+        if self.trains and not trace.trained:
+            return SkipReason.UNTRAINED
+        return SkipReason.IMAGES if self.trains and trace.images else trace
 
     def row(
         self, session: SessionExport, index: int, trace: Trace
@@ -152,6 +173,36 @@ class Exporter:
     def open(self, path: Path) -> RowWriter:
         """Create the file at `path`."""
         return RowWriter(path)
+
+
+@dataclass(kw_only=True, eq=False)
+class TrainerExporter(Exporter):
+    """Base of formats of trainers, with options for what a trainer may have no form for.
+
+    Rows with experts or kept sets that the format cannot hold are skipped. Without `experts`, rows
+    have none. Without `kept`, they have no sets, and the tokens that need one are not trained.
+    """
+
+    experts: bool = True
+    kept: bool = True
+    holds_experts: ClassVar[bool] = False
+    holds_kept: ClassVar[bool] = False
+
+    def fit(self, trace: Trace) -> Trace | SkipReason:
+        """See `Exporter.fit`; `Trace.kept` has a set for each trained token, or is None."""
+        if trace.trained and self.experts and not self.holds_experts and trace.experts is not None:
+            return SkipReason.EXPERTS
+        truncated = find_truncated(trace)
+        held = np.zeros(len(trace.ids), np.bool_)
+        if self.kept and self.holds_kept:
+            held = truncated & find_sets(trace.kept, trace.ids)
+        # a format with sets has one for each trained token
+        lost = trace.mask & ~held if held.any() else truncated
+        if self.kept and lost.any():
+            return SkipReason.KEPT
+        kept = select_sets(trace.kept, held) if held.any() else None
+        experts = trace.experts if self.experts else None
+        return super().fit(replace(trace, mask=trace.mask & ~lost, experts=experts, kept=kept))
 
 
 def make_exporter(spec: PluginSpec) -> Exporter:

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from tugline.chat import model_call
-from tugline.exports.base import Exporter, ExportRow, SessionExport, SkipReason
+from tugline.exports.base import Exporter, ExportRow, SessionExport, SkipReason, TrainerExporter
+from tugline.exports.forms import place_experts
 from tugline.traces.lineage import adds_to_parent
 from tugline.types import (
     Call,
@@ -246,12 +247,18 @@ def _parse_object(arguments: str) -> object:
 _STATUSES = {Finish.STOP: "completed", Finish.LENGTH: "truncated", Finish.ABORT: "aborted"}
 
 
-class Slime(Exporter):
+@dataclass(kw_only=True, eq=False)
+class Slime(TrainerExporter):
     """Input of slime's ``Sample.from_dict``; the response begins with the first sampled token.
 
     The traces of a session are siblings: they share ``index``, the reward, and ``rollout_id``, by
     which slime counts them as one rollout. Sessions of a task share ``group_index``.
+    `dense_layers` are the numbers of the model's layers without a router.
     """
+
+    holds_experts = True
+    holds_kept = True
+    dense_layers: tuple[int, ...] = ()
 
     def row(self, session: SessionExport, index: int, trace: Trace) -> Mapping[str, object]:
         """Return the fields of a `Sample`; other fields keep their defaults."""
@@ -275,7 +282,21 @@ class Slime(Exporter):
                 "kind": trace.kind,
                 "advantage": session.advantage,
             },
+            **self._choices(trace, first),
         }
+
+    def _choices(self, trace: Trace, first: int) -> dict[str, object]:
+        """Return experts of all tokens but the last, and the sets of the response, if any."""
+        columns = dict[str, object]()
+        if trace.experts is not None:
+            known, layers = len(trace.ids) - 1, self.dense_layers
+            placed = place_experts(trace.experts, known, layers, distinct=True)
+            columns["rollout_routed_experts"] = placed
+        if trace.kept is not None:
+            kept = trace.kept[first:]
+            columns["rollout_top_p_token_ids"] = kept.ids
+            columns["rollout_top_p_token_offsets"] = kept.offsets
+        return columns
 
 
 def _status(session: SessionExport, trace: Trace) -> str:

@@ -19,7 +19,7 @@ import msgspec
 from tugline.datasets.base import HELD_OUT, INSTANCE
 from tugline.datasets.files import choose_share
 from tugline.errors import CaptureError, UsageError
-from tugline.exports.base import Exporter, RowWriter, SessionExport, SkipReason, TraceFilter
+from tugline.exports.base import HINTS, Exporter, RowWriter, SessionExport, SkipReason, TraceFilter
 from tugline.recording.file import read
 from tugline.recording.trajectories import find_superseded
 from tugline.traces.base import make_builder
@@ -201,6 +201,11 @@ class ExportSummary(msgspec.Struct):
     errors: list[str] = []
     """Errors of the first damaged recordings."""
 
+    @property
+    def hints(self) -> list[str]:
+        """Ways to export rows that were left out."""
+        return [HINTS[reason] for reason in self.rows_left_out if reason in HINTS]
+
 
 def run(export: Export, paths: Sequence[Path], on_progress: Progress) -> ExportSummary:
     """Write the files. Raises `UsageError` if one exists, or if nothing is left to write."""
@@ -271,8 +276,10 @@ class _RunningExport:
         if not self.summary.exported:
             reasons = ", ".join(f"{n} {reason}" for reason, n in self.summary.left_out.items())
             first = f" ({self.summary.errors[0]})" if self.summary.errors else ""
+            hints = "".join(f"; {hint}" for hint in self.summary.hints)
             msg = (
-                f"no sessions to export: of {self.summary.recordings} recordings, {reasons}{first}"
+                f"no sessions to export: of {self.summary.recordings} recordings, "
+                f"{reasons}{first}{hints}"
             )
             raise UsageError(msg)
 

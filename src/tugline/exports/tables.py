@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tugline.errors import ConfigError, UsageError
-from tugline.exports.base import Exporter, RowWriter, SessionExport, SkipReason
+from tugline.exports.base import Exporter, RowWriter, SessionExport, SkipReason, TrainerExporter
+from tugline.exports.forms import place_experts
 from tugline.trainers.grpo.samples import read_spans
 from tugline.types import Trace
 
@@ -28,7 +29,8 @@ except ImportError as _error:
 
 _BATCH_ROWS = 256
 _BATCH_TOKENS = 1 << 20
-"""Number of rows or tokens at which a batch is written."""
+_BATCH_BYTES = 1 << 26
+"""Number of rows, tokens or bytes of experts at which a batch is written."""
 _FIELDS = ("kind", "parent", "shared", "thread", "exact", "thinking_retention", "ids", "logprobs")
 """Fields of a trace that become columns unchanged."""
 
@@ -48,6 +50,8 @@ TYPES: dict[str, pa.DataType] = {
     "bools": pa.list_(pa.bool_()),
     "bits": pa.list_(pa.int8()),
     "floats": pa.list_(pa.float32()),
+    "bytes": pa.binary(),
+    "experts": pa.list_(pa.list_(pa.list_(pa.int16()))),
     "tags": _map(pa.string()),
     "numbers": _map(pa.float64()),
     "spans": pa.list_(
@@ -87,25 +91,52 @@ class _TableWriter(RowWriter):
         self._schema = schema
         self._rows: list[Mapping[str, object]] = []
         self._tokens = 0
+        self._bytes = 0
         self._writer: Any = pq.ParquetWriter(str(path), schema, compression="zstd")
 
     def write(self, values: Mapping[str, object]) -> None:
         """Buffer a row, and write the batch if it is full."""
         self._rows.append(values)
-        self._tokens += max(getattr(value, "size", 0) for value in values.values())
-        if len(self._rows) >= _BATCH_ROWS or self._tokens >= _BATCH_TOKENS:
+        arrays = [value for value in values.values() if isinstance(value, np.ndarray)]
+        self._tokens += max((len(array) for array in arrays), default=0)
+        self._bytes += sum(array.nbytes for array in arrays if array.ndim > 1)
+        self._bytes += sum(len(value) for value in values.values() if isinstance(value, bytes))
+        full = len(self._rows) >= _BATCH_ROWS or self._tokens >= _BATCH_TOKENS
+        if full or self._bytes >= _BATCH_BYTES:
             self._flush()
 
     def _flush(self) -> None:
-        self._writer.write_batch(pa.RecordBatch.from_pylist(self._rows, schema=self._schema))
+        columns = [
+            _make_column([row.get(field.name) for row in self._rows], field.type)
+            for field in self._schema
+        ]
+        self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
         self._rows = []
         self._tokens = 0
+        self._bytes = 0
 
     def close(self) -> None:
         """Write the last batch and close the file."""
         if self._rows:
             self._flush()
         self._writer.close()
+
+
+def _make_column(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if kind != TYPES["experts"]:
+        return pa.array(values, kind)
+    return pa.concat_arrays(
+        [pa.nulls(1, kind) if value is None else _nest(value) for value in values]
+    )
+
+
+def _nest(experts: npt.NDArray[np.int16]) -> pa.Array:
+    """Return a column of one row of nested lists; a list of objects would take minutes."""
+    nested = pa.array(experts.reshape(-1))
+    for size in reversed(experts.shape):
+        offsets = np.arange(0, len(nested) + 1, size, dtype=np.int32)
+        nested = pa.ListArray.from_arrays(offsets, nested)
+    return nested
 
 
 # --------------------------------------------------------------------------- traces
@@ -119,7 +150,8 @@ class Parquet(TableExporter):
         thread:text exact:bool thinking_retention:text ids:ids loss_mask:bools logprobs:floats
         versions:ids spans:spans images:texts reward:float trace_reward:float
         reward_parts:numbers status:text failure:failure ledger:ledger tags:tags model:text
-        tokenizer:text harness:text builder:text"""
+        tokenizer:text harness:text builder:text
+        experts:bytes experts_shape:ids experts_type:text kept_offsets:ids kept_ids:ids"""
 
     def row(self, session: SessionExport, index: int, trace: Trace) -> Mapping[str, object]:
         """Return the fields of the trace and of its session."""
@@ -152,19 +184,37 @@ class Parquet(TableExporter):
             "tokenizer": session.header.tokenizer,
             "harness": session.header.task.harness.name,
             "builder": session.builder_name,
+            **_describe_choices(trace),
         }
+
+
+def _describe_choices(trace: Trace) -> dict[str, object]:
+    """Return the columns of experts, as bytes with shape and numpy type, and of kept sets."""
+    columns = dict[str, object].fromkeys(
+        ("experts", "experts_shape", "experts_type", "kept_offsets", "kept_ids")
+    )
+    if trace.experts is not None:
+        kind = trace.experts.dtype.newbyteorder("<")
+        columns["experts"] = trace.experts.astype(kind, copy=False).tobytes()
+        columns["experts_shape"] = list(trace.experts.shape)
+        columns["experts_type"] = kind.str
+    if trace.kept is not None:
+        columns["kept_offsets"] = trace.kept.offsets
+        columns["kept_ids"] = trace.kept.ids
+    return columns
 
 
 # --------------------------------------------------------------------------- other trainers
 
 
-class Trl(TableExporter):
+@dataclass(kw_only=True, eq=False)
+class Trl(TrainerExporter, TableExporter):
     """Rollouts for TRL's GRPO trainers, and tokenized data for its SFT trainer.
 
     ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``env_mask`` are the return values of a
     ``rollout_func``; ``input_ids``, ``completion_mask``, ``old_log_probs``, ``advantage``,
     ``model_version`` and ``group_id`` are a ``RolloutSample`` of the asynchronous trainer. The
-    completion begins with the first sampled token.
+    completion begins with the first sampled token. TRL replays no experts and no kept sets.
     """
 
     columns = """
@@ -195,23 +245,28 @@ class Trl(TableExporter):
 
 
 @dataclass(kw_only=True, eq=False)
-class Verl(TableExporter):
+class Verl(TrainerExporter, TableExporter):
     """Rollout batches of verl; the response begins with the first sampled token.
 
     By default lists are not padded, like the output of verl's agent loop. The options
     ``prompt_length`` and ``response_length`` pad them with `pad_id` to these lengths, prompts on
     the left and responses on the right, so that columns become the tensors of a ``DataProto``.
+    `dense_layers` are the numbers of the model's layers without a router. verl has no form for kept
+    sets.
     """
+
+    holds_experts = True
 
     columns = """
         uid:text session:text trace:int data_source:text prompts:longs responses:longs
         input_ids:longs attention_mask:longs position_ids:longs response_mask:longs
         rollout_log_probs:floats rm_scores:floats reward:float min_global_steps:int
-        max_global_steps:int __num_turns__:int"""
+        max_global_steps:int __num_turns__:int routed_experts:experts"""
 
     prompt_length: int | None = None
     response_length: int | None = None
     pad_id: int = 0
+    dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.prompt_length is None) != (self.response_length is None):
@@ -254,4 +309,12 @@ class Verl(TableExporter):
             "min_global_steps": min(versions),
             "max_global_steps": max(versions),
             "__num_turns__": len({span.call for span in trace.spans}),
+            "routed_experts": self._place_experts(trace, left - first, right - size),
         }
+
+    def _place_experts(self, trace: Trace, before: int, after: int) -> npt.NDArray[np.int16] | None:
+        """Return experts of all tokens and of the padding, which are 0 where none are known."""
+        if trace.experts is None:
+            return None
+        placed = place_experts(trace.experts, len(trace.ids) + after, self.dense_layers)
+        return np.pad(placed.astype(np.int16), ((before, 0), (0, 0), (0, 0)))

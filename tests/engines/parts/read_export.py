@@ -24,11 +24,13 @@ NAMES = [
 
 def differing(row: dict[str, Any]) -> list[str]:
     """Columns that are not the tensors of verl's own output of this row."""
+    experts = row["routed_experts"]
     output = AgentLoopOutput(
         prompt_ids=row["prompts"],
         response_ids=row["responses"],
         response_mask=row["response_mask"],
         response_logprobs=row["rollout_log_probs"],
+        routed_experts=None if experts is None else np.array(experts, np.int16)[:-1],
         reward_score=row["reward"],
         metrics=AgentLoopMetrics(),
     )
@@ -42,8 +44,9 @@ def main() -> None:
     rows = load_dataset("parquet", data_files=plain, split="train")
     found = [name for row in rows for name in differing(row)]
     table = load_dataset("parquet", data_files=padded, split="train")
+    experts = ["routed_experts"] if table[0]["routed_experts"] is not None else []
     batch = DataProto.from_dict(
-        tensors={name: torch.tensor(table[:][name]) for name in NAMES},
+        tensors={name: torch.tensor(table[:][name]) for name in NAMES + experts},
         non_tensors={"uid": np.array(table["uid"], dtype=object)},
     )
     positions = compute_position_id_with_mask(batch.batch["attention_mask"])
@@ -58,6 +61,7 @@ def main() -> None:
         "differing": found,
         "positions": bool((positions == batch.batch["position_ids"]).all()),
         "advantages": advantages.tolist(),
+        "experts": batch.batch["routed_experts"].tolist() if experts else None,
     }
     Path(result).write_text(json.dumps(made))
 

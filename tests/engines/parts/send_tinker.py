@@ -39,4 +39,10 @@ try:
     make_datum(replace(sample, temperatures=sample.temperatures * np.float32(0.5)))
 except UsageError as error:
     refused = str(error)
+groups[0].__dict__["samples"] = [replace(sample, experts=np.zeros((1, 1, 1), np.uint8))]
+try:
+    make_data(groups)
+except UsageError as error:
+    refused += str(error)
+assert len(make_data(groups, experts=False)) == 1
 Path(sys.argv[1]).write_text(json.dumps({"data": data, "refused": refused}))
