@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(600)
 
 def list_trained(traces: tuple[Trace, ...]) -> Counter[tuple[object, ...]]:
     """Every trained token with all that decided it."""
-    found: Counter[tuple[object, ...]] = Counter()
+    trained: Counter[tuple[object, ...]] = Counter()
     for trace in traces:
         for span in trace.spans:
             for at in range(span.start, span.end):
@@ -32,8 +32,8 @@ def list_trained(traces: tuple[Trace, ...]) -> Counter[tuple[object, ...]]:
                 kept = () if trace.kept is None else tuple(trace.kept[at : at + 1].ids.tolist())
                 context = tuple(trace.ids[: at + 1].tolist())
                 values = None if rows is None else rows.astype(int).tobytes()
-                found[span.call, context, sizes, values, kept, span.distribution] += 1
-    return found
+                trained[span.call, context, sizes, values, kept, span.distribution] += 1
+    return trained
 
 
 @settings(max_examples=300)
