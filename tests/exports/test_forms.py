@@ -248,3 +248,11 @@ def test_rows_of_dense_models_have_no_experts(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "v.parquet")[0]["routed_experts"] is None
     (line,) = read_rows(tmp_path / "s.jsonl")
     assert not any(name.startswith(("rollout_routed", "rollout_top_p")) for name in line)
+
+
+def test_experts_of_all_layers_are_placed_as_they_are() -> None:
+    """An engine may report zeros for layers without a router, which are not added again."""
+    routed = np.array([[[3, 1], [7, 2]], [[4, 5], [6, 0]]], np.uint8)
+    placed = place_experts(routed, 3, (0, 2))
+    assert placed.shape == (3, 4, 2)
+    assert np.array_equal(place_experts(placed[:2], 3, (0, 2)), placed)

@@ -22,10 +22,13 @@ def place_experts(
 ) -> npt.NDArray[Any]:
     """Return experts of `length` tokens over all layers, shape ``(length, all layers, top_k)``.
 
-    `dense_layers` are the numbers of the layers without a router, whose experts are 0. Rows that
+    `dense_layers` are the numbers of the layers without a router, whose experts are 0; `experts`
+    may have them already. Rows that
     are not known, which no trained token has in its context, are 0; with `distinct`, they are the
     first experts. Raises `UsageError` if `dense_layers` are not numbers of layers.
     """
+    if _has_all_layers(experts, dense_layers):
+        dense_layers = ()
     rows, routed, top_k = experts.shape
     layers = routed + len(dense_layers)
     at = [layer for layer in range(layers) if layer not in dense_layers]
@@ -37,6 +40,12 @@ def place_experts(
     if distinct:
         placed[rows:, at] = np.arange(top_k)
     return placed
+
+
+def _has_all_layers(experts: Experts, dense_layers: Sequence[int]) -> bool:
+    """Whether some layers have zeros only: those without a router."""
+    inside = all(0 <= layer < experts.shape[1] for layer in dense_layers)
+    return bool(dense_layers) and inside and len(experts) > 0 and not experts[:, dense_layers].any()
 
 
 # --------------------------------------------------------------------------- kept sets
