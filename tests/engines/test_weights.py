@@ -21,6 +21,9 @@ from support.models import log_probabilities
 from support.server import make_control
 from trainers.sessions import VERSION, groups
 from tugline.errors import EngineError
+from tugline.gateway.probe import probe
+from tugline.gateway.probe_client import CheckOutcome
+from tugline.gateway.probe_reports import ModelFacts
 from tugline.launch.settings import EngineSettings
 from tugline.recording.verify.engine import connect_scorer
 from tugline.trainers.config import Schedule, TaskSource, TrainConfig
@@ -291,3 +294,13 @@ def compute(folder: Path) -> Logprobs:
     )
     assert not any(found.values())
     return log_probabilities(model, IDS).float().numpy()
+
+
+@choose("sglang-moe")
+async def test_an_engine_without_experts_is_told_the_setting(engine: EngineCase) -> None:
+    """A mixture of experts that runs without the flag is served, but not fit for training."""
+    report = await probe(engine.url, facts=ModelFacts.read(engine.source))
+    failed = [check for check in report.checks if check.outcome is CheckOutcome.FAIL]
+    assert [check.name for check in failed] == ["experts"]
+    assert "--enable-return-routed-experts" in failed[0].detail
+    assert any("--enable-return-routed-experts" in line for line in report.advice)
