@@ -123,10 +123,10 @@ def allow_noise(model: PreTrainedModel) -> None:
         router.__class__ = type("NoisyRouter", (_Noisy, type(router)), {})
 
 
-def add_noise(model: torch.nn.Module) -> None:
+def add_noise(model: torch.nn.Module, noise: float = 1.0) -> None:
     """Add noise to the selection of every router, but not to its logits or weights."""
     for router in find_routers(model):
-        router.noise = 1.0
+        router.noise = noise
 
 
 class _Noisy(torch.nn.Module):

@@ -179,6 +179,21 @@ def test_equal_models_agree_with_and_without_replay() -> None:
     assert set(report.mismatch.experts_changed.values()) == {0.0}
 
 
+def test_a_step_compares_the_experts_of_its_own_first_passes() -> None:
+    """What later passes of the step before found is forgotten."""
+    batch = play_groups(make_moe())
+    model = make_moe()
+    allow_noise(model)
+    trainer = Grpo(model, GrpoConfig(lr=1e-9, epochs=2))
+    shares = []
+    for noise in (1.0, 0.0):
+        add_noise(model, noise)
+        mismatch = trainer.step(batch, version=VERSION).mismatch
+        assert mismatch is not None
+        shares.append(sum(mismatch.experts_changed.values()))
+    assert shares[0] > shares[1] == 0.0
+
+
 # --------------------------------------------------------------------------- kept sets
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
 def test_logprobs_of_a_truncated_distribution_are_those_of_the_sampler(

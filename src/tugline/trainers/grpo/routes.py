@@ -29,8 +29,7 @@ class Routes:
         self._model = model
         self._depth = int(model.config.get_text_config().num_hidden_layers)
         self._blocks = [each for each in model.modules() if _has_experts(each)]
-        self._changed = torch.zeros(len(self.routers), dtype=torch.float64)
-        self._compared = 0
+        self.forget()
 
     @property
     def shape(self) -> RouterShape:
@@ -73,6 +72,11 @@ class Routes:
             router.replayed = None if experts is None else experts[:, layer]
 
     # ----------------------------------------------------------------- the routers' own choice
+    def forget(self) -> None:
+        """Forget what `compare` found."""
+        self._changed = torch.zeros(len(self.routers), dtype=torch.float64)
+        self._compared = 0
+
     @torch.no_grad()
     def compare(self, experts: torch.Tensor | None) -> None:
         """Compare the experts that the routers chose in the last pass with the replayed ones."""
@@ -91,8 +95,7 @@ class Routes:
         It is over all ranks, each of which must call this. None if nothing was compared.
         """
         *changed, compared = add_up([*self._changed.tolist(), float(self._compared)], device)
-        self._changed = torch.zeros(len(self.routers), dtype=torch.float64)
-        self._compared = 0
+        self.forget()
         return [each / compared for each in changed] if compared else None
 
     # ----------------------------------------------------------------- balance

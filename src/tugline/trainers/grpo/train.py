@@ -117,6 +117,7 @@ class Grpo(Updater):
         """
         began = time.perf_counter()
         routes = self.policy.routes
+        routes.forget()
         samples, ledger = prepare(
             gather(trajectories),
             self.config,
