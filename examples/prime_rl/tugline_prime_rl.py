@@ -121,14 +121,14 @@ def make_micro_batch(samples: Sequence[Sample], form: Form = DEFAULT) -> MicroBa
 
 def join_experts(samples: Sequence[Sample], form: Form) -> RoutedExperts | None:
     """Return the experts of all tokens, 0 where none are known."""
-    placed = [
+    spread = [
         place_experts(sample.experts, len(sample.input_ids), form.dense_layers)
         for sample in samples
         if sample.experts is not None
     ]
-    if not placed:
+    if not spread:
         return None
-    joined = np.concatenate(placed)
+    joined = np.concatenate(spread)
     return RoutedExperts(joined.tobytes(), list(joined.shape), str(joined.dtype))
 
 

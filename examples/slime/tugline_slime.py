@@ -91,8 +91,8 @@ class Form(NamedTuple):
         columns = dict[str, torch.Tensor]()
         if self.routers is not None:
             known = np.zeros((0, *self.routers), np.int32) if trace is None else trace.experts
-            placed = place_experts(known, length - 1, self.dense_layers, distinct=True)
-            columns["rollout_routed_experts"] = torch.from_numpy(placed.astype(np.int32))
+            spread = place_experts(known, length - 1, self.dense_layers, distinct=True)
+            columns["rollout_routed_experts"] = torch.from_numpy(spread.astype(np.int32))
         if self.sets:
             mask = np.zeros(length, np.bool_) if trace is None else trace.loss_mask
             kept = select_sets(None if trace is None else trace.kept, mask)[first:]

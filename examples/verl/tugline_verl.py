@@ -132,8 +132,8 @@ def make_experts(sample: Sample, form: Form) -> np.ndarray | None:
             msg = f"session {sample.session} has no experts to replay"
             raise UsageError(msg)
         return None
-    placed = place_experts(sample.experts, len(sample.input_ids), form.dense_layers)
-    return placed.astype(np.int16)
+    spread = place_experts(sample.experts, len(sample.input_ids), form.dense_layers)
+    return spread.astype(np.int16)
 
 
 def make_empty_experts(session: Trajectory, form: Form) -> np.ndarray | None:

@@ -132,13 +132,13 @@ def check_sets(trace: Trace, row: Mapping[str, Any], calls: dict[int, Call]) -> 
     ids = row.get("rollout_top_p_token_ids", [])
     assert len(offsets) == row["response_length"] + 1
     assert offsets[-1] == len(ids)
-    found = [ids[start:end] for start, end in pairwise(offsets)]
+    actual = [ids[start:end] for start, end in pairwise(offsets)]
     for span in trace.spans:
         of = calls[span.call]
         for at in range(span.start, span.end):
             own = of.kept and list(of.kept)[at - len(of.prompt_ids)].tolist()
             needed = span.distribution.needs_kept and trace.mask[at]
-            assert found[at - first] == (own if needed else [])
+            assert actual[at - first] == (own if needed else [])
 
 
 @given(SESSIONS_WITH_EXPERTS)

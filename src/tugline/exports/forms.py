@@ -35,11 +35,11 @@ def place_experts(
     if len(at) != routed:
         msg = f"dense_layers is {list(dense_layers)}, must be different numbers below {layers}"
         raise UsageError(msg)
-    placed = np.zeros((length, layers, top_k), experts.dtype)
-    placed[:rows, at] = experts[:length]
+    spread = np.zeros((length, layers, top_k), experts.dtype)
+    spread[:rows, at] = experts[:length]
     if distinct:
-        placed[rows:, at] = np.arange(top_k)
-    return placed
+        spread[rows:, at] = np.arange(top_k)
+    return spread
 
 
 def _has_all_layers(experts: Experts, dense_layers: Sequence[int]) -> bool:

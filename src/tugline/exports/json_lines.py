@@ -290,8 +290,8 @@ class Slime(TrainerExporter):
         columns = dict[str, object]()
         if trace.experts is not None:
             known, layers = len(trace.ids) - 1, self.dense_layers
-            placed = place_experts(trace.experts, known, layers, distinct=True)
-            columns["rollout_routed_experts"] = placed
+            spread = place_experts(trace.experts, known, layers, distinct=True)
+            columns["rollout_routed_experts"] = spread
         if trace.kept is not None:
             kept = trace.kept[first:]
             columns["rollout_top_p_token_ids"] = kept.ids

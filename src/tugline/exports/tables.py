@@ -316,5 +316,5 @@ class Verl(TrainerExporter, TableExporter):
         """Return experts of all tokens and of the padding, which are 0 where none are known."""
         if trace.experts is None:
             return None
-        placed = place_experts(trace.experts, len(trace.ids) + after, self.dense_layers)
-        return np.pad(placed.astype(np.int16), ((before, 0), (0, 0), (0, 0)))
+        spread = place_experts(trace.experts, len(trace.ids) + after, self.dense_layers)
+        return np.pad(spread.astype(np.int16), ((before, 0), (0, 0), (0, 0)))
