@@ -229,6 +229,9 @@ def test_vllm_gets_a_top_k_if_it_reports_sets() -> None:
         assert params["min_p"] == others["min_p"] == 0.05
         low = build(kind(kept=True), replace(PLAIN, top_k=7))
         assert low.get("sampling_params", low)["top_k"] == 7
+        greedy = build(kind(kept=True), replace(PLAIN, temperature=0.0, top_k=7))
+        sent = greedy.get("sampling_params", greedy)
+        assert (sent["temperature"], sent["top_k"]) == (1.0, 1), "the likeliest token alone"
 
 
 def test_sglang_is_asked_for_reports_by_request() -> None:

@@ -12,6 +12,7 @@ from abc import abstractmethod
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from tugline.chat.engines import base, reports
 from tugline.chat.model_call import Constraint, ConstraintKind
@@ -251,9 +252,12 @@ class VllmCompletions(TokenFormat):
 def build_sampling(ask: base.EngineRequest, *, bounded: bool = False) -> dict[str, Any]:
     """Build vLLM's sampling parameters.
 
-    With `bounded`, ``top_k`` is never off: vLLM requires one to report kept sets.
+    With `bounded`, ``top_k`` is never off, and the temperature never 0: vLLM requires both to report
+    kept sets. Then the likeliest token is the only one left, with a log probability of 0.
     """
     sampling = ask.sampling
+    if bounded and sampling.temperature == 0:
+        sampling = replace(sampling, temperature=1.0, top_k=1)
     constraint = ask.request.constraint
     params: dict[str, Any] = base.NEUTRAL | {
         "max_tokens": sampling.max_tokens,
