@@ -24,8 +24,8 @@ Mask = npt.NDArray[np.bool_]
 Experts = npt.NDArray[np.unsignedinteger[Any]]
 """Experts that a mixture-of-experts model computed tokens with, in the order of the router's top-k.
 
-Shape ``(n, layers, top_k)``, of the smallest unsigned type that holds every number of an expert. The
-layers are those with a router, or all of the model, with zeros where there is none, as engines
+Shape ``(n, layers, top_k)``, of the smallest unsigned type that holds every number of an expert.
+The layers are those with a router, or all of the model, with zeros where there is none, as engines
 report them."""
 
 

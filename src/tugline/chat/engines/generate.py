@@ -252,8 +252,8 @@ class VllmCompletions(TokenFormat):
 def build_sampling(ask: base.EngineRequest, *, bounded: bool = False) -> dict[str, Any]:
     """Build vLLM's sampling parameters.
 
-    With `bounded`, ``top_k`` is never off, and the temperature never 0: vLLM requires both to report
-    kept sets. Then the likeliest token is the only one left, with a log probability of 0.
+    With `bounded`, ``top_k`` is never off, and the temperature never 0, as vLLM requires to report
+    kept sets: greedily, the likeliest token is the only one left, with a log probability of 0.
     """
     sampling = ask.sampling
     if bounded and sampling.temperature == 0:
