@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from tugline.exports.forms import drop_experts, drop_sets, place_experts, select_sets
+from tugline.exports.forms import drop_experts, drop_sets, place_experts
 from tugline.stream import GradedGroup, GroupStream
-from tugline.types import Sample
+from tugline.types import Kept, Sample
 
 WRITTEN = "groups.json"
 """File with the ids of a step's groups; written after all batches of the step."""
@@ -134,7 +134,10 @@ def join_experts(samples: Sequence[Sample], form: Form) -> RoutedExperts | None:
 
 def join_sets(samples: Sequence[Sample]) -> SamplingMask:
     """Return the sets of trained tokens, at their own positions: prime-rl shifts them."""
-    sets = [select_sets(sample.kept, sample.loss_mask) for sample in samples]
+    sets = [
+        (sample.kept or Kept.none(len(sample.input_ids))).select(sample.loss_mask)
+        for sample in samples
+    ]
     ids = np.concatenate([each.ids for each in sets])
     sizes = np.concatenate([each.sizes for each in sets])
     return SamplingMask(ids.tobytes(), sizes.astype(np.int32).tobytes())

@@ -19,13 +19,7 @@ from slime.utils.types import Sample
 
 import tugline.types as tugline
 from tugline.errors import UsageError
-from tugline.exports.forms import (
-    drop_experts,
-    drop_sets,
-    leave_untrained,
-    place_experts,
-    select_sets,
-)
+from tugline.exports.forms import drop_experts, drop_sets, leave_untrained, place_experts
 from tugline.stream import GradedGroup, GroupStream
 
 _STATUSES = {
@@ -81,7 +75,8 @@ class Form(NamedTuple):
         refuse = NO_SETS if self.kept else None
         if not self.sets:
             return drop_sets(trace, refuse=refuse)
-        whole = select_sets(trace.kept, trace.loss_mask).sizes == 0
+        sets = trace.kept or tugline.Kept.none(len(trace.input_ids))
+        whole = sets.select(trace.loss_mask).sizes == 0
         return leave_untrained(trace, whole, refuse=refuse)
 
     def make_columns(
@@ -94,8 +89,9 @@ class Form(NamedTuple):
             spread = place_experts(known, length - 1, self.dense_layers, distinct=True)
             columns["rollout_routed_experts"] = torch.from_numpy(spread.astype(np.int32))
         if self.sets:
-            mask = np.zeros(length, np.bool_) if trace is None else trace.loss_mask
-            kept = select_sets(None if trace is None else trace.kept, mask)[first:]
+            kept = tugline.Kept.none(length)[first:]
+            if trace is not None and trace.kept is not None:
+                kept = trace.kept.select(trace.loss_mask)[first:]
             columns["rollout_top_p_token_ids"] = torch.from_numpy(kept.ids.astype(np.int32))
             columns["rollout_top_p_token_offsets"] = torch.from_numpy(kept.offsets)
         return columns

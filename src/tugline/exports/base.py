@@ -17,11 +17,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from tugline import plugins
-from tugline.exports.forms import find_sets, find_truncated, select_sets
+from tugline.exports.forms import find_truncated
 from tugline.recording.file import Recording
 from tugline.recording.records import Header
 from tugline.traces.base import Builder, Built
-from tugline.types import PluginSpec, Trace, TraceKind
+from tugline.types import Kept, PluginSpec, Trace, TraceKind
 
 
 class SkipReason(StrEnum):
@@ -194,13 +194,14 @@ class TrainerExporter(Exporter):
             return SkipReason.EXPERTS
         truncated = find_truncated(trace)
         held = np.zeros(len(trace.ids), np.bool_)
+        sets = trace.kept or Kept.none(len(trace.ids))
         if self.kept and self.holds_kept:
-            held = truncated & find_sets(trace.kept, trace.ids)
+            held = truncated & sets.contains(trace.ids)
         # a format with sets has one for each trained token
         lost = trace.mask & ~held if held.any() else truncated
         if self.kept and lost.any():
             return SkipReason.KEPT
-        kept = select_sets(trace.kept, held) if held.any() else None
+        kept = sets.select(held) if held.any() else None
         experts = trace.experts if self.experts else None
         return super().fit(replace(trace, mask=trace.mask & ~lost, experts=experts, kept=kept))
 

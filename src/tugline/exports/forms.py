@@ -13,7 +13,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from tugline.errors import UsageError
-from tugline.types import Experts, Ids, Kept, Mask, Reason, Sample, Trace
+from tugline.types import Experts, Mask, Reason, Sample, Trace
 
 
 # --------------------------------------------------------------------------- experts
@@ -49,29 +49,12 @@ def _has_all_layers(experts: Experts, dense_layers: Sequence[int]) -> bool:
 
 
 # --------------------------------------------------------------------------- kept sets
-def find_sets(kept: Kept | None, ids: Ids) -> Mask:
-    """Return whether each id is in its own set."""
-    known = np.zeros(len(ids), np.bool_)
-    if kept is not None:
-        owner = np.repeat(np.arange(len(ids)), kept.sizes)
-        known[owner[kept.ids == ids[owner]]] = True
-    return known
-
-
 def find_truncated(trace: Trace) -> Mask:
     """Return whether each token is trained and its logprob depends on a kept set."""
     truncated = np.zeros(len(trace.ids), np.bool_)
     for span in trace.spans:
         truncated[span.start : span.end] = span.distribution.needs_kept
     return truncated & trace.mask
-
-
-def select_sets(kept: Kept | None, wanted: Mask) -> Kept:
-    """Return the sets of the tokens in `wanted`, and empty sets for the others."""
-    if kept is None:
-        return Kept(np.zeros(len(wanted) + 1, np.int32), np.empty(0, np.int32))
-    offsets = np.concatenate(([0], np.cumsum(kept.sizes * wanted))).astype(np.int32)
-    return Kept(offsets, kept.ids[np.repeat(wanted, kept.sizes)])
 
 
 # --------------------------------------------------------------------------- samples

@@ -48,6 +48,23 @@ class Kept(msgspec.Struct, frozen=True):
         offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
         return cls(offsets, np.concatenate([np.empty(0, np.int32), *arrays]))
 
+    @classmethod
+    def none(cls, count: int) -> Self:
+        """Return empty sets of `count` positions."""
+        return cls(np.zeros(count + 1, np.int32), np.empty(0, np.int32))
+
+    def contains(self, ids: Ids) -> Mask:
+        """Return whether each of ``n`` ids is in its own set, shape ``(n,)``."""
+        owner = np.repeat(np.arange(len(self)), self.sizes)
+        contained = np.zeros(len(self), np.bool_)
+        contained[owner[self.ids == ids[owner]]] = True
+        return contained
+
+    def select(self, wanted: Mask) -> Self:
+        """Return the sets of the positions in `wanted`, and empty sets for the others."""
+        offsets = np.concatenate(([0], np.cumsum(self.sizes * wanted))).astype(np.int32)
+        return type(self)(offsets, self.ids[np.repeat(wanted, self.sizes)])
+
     @property
     def sizes(self) -> Ids:
         """Number of ids of each set, shape ``(n,)``."""

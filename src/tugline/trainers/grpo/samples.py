@@ -204,7 +204,9 @@ def read_spans(trace: Trace) -> tuple[Ids, Logprobs]:
     """
     versions = np.full(len(trace.ids), -1, np.int32)
     temperatures = np.ones(len(trace.ids), np.float32)
-    known = _find_kept(trace)
+    known = np.zeros(len(trace.ids), np.bool_)
+    if trace.kept is not None:
+        known = trace.kept.contains(trace.ids)
     for span in trace.spans:
         tokens = slice(span.start, span.end)
         versions[tokens] = span.version
@@ -212,15 +214,6 @@ def read_spans(trace: Trace) -> tuple[Ids, Logprobs]:
         if span.distribution.needs_kept:
             temperatures[tokens] *= known[tokens]
     return versions, temperatures
-
-
-def _find_kept(trace: Trace) -> Mask:
-    """Return whether each token is in its own set of kept ids; an empty set has none."""
-    known = np.zeros(len(trace.ids), np.bool_)
-    if trace.kept is not None:
-        owner = np.repeat(np.arange(len(trace.kept)), trace.kept.sizes)
-        known[owner[trace.kept.ids == trace.ids[owner]]] = True
-    return known
 
 
 def _select_kept(trace: Trace, mask: Mask) -> Kept | None:
@@ -231,10 +224,8 @@ def _select_kept(trace: Trace, mask: Mask) -> Kept | None:
     for span in trace.spans:
         if span.distribution.needs_kept:
             wanted[span.start : span.end] = mask[span.start : span.end]
-    sizes = trace.kept.sizes
-    ids = trace.kept.ids[np.repeat(wanted, sizes)]
-    offsets = np.concatenate(([0], np.cumsum(sizes * wanted))).astype(np.int32)
-    return Kept(offsets, ids) if len(ids) else None
+    selected = trace.kept.select(wanted)
+    return selected if len(selected.ids) else None
 
 
 def _select_experts(
