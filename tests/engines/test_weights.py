@@ -297,8 +297,8 @@ def compute(folder: Path) -> Logprobs:
 
 
 @choose("sglang-moe")
-async def test_an_engine_without_experts_is_told_the_setting(engine: EngineCase) -> None:
-    """A mixture of experts that runs without the flag is served, but not fit for training."""
+async def test_doctor_names_the_missing_flag(engine: EngineCase) -> None:
+    """A mixture of experts whose engine does not report experts is not fit for training."""
     report = await probe(engine.url, facts=ModelFacts.read(engine.source))
     failed = [check for check in report.checks if check.outcome is CheckOutcome.FAIL]
     assert [check.name for check in failed] == ["experts"]
