@@ -172,7 +172,7 @@ async def open_run(engine: EngineCase, folder: Path) -> AsyncIterator[Run]:
         engine=EngineSettings(urls=(engine.url,), tokenizer=engine.source, renderer="qwen3"),
         device="cpu",
         publish_dtype="float32" if engine.exact else None,
-        grpo=GrpoConfig(lr=5e-3, seed=1),
+        grpo=GrpoConfig(lr=5e-3, seed=1, replay_experts=False),  # random tokens have no experts
         schedule=Schedule(publish_s=60.0),
     )
     async with contextlib.AsyncExitStack() as stack:
