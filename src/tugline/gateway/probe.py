@@ -344,9 +344,8 @@ class _Probe:
                     "streams: start SGLang with --incremental-streaming-output; without it each "
                     "event repeats the whole answer"
                 )
-            if meaning is LogprobMeaning.PROCESSED:
+            if meaning is LogprobMeaning.PROCESSED and not self._client.kept:
                 self._client.advice.append(
-                    "logprobs: they are computed after temperature, but before top_p and "
-                    "top_k; leave those "
-                    "off, or set SGLANG_RETURN_ORIGINAL_LOGPROB=1 for raw ones"
+                    "logprobs: they are computed after temperature, but before top_p, top_k and "
+                    "min_p, and no kept sets are reported: leave these off"
                 )
