@@ -58,6 +58,8 @@ class AnswerExperts:
         """The experts from the prompt's first token on; a new version begins where one changed."""
         self._parts: list[Experts] = []
         """Rows after those of the last version."""
+        self._known = 0
+        """Number of rows of the last version, with those after it."""
         self._spans: list[_Reported] = []
         self._reported = 0
         """Number of sampled tokens that the reports and requests so far are about."""
@@ -84,9 +86,15 @@ class AnswerExperts:
         self._expected = True
         fault = self._try_add(report, shape)
         if fault is None:
-            self._spans.append(_Reported(self._reported, count, len(self._versions) - 1))
+            self._add_span(self._reported, count, len(self._versions) - 1)
         self.fault = fault or self.fault
         self._reported = count
+
+    def _add_span(self, start: int, end: int, version: int) -> None:
+        last = self._spans[-1] if self._spans else None
+        if last is not None and (last.end, last.version) == (start, version):
+            start = self._spans.pop().start
+        self._spans.append(_Reported(start, end, version))
 
     def covers(self, count: int) -> bool:
         """Whether there are reports about `count` sampled tokens, or none are expected."""
@@ -102,7 +110,7 @@ class AnswerExperts:
         if start > known:
             return f"experts begin at token {start}, but are known of {known} tokens only"
         if start == known and self._versions:
-            self._parts.append(rows)
+            self._append(rows)
             return None
         before = self._join()
         if before is not None and before.shape[1:] != rows.shape[1:]:
@@ -110,13 +118,14 @@ class AnswerExperts:
         if before is None or not np.array_equal(before[start:][: len(rows)], rows[: known - start]):
             kept = [] if before is None else [before[:start]]
             self._versions.append(np.concatenate([*kept, rows]))
+            self._known = len(self._versions[-1])
         elif len(rows) > known - start:
-            self._parts.append(rows[known - start :])
+            self._append(rows[known - start :])
         return None
 
-    @property
-    def _known(self) -> int:
-        return sum(map(len, [*self._versions[-1:], *self._parts]))
+    def _append(self, rows: Experts) -> None:
+        self._parts.append(rows)
+        self._known += len(rows)
 
     def _join(self) -> Experts | None:
         """Return the latest experts of all tokens; None without any."""
