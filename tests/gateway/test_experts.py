@@ -10,11 +10,13 @@ import pytest
 
 from support.engine import ids
 from support.gateway import open_session
+from support.polling import until
 from support.random_experts import LAYERS, TOP_K, choose
 from tugline.chat.engines.generate import Embedded
 from tugline.gateway.policy import CallSettings
 from tugline.recording.records import RecordedEventKind
 from tugline.testing import Reply
+from tugline.traces.base import PrefixMerging
 from tugline.types import Call, Experts, Ids, Kept, MaskedSpan, Reason, Sampling
 
 TEXT = "Mended it well, and tested."
@@ -103,6 +105,31 @@ async def test_a_failover_keeps_what_was_sampled_with_the_same_experts(
 
 
 FAST = CallSettings(backoff_s=0.0)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+async def test_a_resumed_answer_has_the_experts_of_both_parts(
+    tmp_path: Path,
+    at_end: bool,  # noqa: FBT001 - a case
+) -> None:
+    """The call that completes it has those of all its context; together they are one trace.
+
+    Where an engine reports at the end, the part whose client left has none.
+    """
+    one = play(delay_s=0.003, experts_at_end=at_end)
+    quick = CallSettings(grace_s=0.02)
+    async with open_session(tmp_path, one, wire=make_wire(), tuning=quick) as session:
+        await session.hang_up(characters=4)
+        await until(lambda: session.calls)
+        await session.read()
+        first, second = session.recording.calls
+    assert second.resumed == len(first.sampled_ids) > 0
+    assert np.array_equal(get_experts(second), choose(whole_ids(second)[:-1], 0))
+    assert second.masked == ()
+    lost = MaskedSpan(Reason.NO_ROUTES, 0, len(first.sampled_ids))
+    assert first.masked == ((lost,) if at_end else ())
+    (trace,), ledger, _ = PrefixMerging().build([first, second])
+    assert trace.trained == ledger.trained == ledger.sampled - (lost.end if at_end else 0)
 
 
 @pytest.mark.parametrize("at_end", [False, True])

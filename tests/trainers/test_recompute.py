@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,16 @@ import pytest
 
 from inference.test_engine import make
 from support.gateway import OpenSession, open_session
+from support.polling import until
 from support.upcycle import make_mixture, save_mixture
 from tugline.chat.engines.generate import Embedded
 from tugline.inference.server import create_app
+from tugline.protocol import PauseMode
 from tugline.recording.verify.session import verify_session
 from tugline.recording.verify.text import TextVerifier
 from tugline.traces.base import PerRequest, PrefixMerging
 from tugline.trainers.recompute import Recomputer, verify_with_model
-from tugline.types import Policy
+from tugline.types import Policy, Reason
 from tugline.web.serve import serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -92,3 +96,34 @@ async def test_every_trained_token_is_recomputed(
     verify_with_model(report, recording, recomputer, 1e-4)
     assert report.checks["model"].verdict == "pass"
     assert len(report.experts_changed) == 4
+
+
+async def test_an_answer_across_new_weights_is_trained_with_the_experts_of_its_longer_part(
+    tmp_path: Path, folder: Path
+) -> None:
+    """The other part is masked; what is trained is recomputed under the weights that sampled it."""
+    old, new = make_mixture(), make_mixture(seed=1)
+    async with (
+        make(make_mixture(), max_model_len=1024) as engine,
+        serve(create_app(engine, model_name="m")) as url,
+        open_session(tmp_path, url, wire=make_wire(), policy=Policy.ALLOW) as session,
+    ):
+        question = [{"role": "user", "content": "Count to a hundred."}]
+        asking = asyncio.ensure_future(ask(session, question, max_tokens=60, stop=["never"]))
+        await until(lambda: engine.stats().sampled_tokens >= 4)
+        await engine.swap(new.state_dict(), 1, PauseMode.KEEP)
+        await asking
+        (call,) = session.recording.calls
+    assert [span.version for span in call.versions] == [0, 1]
+    (masked,) = call.masked
+    assert masked.reason is Reason.ROUTES_CHANGED
+    kept_version = 0 if masked.start else 1
+    weights = old if kept_version == 0 else new
+    weights.save_pretrained(tmp_path / "weights")
+    shutil.copy(folder / "tokenizer.json", tmp_path / "weights")
+    traces, ledger, _ = PrefixMerging().build([call])
+    assert ledger.masked == {Reason.ROUTES_CHANGED: masked.end - masked.start}
+    result = Recomputer(tmp_path / "weights").compute(traces, [call])
+    apart = np.abs(result.logprobs[0] - call.logprobs)
+    assert np.isfinite(apart).sum() == ledger.trained > 0
+    assert np.nanmax(apart) <= 1e-4
