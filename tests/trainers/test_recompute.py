@@ -26,7 +26,7 @@ from tugline.web.serve import serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
-EVERY = ({}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {"temperature": 0.7})
+ALONE = ({"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {"temperature": 0.7})
 TOGETHER = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05}
 
 
@@ -66,7 +66,11 @@ async def talk(session: OpenSession, **sampling: Any) -> None:
     await ask(session, [title], max_tokens=12, top_p=0.5)
 
 
-@pytest.mark.parametrize("sampling", [*EVERY, TOGETHER], ids=lambda s: "+".join(s) or "plain")
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, TOGETHER, *(pytest.param(each, marks=pytest.mark.slow) for each in ALONE)],
+    ids=lambda sampling: "+".join(sampling) or "plain",
+)
 async def test_every_trained_token_is_recomputed(
     tmp_path: Path, folder: Path, sampling: dict[str, float]
 ) -> None:
