@@ -26,7 +26,7 @@ from tugline import log
 from tugline.errors import ConfigError
 from tugline.trainers.grpo.batch import MicroBatch, Row
 from tugline.trainers.grpo.config import UpdateConfig
-from tugline.trainers.grpo.distributed import add_up, clip_gradient
+from tugline.trainers.grpo.distributed import add_up, clip_gradient, gather
 from tugline.trainers.grpo.forward import PolicyModel, TokenLoss
 from tugline.trainers.grpo.hub import check_names, get_base_model
 from tugline.trainers.grpo.packing import pack
@@ -103,6 +103,13 @@ class Updater(ABC):
         It adds its statistics to `figures`. See `needs_whole_traces` for the tokens that it gets.
         """
 
+    def make_bonus(self, micro: MicroBatch, figures: Update) -> TokenLoss | None:
+        """Return the function that computes losses of the entropies of a pass's tokens, if any.
+
+        Their divisor is the number of trained tokens of the update.
+        """
+        return None
+
     @property
     def needs_whole_traces(self) -> bool:
         """Whether the loss of a token depends on other tokens: then it gets all at once."""
@@ -142,8 +149,9 @@ class Updater(ABC):
         trained = sum(row.sample.trained for row in rows)
         for micro in self.pack(rows):
             self._backward(micro, figures, len(micro.target) / max(1, trained))
-        totals = add_up([*figures.sums.values()], self.policy.device)
-        figures.sums.update(zip(figures.sums, totals, strict=True))
+        names = sorted({*gather([*figures.sums])})  # a rank without rows has no figures of its own
+        totals = add_up([figures.sums[name] for name in names], self.policy.device)
+        figures.sums.update(zip(names, totals, strict=True))
         figures.grad_norm = clip_gradient(self.model, self.config.max_grad_norm)
         return math.isfinite(figures.grad_norm) and math.isfinite(figures.sums["loss"])
 
@@ -168,6 +176,15 @@ class Updater(ABC):
             figures.add("loss", losses)
             return losses
 
+        bonus = self.make_bonus(micro, figures)
+
+        def compute_bonus(entropy: torch.Tensor, tokens: slice) -> torch.Tensor:
+            assert bonus is not None  # noqa: S101 - it is not called otherwise
+            losses = bonus(entropy, tokens) * (share / max(1, len(micro.target)))
+            figures.add("loss", losses)
+            figures.add("term/entropy", losses)
+            return losses
+
         def balance() -> torch.Tensor:
             loss = share * self.policy.routes.balance(micro.real)
             figures.add("load_balancing", loss)
@@ -177,6 +194,7 @@ class Updater(ABC):
             micro,
             compute_loss,
             whole=self.needs_whole_traces,
+            bonus=compute_bonus if bonus is not None else None,
             further=balance if self.config.load_balancing > 0 else None,
         )
         self.policy.routes.compare(micro.experts)
