@@ -24,7 +24,7 @@ from trainers.sessions import sample
 from tugline.trainers.grpo.advantage import compute_penalty, grade, whiten
 from tugline.trainers.grpo.batch import MicroBatch, Row, collate
 from tugline.trainers.grpo.config import ESTIMATORS, LOSSES, GrpoConfig
-from tugline.trainers.grpo.loss import Tokens, token_terms
+from tugline.trainers.grpo.loss import TrainedTokens, token_terms
 from tugline.trainers.grpo.objectives import BUILT_IN, find_loss
 from tugline.trainers.grpo.train import sum_by_session
 from tugline.trainers.grpo.update import Recomputed
@@ -85,7 +85,7 @@ def run_ours(
     reference = None
     if config.needs_reference:
         reference = torch.tensor(select("reference"), dtype=dtype)
-    tokens = Tokens.of(micro, reference, config)
+    tokens = TrainedTokens.of(micro, reference, config)
     terms = token_terms(new, tokens, config, find_loss(config.loss))
     loss = (terms.loss * tokens.weights).sum()
     loss.backward()
@@ -247,7 +247,7 @@ def test_the_cases_reach_both_branches(name: str) -> None:
     """Some tokens of a case are clipped and some are not."""
     config = GrpoConfig(**FOREIGN["losses"][name]["given"])
     new = torch.tensor(select("new"))
-    tokens = Tokens.of(make_pass(torch.float64, by_trace=False), None, config)
+    tokens = TrainedTokens.of(make_pass(torch.float64, by_trace=False), None, config)
     _, figures = BUILT_IN[name](new, tokens, config)
     for figure in {"clipped", "capped"} & {*figures}:
         assert 0 < float(figures[figure].double().mean()) < 1, figure

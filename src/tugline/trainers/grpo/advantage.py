@@ -4,7 +4,7 @@ The plain rule is for one reward a session; `fit_baselines` has it, and `group_a
 it. The rest is for rarer shapes: traces with rewards of their own, and turns with discounts.
 
 A reward may be reduced before (`compute_penalty`), and advantages may be scaled over a whole step
-(`whiten`). A function of the user gets a `Group` instead.
+(`whiten`). A function of the user gets a `RewardGroup` instead.
 
 The unit is always the session, not the trace. The mean and standard deviation of a group are those
 of the reward of a token drawn in two stages: a session of the group, uniformly, then one of its
@@ -206,7 +206,7 @@ def compute_penalty(sampled: int, config: GrpoConfig) -> float:
 
 
 # --------------------------------------------------------------------------- your own
-class Group(NamedTuple):
+class RewardGroup(NamedTuple):
     """The rewarded sessions of a task; arrays of shape ``(k,)``."""
 
     rewards: Rewards
@@ -227,7 +227,7 @@ def _call_own(
     function = plugins.find("grpo.advantage", config.advantage)
     tokens = [sum(trace.trained for trace in each.traces) for each in members]
     means = np.array([each.mean for each in rewards], np.float64)
-    result = function(Group(means, np.array(tokens, np.int64), members), config)
+    result = function(RewardGroup(means, np.array(tokens, np.int64), members), config)
     problem = None
     wrong = members
     if not isinstance(result, np.ndarray) or result.dtype.kind != "f":

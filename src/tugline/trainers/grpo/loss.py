@@ -16,7 +16,7 @@ from tugline.trainers.grpo.config import GrpoConfig, WeightLevel
 from tugline.types import Sample
 
 
-def clip(new: torch.Tensor, tokens: "Tokens", config: GrpoConfig) -> "LossResult":
+def clip(new: torch.Tensor, tokens: "TrainedTokens", config: GrpoConfig) -> "LossResult":
     """Return the clipped loss of PPO (arXiv 1707.06347).
 
     ``-min(ratio A, clip(ratio, 1 - low, 1 + high) A)``, with two bounds as in DAPO (2503.14476).
@@ -31,7 +31,7 @@ def clip(new: torch.Tensor, tokens: "Tokens", config: GrpoConfig) -> "LossResult
     return loss, {"ratio": ratio, "clipped": clipped}
 
 
-class Tokens(NamedTuple):
+class TrainedTokens(NamedTuple):
     """Trained tokens of a forward pass, trace by trace; tensors of shape ``(N,)``, no gradient.
 
     Log probabilities are natural logarithms. A pass has whole traces, but maybe not all traces of
@@ -85,7 +85,7 @@ class Tokens(NamedTuple):
             sessions=tuple(numbers),
         )
 
-    def select(self, part: slice) -> "Tokens":
+    def select(self, part: slice) -> "TrainedTokens":
         """Return consecutive tokens, of which `lengths` are unknown."""
         known = self._asdict().items()
         chosen: dict[str, Any] = {n: v[part] for n, v in known if isinstance(v, torch.Tensor)}
@@ -98,7 +98,7 @@ class Tokens(NamedTuple):
 
 LossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """The policy loss of each token, and figures by name: values per token, reported as their mean."""
-Loss = Callable[[torch.Tensor, Tokens, GrpoConfig], LossResult]
+Loss = Callable[[torch.Tensor, TrainedTokens, GrpoConfig], LossResult]
 """A policy loss; the first argument are log probabilities under the weights being trained."""
 
 
@@ -110,13 +110,13 @@ class TokenTerms(NamedTuple):
     terms: Mapping[str, torch.Tensor]
     """Terms of the loss by name, each with its coefficient."""
     figures: Mapping[str, torch.Tensor]
-    """Figures of the policy loss; ``bounded`` (see `Tokens`); ``kl``, the estimated divergence from
-    the reference; and ``off_policy``, true where `off_policy_threshold` removed the policy loss.
-    """
+    """Figures of the policy loss; ``bounded``, see `TrainedTokens`; ``kl``, the estimated
+    divergence from the reference; and ``off_policy``, true where `off_policy_threshold` removed the
+    policy loss."""
 
 
 def token_terms(
-    new: torch.Tensor, tokens: Tokens, config: GrpoConfig, loss: Loss = clip
+    new: torch.Tensor, tokens: TrainedTokens, config: GrpoConfig, loss: Loss = clip
 ) -> TokenTerms:
     """Return the loss terms of log probabilities; only `new` carries gradient.
 
@@ -162,7 +162,7 @@ def importance_weights(micro: MicroBatch, config: GrpoConfig) -> tuple[torch.Ten
     return weights.clamp(low, high), bounded
 
 
-def keep_near(new: torch.Tensor, tokens: Tokens, threshold: float) -> torch.Tensor:
+def keep_near(new: torch.Tensor, tokens: TrainedTokens, threshold: float) -> torch.Tensor:
     """Return whether each token has an advantage of at least 0 or is in a trace near the policy.
 
     A trace is near if the mean of ``behaviour - new`` over its tokens is at most the threshold

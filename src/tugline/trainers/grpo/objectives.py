@@ -11,7 +11,7 @@ import torch
 from tugline import log, plugins
 from tugline.errors import ConfigError
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.trainers.grpo.loss import Loss, LossResult, Tokens, clip, combine
+from tugline.trainers.grpo.loss import Loss, LossResult, TrainedTokens, clip, combine
 
 _log = log.get("trainer")
 _DUAL_CLIP = 3.0
@@ -20,7 +20,7 @@ _DPPO = 20.0
 """Default bound of `dppo_tv` and `dppo_kl`."""
 
 
-def dual_clip(new: torch.Tensor, tokens: Tokens, config: GrpoConfig) -> LossResult:
+def dual_clip(new: torch.Tensor, tokens: TrainedTokens, config: GrpoConfig) -> LossResult:
     """`clip`, and at most ``-cap A`` for negative advantages (Ye et al., arXiv 1912.09729)."""
     loss, figures = clip(new, tokens, config)
     bound = -(config.ratio_cap or _DUAL_CLIP) * tokens.advantage
@@ -28,14 +28,14 @@ def dual_clip(new: torch.Tensor, tokens: Tokens, config: GrpoConfig) -> LossResu
     return torch.where(capped, bound, loss), figures | {"capped": capped}
 
 
-def cispo(new: torch.Tensor, tokens: Tokens, config: GrpoConfig) -> LossResult:
+def cispo(new: torch.Tensor, tokens: TrainedTokens, config: GrpoConfig) -> LossResult:
     """``-sg(clip(ratio)) A new``: weights are clipped, no token is left out (arXiv 2506.13585)."""
     ratio = tokens.compute_ratio(new, config).detach()
     bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     return -bounded * tokens.advantage * new, {"ratio": ratio, "clipped": ratio != bounded}
 
 
-def sapo(new: torch.Tensor, tokens: Tokens, config: GrpoConfig) -> LossResult:
+def sapo(new: torch.Tensor, tokens: TrainedTokens, config: GrpoConfig) -> LossResult:
     """``-sigmoid(t (ratio - 1)) (4 / t) A``: a smooth gate instead of a clip (arXiv 2511.20347)."""
     ratio = tokens.compute_ratio(new, config)
     positive = torch.full_like(ratio, config.sapo_positive)
@@ -44,7 +44,7 @@ def sapo(new: torch.Tensor, tokens: Tokens, config: GrpoConfig) -> LossResult:
     return -gate * tokens.advantage, {"ratio": ratio}
 
 
-def dppo_tv(new: torch.Tensor, tokens: Tokens, config: GrpoConfig) -> LossResult:
+def dppo_tv(new: torch.Tensor, tokens: TrainedTokens, config: GrpoConfig) -> LossResult:
     """Mask tokens whose probability moved further than a bound (DPPO, arXiv 2602.04879)."""
     moved = torch.exp(new.detach()) - torch.exp(tokens.old)
     rising = tokens.advantage > 0
@@ -52,7 +52,7 @@ def dppo_tv(new: torch.Tensor, tokens: Tokens, config: GrpoConfig) -> LossResult
     return _apply_trust_region(new, tokens, config, valid)
 
 
-def dppo_kl(new: torch.Tensor, tokens: Tokens, config: GrpoConfig) -> LossResult:
+def dppo_kl(new: torch.Tensor, tokens: TrainedTokens, config: GrpoConfig) -> LossResult:
     """`dppo_tv` with the divergence of the token against all others (arXiv 2602.04879)."""
     now = torch.exp(new.detach())
     old = torch.exp(tokens.old)
@@ -65,7 +65,7 @@ def dppo_kl(new: torch.Tensor, tokens: Tokens, config: GrpoConfig) -> LossResult
 
 
 def _apply_trust_region(
-    new: torch.Tensor, tokens: Tokens, config: GrpoConfig, valid: torch.Tensor
+    new: torch.Tensor, tokens: TrainedTokens, config: GrpoConfig, valid: torch.Tensor
 ) -> LossResult:
     """Return ``-sg(min(ratio, cap)) A new`` where `valid`, else 0."""
     ratio = torch.exp(new.detach() - tokens.old)
@@ -74,7 +74,7 @@ def _apply_trust_region(
     return loss, {"ratio": ratio, "clipped": ~valid, "capped": ratio != bounded}
 
 
-def gmpo(new: torch.Tensor, tokens: Tokens, config: GrpoConfig) -> LossResult:
+def gmpo(new: torch.Tensor, tokens: TrainedTokens, config: GrpoConfig) -> LossResult:
     """``-A`` times the geometric mean of a trace's clipped ratios (GMPO, arXiv 2507.20673).
 
     Log ratios are clipped to ``-clip_low`` and ``clip_high``, on the side of the advantage.
@@ -107,7 +107,7 @@ class CustomLoss:
         self.name = name
         self.function: Callable[..., Any] = plugins.find("grpo.loss", name)
 
-    def __call__(self, new: torch.Tensor, tokens: Tokens, config: GrpoConfig) -> LossResult:
+    def __call__(self, new: torch.Tensor, tokens: TrainedTokens, config: GrpoConfig) -> LossResult:
         """Call the function. Raises `ConfigError` for a result of another kind or shape."""
         if not len(new):
             return new * 0, {}

@@ -29,7 +29,7 @@ from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.distributed import gather
 from tugline.trainers.grpo.forward import PolicyModel, TokenLoss, make_probe
 from tugline.trainers.grpo.hub import get_base_model
-from tugline.trainers.grpo.loss import Tokens, token_terms, token_weights
+from tugline.trainers.grpo.loss import TrainedTokens, token_terms, token_weights
 from tugline.trainers.grpo.objectives import find_loss
 from tugline.trainers.grpo.routes import check_replay
 from tugline.trainers.grpo.samples import RouterShape, list_samples, prepare
@@ -55,7 +55,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Sessions that caused skipped updates."""
     samples: int
     tokens_trained: int
-    """Tokens with a loss, counted once for all `epochs`."""
+    """TrainedTokens with a loss, counted once for all `epochs`."""
     tokens_forwarded: int
     """Positions computed with gradient, without padding."""
     tokens_padding: int
@@ -200,7 +200,7 @@ class Grpo(Updater):
 
     def make_loss(self, micro: MicroBatch, figures: Update) -> TokenLoss:
         """Return the policy loss of a pass's tokens with its penalty."""
-        whole = Tokens.of(micro, self._compute_reference(micro), self.config)
+        whole = TrainedTokens.of(micro, self._compute_reference(micro), self.config)
 
         def compute(new: torch.Tensor, tokens: slice) -> torch.Tensor:
             chosen = whole if self.needs_whole_traces else whole.select(tokens)
