@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 from trl.trainer.utils import entropy_from_logits
 
-from trainers.sessions import VERSION, groups, tiny, weights
+from trainers.sessions import VERSION, groups, session, tiny, weights
 from tugline.config import from_mapping
 from tugline.errors import ConfigError, UnknownPlugin, UsageError
 from tugline.trainers.config import CONFIG, TrainConfig, store_config
@@ -185,6 +185,19 @@ def test_the_loss_is_the_sum_of_its_terms(chunk: int, loss: str) -> None:
     assert report.loss == pytest.approx(sum(report.terms.values()), abs=1e-7)
     assert report.terms["entropy"] == pytest.approx(-0.2 * report.figures["entropy"])
     assert 0 < report.figures["entropy"] < np.log(48)
+
+
+@pytest.mark.parametrize(("normalisation", "expected"), [("token", 40 / 13), ("sequence", 1.0)])
+def test_the_largest_weight_of_a_session_is_reported(normalisation: str, expected: float) -> None:
+    """One session with ten traces and three with one have weights 10:1, or the same."""
+    first = groups(tiny())[0].traces[0]
+    batch = [
+        session([first] * (10 if n == 0 else 1), task="t", sample=n, reward=float(n % 2))
+        for n in range(4)
+    ]
+    config = GrpoConfig(normalisation=normalisation)  # type: ignore[arg-type]
+    report = Grpo(tiny(), config).step(batch, version=VERSION)
+    assert report.largest_session == pytest.approx(expected)
 
 
 def test_the_divergence_in_the_reward_changes_advantages() -> None:

@@ -5,13 +5,13 @@ loss; the others are in `tugline.trainers.grpo.objectives`. `token_terms` adds w
 of it: importance weights, masks, and the KL penalty.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
 
-from tugline.trainers.grpo.batch import MicroBatch
+from tugline.trainers.grpo.batch import MicroBatch, Row
 from tugline.trainers.grpo.config import GrpoConfig, WeightLevel
 from tugline.types import Sample
 
@@ -192,6 +192,14 @@ def combine(log_ratio: torch.Tensor, lengths: Sequence[int], level: WeightLevel)
     if level == "trace":
         return torch.cat([part.mean().expand(len(part)) for part in parts])
     return torch.cat([part.sum().expand(len(part)) for part in parts])
+
+
+def find_largest_weight(rows: Sequence[Row]) -> float:
+    """Return the largest summed weight of a session's tokens, as a multiple of the mean."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    for row in rows:
+        sums[row.sample.session] += row.weight * row.sample.trained
+    return max(sums.values()) * len(sums) / sum(sums.values())
 
 
 def token_weights(samples: Sequence[Sample], config: GrpoConfig) -> list[float]:

@@ -29,7 +29,12 @@ from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.distributed import gather
 from tugline.trainers.grpo.forward import PolicyModel, TokenLoss, make_probe
 from tugline.trainers.grpo.hub import get_base_model
-from tugline.trainers.grpo.loss import TrainedTokens, token_terms, token_weights
+from tugline.trainers.grpo.loss import (
+    TrainedTokens,
+    find_largest_weight,
+    token_terms,
+    token_weights,
+)
 from tugline.trainers.grpo.objectives import find_loss
 from tugline.trainers.grpo.routes import check_replay
 from tugline.trainers.grpo.samples import RouterShape, list_samples, prepare
@@ -76,6 +81,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     load_balancing: float
     """Load-balancing loss of a model with experts, before its weight; 0 if that is 0. Mean over
     updates."""
+    largest_session: float
+    """Largest weight of a session in an update, as a multiple of the mean over its sessions."""
     clip_fraction: float
     importance_bounded: float
     """Share of tokens whose importance weight was out of its bounds."""
@@ -147,15 +154,18 @@ class Grpo(Updater):
         if corrected:
             rows = [Row(sample, old=logprobs) for sample, logprobs in recomputed]
         updates = list[Update]()
+        largest = 0.0
         for _ in range(self.config.epochs):
             for chosen in self._shuffle(rows):
+                largest = max(largest, find_largest_weight(chosen))
                 updates.append(self.apply(chosen))
                 changed = changed or routes.take_shares(self.policy.device)
         if updates and not recomputed:
             recomputed = _collect(samples, updates[0].recomputed)
         mismatch = summarize_mismatch(recomputed, without_replay, changed)
         seconds = time.perf_counter() - began
-        return self._report(updates, samples, ledger, mismatch, seconds)
+        report = self._report(updates, samples, ledger, mismatch, seconds)
+        return msgspec.structs.replace(report, largest_session=largest)
 
     @torch.no_grad()
     def score(self, ids: Ids) -> Logprobs:
@@ -286,6 +296,7 @@ class Grpo(Updater):
             figures=figures,
             kl=figures.get("kl") if self._has_kl else None,
             load_balancing=sum(update.sums["load_balancing"] for update in finite) / count,
+            largest_session=0.0,
             clip_fraction=figures.get("clipped", 0.0),
             importance_bounded=figures.get("bounded", 0.0),
             ratio_mean=figures.get("ratio", 0.0),
