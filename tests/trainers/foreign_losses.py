@@ -243,6 +243,51 @@ def run_max_rl(source: str) -> list[float]:
     return [given[str(i)] for i in range(len(TASKS))]
 
 
+def run_cross_entropy(source: str, traces: list[dict[str, Any]]) -> dict[str, Any]:
+    """Loss and gradient of prime-rl's `compute_loss` if all masked tokens are chosen."""
+
+    class Shape:
+        def __class_getitem__(cls, _: object) -> type:
+            return cls
+
+    def plain(**_: Any) -> Any:
+        return lambda function: function
+
+    names = ("CustomLossConfig", "DefaultLossConfig", "IPOLossConfig", "LossConfig")
+    stubs = {
+        "beartype": types.SimpleNamespace(beartype=None),
+        "jaxtyping": types.SimpleNamespace(Bool=Shape, Float=Shape, Int=Shape, jaxtyped=plain),
+        "prime_rl.configs.trainer": types.SimpleNamespace(**dict.fromkeys(names, object)),
+        "prime_rl.utils.utils": types.SimpleNamespace(import_object=None),
+    }
+    sys.modules.update(stubs)  # type: ignore[arg-type]
+    module = types.ModuleType("prime_rl_loss")
+    sys.modules["prime_rl_loss"] = module
+    exec(source, module.__dict__)  # noqa: S102 - the point
+    new = [torch.tensor(trace["new"]).double().requires_grad_() for trace in traces]
+    masks = [torch.tensor(trace["mask"]) for trace in traces]
+    chosen = [~mask for mask in masks]
+    zeros = [torch.zeros(len(mask)).double() for mask in masks]
+    loss, _ = module.compute_loss(
+        new,
+        [torch.tensor(trace["behaviour"]).double() for trace in traces],
+        None,
+        zeros,
+        masks,
+        zeros,
+        [0.1 * mask.double() for mask in chosen],
+        None,
+        None,
+        1,
+        int(sum(mask.sum() for mask in chosen)),
+        1,
+    )
+    loss.backward()
+    pairs = zip(new, chosen, strict=True)
+    gradient = torch.cat([each.grad[mask] for each, mask in pairs if mask.any()])
+    return {"weight": 0.1, "loss": loss.item(), "gradient": gradient.tolist()}
+
+
 def run_overlong() -> list[dict[str, Any]]:
     """Rewards of verl's `DAPORewardManager` for answers of several lengths."""
     settings = {"enable": True, "len": 7, "penalty_factor": 0.5, "log": False}
@@ -280,15 +325,14 @@ def main(checkout: Path) -> None:
     commit = subprocess.run(
         ["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    source = subprocess.run(
-        ["git", "-C", checkout, "show", "HEAD:src/prime_rl/orchestrator/algo/max_rl.py"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+
+    def read(path: str) -> str:
+        command = ["git", "-C", checkout, "show", f"HEAD:src/prime_rl/{path}"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
     advantages = run_advantages(traces)
     counts = advantages.pop("counts")
-    advantages["max_rl"] = {"values": run_max_rl(source)}
+    advantages["max_rl"] = {"values": run_max_rl(read("orchestrator/algo/max_rl.py"))}
     result = {
         "command": "python tests/trainers/foreign_losses.py PRIME_RL",
         "versions": {"verl": version("verl"), "torch": torch.__version__, "prime-rl": commit},
@@ -299,6 +343,7 @@ def main(checkout: Path) -> None:
         "losses": run_losses(traces),
         "advantages": advantages,
         "overlong": run_overlong(),
+        "cross_entropy": run_cross_entropy(read("trainer/rl/loss.py"), traces),
     }
     path = Path(__file__).with_suffix(".json")
     path.write_text(json.dumps(result, indent=None, separators=(",", ":")) + "\n")

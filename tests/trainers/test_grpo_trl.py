@@ -107,8 +107,8 @@ def trl_inputs(samples: tuple[Sample, ...], config: GrpoConfig) -> dict[str, Any
         {"kl": 0.1},
         {"kl": 0.1, "kl_correction": True},
         {"importance": "truncate", "importance_high": 1.2},
-        {"entropy": 0.3, "logits_chunk": 16},
-        {"entropy": 0.3, "ratio_level": "trace", "clip_low": 0.003, "clip_high": 0.004},
+        {"entropy": 0.03, "logits_chunk": 16},
+        {"entropy": 0.03, "ratio_level": "trace", "clip_low": 0.003, "clip_high": 0.004},
     ],
     ids=[
         "off-policy",

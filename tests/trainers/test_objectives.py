@@ -24,7 +24,7 @@ from trainers.sessions import sample
 from tugline.trainers.grpo.advantage import compute_penalty, grade, whiten
 from tugline.trainers.grpo.batch import MicroBatch, Row, collate
 from tugline.trainers.grpo.config import ESTIMATORS, LOSSES, GrpoConfig
-from tugline.trainers.grpo.loss import TrainedTokens, token_terms
+from tugline.trainers.grpo.loss import TrainedTokens, cross_entropy, token_terms
 from tugline.trainers.grpo.objectives import BUILT_IN, find_loss
 from tugline.trainers.grpo.train import sum_by_session
 from tugline.trainers.grpo.update import Recomputed
@@ -111,6 +111,20 @@ def test_losses_are_those_of_verl(name: str) -> None:
     case = FOREIGN["losses"][name]
     gradient = torch.tensor(case["gradient"], dtype=torch.float64)
     assert_equal(GrpoConfig(**case["given"]), case["loss"], gradient, by_trace=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_cross_entropy_is_that_of_prime_rl(dtype: torch.dtype) -> None:
+    """Its divisor are the chosen tokens, here all that have no policy loss."""
+    case = FOREIGN["cross_entropy"]
+    parts = [np.array(trace["new"], np.float64)[~np.array(trace["mask"])] for trace in TRACES]
+    new = torch.tensor(np.concatenate(parts), dtype=dtype).requires_grad_()
+    loss = cross_entropy(new, torch.full_like(new, case["weight"] / len(new))).sum()
+    loss.backward()
+    gradient = torch.tensor(case["gradient"], dtype=torch.float64)
+    within = DOUBLE if dtype == torch.float64 else SINGLE * abs(case["loss"])
+    assert abs(loss.item() - case["loss"]) < within
+    assert float((new.grad.double() - gradient).norm()) < within
 
 
 # --------------------------------------------------------------------------- TRL

@@ -13,13 +13,13 @@ import torch
 from msgspec.structs import replace
 from trl.trainer.utils import entropy_from_logits
 
-from trainers.sessions import VERSION, groups, session, tiny, weights
+from trainers.sessions import VERSION, groups, sample, session, tiny, weights
 from tugline.config import from_mapping
 from tugline.errors import ConfigError, UnknownPlugin, UsageError
 from tugline.trainers.config import CONFIG, TrainConfig, store_config
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.logits import TargetLogprobs, TargetScores
-from tugline.trainers.grpo.samples import prepare
+from tugline.trainers.grpo.samples import list_tool_tokens, prepare
 from tugline.trainers.grpo.train import Grpo
 from tugline.types import Kept, Reason
 
@@ -185,6 +185,40 @@ def test_the_loss_is_the_sum_of_its_terms(chunk: int, loss: str) -> None:
     assert report.loss == pytest.approx(sum(report.terms.values()), abs=1e-7)
     assert report.terms["entropy"] == pytest.approx(-0.2 * report.figures["entropy"])
     assert 0 < report.figures["entropy"] < np.log(48)
+
+
+@pytest.mark.parametrize("tools", [True, False])
+def test_the_cross_entropy_is_that_of_transformers(*, tools: bool) -> None:
+    """Its value is the mean over tool output, and over the tokens of given samples."""
+    batch = groups(tiny())
+    config = GrpoConfig(cross_entropy=0.3, tool_tokens=tools, tree_packing=tools, lr=1e-9)
+    given = sample([5, 6, 7, 8, 9], [False, True, True, False, True], session="text")
+    report = Grpo(tiny(), config).step(batch, version=VERSION, supervised=[given])
+    total, count = 0.0, 0
+    model = tiny()
+    labelled = [(given.input_ids, given.loss_mask)]
+    for own in (each for done in batch for each in done.traces if tools):
+        first, last = own.spans
+        place = np.arange(len(own.ids))
+        labelled.append((own.ids, (place >= first.end) & (place < last.start)))
+    for ids, mask in labelled:
+        inputs = torch.tensor(ids, dtype=torch.long)[None]
+        labels = torch.where(torch.tensor(mask)[None], inputs, -100)
+        chosen = int(mask.sum())
+        total += model(inputs, labels=labels).loss.item() * chosen
+        count += chosen
+    assert report.terms["cross_entropy"] == pytest.approx(0.3 * total / count, rel=1e-5)
+    assert report.loss == pytest.approx(sum(report.terms.values()), abs=1e-6)
+    assert report.ledger.trained == sum(each.ledger.trained for each in batch)
+
+
+def test_tool_output_of_several_traces_is_chosen_once() -> None:
+    """Of a trace and its beginning, each token between answers is chosen in one of them."""
+    samples, _ = prepare(groups(tiny()), GrpoConfig(), version=VERSION)
+    (one,) = list_tool_tokens(samples[:1])
+    assert [each.trained for each in list_tool_tokens([samples[0]] * 3)] == [one.trained]
+    other = replace(samples[0], session="other")
+    assert len(list_tool_tokens([samples[0], other])) == 2
 
 
 @pytest.mark.parametrize(("normalisation", "expected"), [("token", 40 / 13), ("sequence", 1.0)])

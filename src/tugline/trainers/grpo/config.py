@@ -163,6 +163,11 @@ class GrpoConfig(UpdateConfig, frozen=True):
     entropy: NonNegativeFloat = 0.0
     """Weight of the entropy bonus, which is the mean entropy of the distributions that trained
     tokens are sampled from; 0 turns it off."""
+    cross_entropy: NonNegativeFloat = 0.0
+    """Weight of the cross entropy, which is the mean negative log likelihood of chosen tokens of an
+    update; 0 turns it off. Their traces are computed once more."""
+    tool_tokens: bool = True
+    """Choose the tokens between a session's answers, such as tool output, for `cross_entropy`."""
     normalisation: Normalisation = "token"
     """Divisor of the summed token losses of an update."""
     constant_length: PositiveInt = 1024

@@ -184,6 +184,11 @@ def estimate_kl(new: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     return torch.expm1(distance) - distance
 
 
+def cross_entropy(new: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the weighted negative log likelihood of each token; see `GrpoConfig.cross_entropy`."""
+    return -new * weights
+
+
 def combine(log_ratio: torch.Tensor, lengths: Sequence[int], level: WeightLevel) -> torch.Tensor:
     """Return log ratios of tokens, or for each token the mean or sum over those of its trace."""
     if level == "token":

@@ -5,7 +5,7 @@ sampled = trained + masked + dropped (I2). Trajectories rebuilt from recordings 
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -36,6 +36,7 @@ from tugline.types import (
     Sample,
     Trace,
     Trajectory,
+    shared_prefix,
 )
 
 _log = log.get("trainer")
@@ -150,6 +151,28 @@ def list_samples(
         made = _samples(trajectory, zeros, config, version, Counter(), routed=routed)
         samples += made if routed else [replace(each, experts=None) for each in made]
     return samples
+
+
+def list_tool_tokens(samples: Sequence[Sample]) -> list[Sample]:
+    """Return samples whose targets are the tokens between a trace's answers, for cross entropy.
+
+    A token of several traces of a session is a target in the first of them only.
+    """
+    chosen: list[Sample] = []
+    earlier: defaultdict[str, list[Ids]] = defaultdict(list)
+    for sample in samples:
+        ids = sample.input_ids
+        others = earlier[sample.session]
+        known = max((shared_prefix(ids, other) for other in others), default=0)
+        others.append(ids)
+        sampled = sample.versions >= 0
+        between = ~sampled & (np.cumsum(sampled) > 0) & (np.cumsum(sampled) < sampled.sum())
+        mask = between & (np.arange(len(ids)) >= known)
+        if sample.experts is not None:
+            mask &= np.arange(len(ids)) <= len(sample.experts)
+        if mask.any():
+            chosen.append(replace(sample, loss_mask=mask, kept=None))
+    return chosen
 
 
 def read_group(group: Sequence[Trajectory], config: GrpoConfig) -> Iterator[Sample]:

@@ -37,7 +37,7 @@ from tugline.trainers.grpo.loss import (
 )
 from tugline.trainers.grpo.objectives import find_loss
 from tugline.trainers.grpo.routes import check_replay
-from tugline.trainers.grpo.samples import RouterShape, list_samples, prepare
+from tugline.trainers.grpo.samples import RouterShape, list_samples, list_tool_tokens, prepare
 from tugline.trainers.grpo.update import (
     MismatchReport,
     Recomputed,
@@ -72,7 +72,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Mean over updates."""
     terms: dict[str, float]
     """Terms of the loss, each with its coefficient and its divisor: ``policy``, ``kl``,
-    ``entropy``. Mean over updates."""
+    ``entropy``, ``cross_entropy``. Mean over updates."""
     figures: dict[str, float]
     """Figures of the loss by name, and ``entropy`` of the tokens' distributions if there is a bonus
     for it."""
@@ -129,16 +129,20 @@ class Grpo(Updater):
         self.reference = PolicyModel(reference, self.config) if reference is not None else None
         self._loss = find_loss(config.loss)
 
-    def step(self, trajectories: Sequence[Trajectory], *, version: int) -> StepReport:
+    def step(
+        self, trajectories: Sequence[Trajectory], *, version: int, supervised: Sequence[Sample] = ()
+    ) -> StepReport:
         """Train on `trajectories`; those of the same task are a group.
 
-        `version` is the policy version before this step. Under torchrun every rank must call this
-        method, with any part of the trajectories, and gets the same report.
+        `version` is the policy version before this step. The trained tokens of `supervised` are
+        chosen for `cross_entropy`; they are divided among the updates. Under torchrun every rank
+        must call this method, with any part of both, and gets the same report.
         """
         began = time.perf_counter()
         routes = self.policy.routes
         routes.forget()
         trajectories = gather(trajectories)
+        supervised = gather(supervised)
         routers = routes.shape if self._replays else None
         penalties = self._compute_penalties(trajectories, version, routers)
         samples, ledger = prepare(
@@ -156,9 +160,11 @@ class Grpo(Updater):
         updates = list[Update]()
         largest = 0.0
         for _ in range(self.config.epochs):
-            for chosen in self._shuffle(rows):
-                largest = max(largest, find_largest_weight(chosen))
-                updates.append(self.apply(chosen))
+            chosen = list(self._shuffle(rows))
+            for number, minibatch in enumerate(chosen):
+                largest = max(largest, find_largest_weight(minibatch))
+                given = supervised[number :: len(chosen)]
+                updates.append(self.apply(minibatch, self._choose_supervised(minibatch, given)))
                 changed = changed or routes.take_shares(self.policy.device)
         if updates and not recomputed:
             recomputed = _collect(samples, updates[0].recomputed)
@@ -207,6 +213,15 @@ class Grpo(Updater):
             chosen = [row for i in minibatch.tolist() for row in whole[i]]
             weights = token_weights([row.sample for row in chosen], self.config)
             yield [row._replace(weight=w) for row, w in zip(chosen, weights, strict=True)]
+
+    def _choose_supervised(self, rows: Sequence[Row], given: Sequence[Sample]) -> list[Row]:
+        """Return the rows of an update's cross entropy, with the weight of each token."""
+        if self.config.cross_entropy == 0:
+            return []
+        found = list_tool_tokens([row.sample for row in rows]) if self.config.tool_tokens else []
+        samples = [*found, *given]
+        weight = self.config.cross_entropy / max(1, sum(each.trained for each in samples))
+        return [Row(each, weight=weight) for each in samples]
 
     def make_loss(self, micro: MicroBatch, figures: Update) -> TokenLoss:
         """Return the policy loss of a pass's tokens with its penalty."""
