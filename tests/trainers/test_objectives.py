@@ -256,14 +256,24 @@ def test_every_loss_is_compared() -> None:
     assert {*ESTIMATORS} == {*FOREIGN["advantages"]} - {"kl_reward"}
 
 
-@pytest.mark.parametrize("name", ["dual_clip", "cispo", "dppo_tv", "dppo_kl"])
-def test_the_cases_reach_both_branches(name: str) -> None:
-    """Some tokens of a case are clipped and some are not."""
-    config = GrpoConfig(**FOREIGN["losses"][name]["given"])
-    new = torch.tensor(select("new"))
+GIVEN = [case["given"] for case in FOREIGN["losses"].values()]
+GIVEN += [ours for ours, _, _ in TRL_CASES.values()]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_the_cases_reach_both_branches(given: dict[str, Any]) -> None:
+    """Some tokens of a case are clipped, capped, out of bounds or far, and some are not."""
+    config = GrpoConfig(**given)
     tokens = TrainedTokens.of(make_pass(torch.float64, by_trace=False), None, config)
-    _, figures = BUILT_IN[name](new, tokens, config)
-    for figure in {"clipped", "capped"} & {*figures}:
+    figures = token_terms(
+        torch.tensor(select("new")), tokens, config, find_loss(config.loss)
+    ).figures
+    wanted = {"clipped", "capped", "off_policy"} & {*figures}
+    if given.get("importance_high", 1e9) < 1e9:
+        wanted.add("bounded")
+    if given.get("ratio_cap") == 20:
+        wanted.remove("capped")
+    for figure in wanted:
         assert 0 < float(figures[figure].double().mean()) < 1, figure
 
 
