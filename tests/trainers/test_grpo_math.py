@@ -19,7 +19,7 @@ from tugline.schema import read_jsonl
 from tugline.trainers.grpo.advantage import SessionReward, baselines, turn_shares
 from tugline.trainers.grpo.batch import Row
 from tugline.trainers.grpo.config import Deviation, Estimator, GrpoConfig
-from tugline.trainers.grpo.loss import TokenTerms, token_terms, token_weights
+from tugline.trainers.grpo.loss import TokenTerms, TrainedTokens, token_terms, token_weights
 from tugline.trainers.grpo.packing import Costs, pack
 from tugline.trainers.grpo.train import StepReport
 from tugline.types import Sample
@@ -140,7 +140,8 @@ def terms(
         rows.append(Row(row, old=old[part]))
     new = (torch.from_numpy(old) + torch.tensor(ratios).log()).requires_grad_()
     (micro,) = pack(rows, GrpoConfig(tree_packing=False), torch.device("cpu"), Costs())
-    return token_terms(new, micro, None, GrpoConfig(**options))
+    config = GrpoConfig(**options)
+    return token_terms(new, TrainedTokens.of(micro, None, config), config)
 
 
 @pytest.mark.parametrize("importance", [None, "truncate"])
@@ -160,7 +161,9 @@ def test_the_corrected_penalty_has_the_gradient_of_the_divergence(
     rows = [Row(row, old=old.log_softmax(-1).float().numpy())]
     (micro,) = pack(rows, GrpoConfig(tree_packing=False), torch.device("cpu"), Costs())
     config = GrpoConfig(kl=1.0, kl_correction=True, importance=importance, importance_high=1e9)
-    loss = token_terms(new, micro, fixed, config).loss  # without advantages: the penalty alone
+    loss = token_terms(
+        new, TrainedTokens.of(micro, fixed, config), config
+    ).loss  # without advantages: the penalty alone
     (got,) = torch.autograd.grad((sampler.softmax(-1) * loss).sum(), logits)
     assert torch.allclose(got, expected, atol=1e-5)
 
@@ -174,7 +177,8 @@ def test_the_loss_is_clipped_and_weighted(row: dict[str, Any]) -> None:
     """
     got = terms(**row["given"])
     for name, expected in row["gives"].items():
-        assert getattr(got, name).tolist() == pytest.approx(expected), name
+        values = {"loss": got.loss, **got.figures}[name]
+        assert values.tolist() == pytest.approx(expected), name
 
 
 @pytest.mark.parametrize(

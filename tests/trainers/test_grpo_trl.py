@@ -50,6 +50,7 @@ def trl_trainer(model: PreTrainedModel, config: GrpoConfig, folder: Path) -> Any
         importance_sampling_level="token" if config.ratio_level == "token" else "sequence",
         max_completion_length=config.constant_length,
         use_bias_correction_kl=config.kl_correction,
+        entropy_coef=config.entropy,
         **TRL_ON_CPU,
     )
     trainer = trl.GRPOTrainer(
@@ -106,8 +107,18 @@ def trl_inputs(samples: tuple[Sample, ...], config: GrpoConfig) -> dict[str, Any
         {"kl": 0.1},
         {"kl": 0.1, "kl_correction": True},
         {"importance": "truncate", "importance_high": 1.2},
+        {"entropy": 0.03, "logits_chunk": 16},
+        {"entropy": 0.03, "ratio_level": "trace", "clip_low": 0.003, "clip_high": 0.004},
     ],
-    ids=["off-policy", "trace ratio", "kl", "corrected kl", "truncated importance"],
+    ids=[
+        "off-policy",
+        "trace ratio",
+        "kl",
+        "corrected kl",
+        "truncated importance",
+        "entropy",
+        "entropy, trace ratio",
+    ],
 )
 def test_the_gradient_is_that_of_trl(
     tmp_path: Path, normalisation: str, options: dict[str, Any]

@@ -84,6 +84,8 @@ def test_two_processes_train_as_one(ranks: Ranks, case: str) -> None:
             for name in ("loss", "grad_norm", "importance_bounded", "clip_fraction", "ratio_mean"):
                 expected_value = pytest.approx(getattr(other, name), rel=1e-5, abs=1e-5)
                 assert getattr(report, name) == expected_value
+            assert report.terms == pytest.approx(other.terms, rel=1e-5, abs=1e-5)
+            assert report.figures == pytest.approx(other.figures, rel=1e-5, abs=1e-5)
             assert report.mismatch.total.tokens == other.mismatch.total.tokens
             assert report.mismatch.total.max_abs == pytest.approx(
                 other.mismatch.total.max_abs, rel=1e-5, abs=1e-5

@@ -46,6 +46,15 @@ def be_sure(trace: Trace) -> Any:
     return trace.logprobs / 1000
 
 
+def multiply_traces(original: Trajectory) -> Trajectory:
+    """One session has fifty times its traces; the others are as they were."""
+    if original.session != "t0/0":
+        return original
+    trained = 50 * original.ledger.trained
+    ledger = replace(original.ledger, trained=trained, sampled=trained + 2)
+    return replace(original, traces=original.traces * 50, ledger=ledger)
+
+
 class Case(NamedTuple):
     """A step that differs from a good one in one respect, and its alarms."""
 
@@ -72,6 +81,7 @@ CASES: Mapping[str, Case] = {
         {"mismatch"}, partial(recaptured, change=lambda each: each.logprobs - 0.5)
     ),
     "rate too small": Case({"unchanged"}, lr=1e-30),
+    "many traces": Case({"session_weight"}, multiply_traces),
     "sure of all": Case({"entropy", "mismatch"}, partial(recaptured, change=be_sure)),
 }
 

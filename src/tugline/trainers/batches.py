@@ -22,7 +22,7 @@ from tugline.datasets.base import HELD_OUT, INSTANCE, task_id
 from tugline.datasets.files import SelectedTasks, SetFile, TaskSelection, instance_of
 from tugline.errors import ConfigError, UsageError
 from tugline.launch.server import check_runnable
-from tugline.trainers.config import TaskSource, TrainConfig
+from tugline.trainers.config import TaskSource, TrainConfig, add_digests
 from tugline.types import Task, Trajectory
 
 ATTEMPTS = 20
@@ -226,6 +226,15 @@ def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:
     if plan.checkpoint_every is not None:
         often = f"{plan.checkpoint_every} steps"
     held_out = config.heldout
+    grpo = add_digests(config.grpo)
+    objective = f"loss {grpo.loss}, advantage {grpo.advantage}"
+    for option, digest in grpo.digests.items():
+        objective += f"; {option} of sha256 {digest[:12]}"
+    weights = {
+        "token": "by its trained tokens: one with ten traces like it counts ten times",
+        "sequence": "once, whatever its number of traces",
+        "constant": "by its trained tokens: one with ten traces like it counts ten times",
+    }
     lines = [
         f"model       {config.model}",
         f"engine      {engine}; new weights after each step, running calls: {plan.pause}",
@@ -235,6 +244,8 @@ def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:
         f" {held_out.every} steps"
         if held_out
         else "",
+        f"objective   {objective}",
+        f"weights     a session counts {weights[grpo.normalisation]}",
         f"sessions    {groups * plan.samples}, {plan.samples} in a group",
         f"checkpoints every {often}, the last {plan.keep} are kept",
         f"metrics     console, metrics.jsonl {' '.join(sink.name for sink in config.metrics)}",

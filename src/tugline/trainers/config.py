@@ -4,6 +4,7 @@ A run stores its configuration in its folder and cannot be resumed with a differ
 """
 
 import hashlib
+import inspect
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from tugline.datasets.files import TaskSelection
 from tugline.errors import ConfigError, UsageError
 from tugline.launch.settings import EngineSettings, GatewaySettings
 from tugline.node.settings import NodeSettings
+from tugline.plugins import find
 from tugline.protocol import PauseMode
 from tugline.schema import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, decode
 from tugline.trainers.grpo.config import GrpoConfig
@@ -241,11 +243,16 @@ def read_config(
 def store_config(folder: Path, config: Config) -> None:
     """Store the configuration. Raises `UsageError` if the folder belongs to another run.
 
-    Only the sinks, the length of the training, the devices and the addresses may change.
+    Only the sinks, the length of the training, the devices and the addresses may change. The
+    digests of functions of the user are stored, too.
     """
     path = folder / CONFIG
+    if isinstance(config, TrainConfig):
+        config = replace(config, grpo=add_digests(config.grpo))
     if path.exists():
         stored = load(path, type(config))
+        if isinstance(stored, TrainConfig) and isinstance(config, TrainConfig):
+            _check_digests(stored.grpo, config.grpo, folder)
         changed = [
             name
             for name in config.__struct_fields__
@@ -259,6 +266,37 @@ def store_config(folder: Path, config: Config) -> None:
             )
             raise UsageError(msg)
     write_file(path, msgspec.json.format(msgspec.json.encode(config, enc_hook=str)))
+
+
+def add_digests(config: GrpoConfig) -> GrpoConfig:
+    """Return the settings with the digests of the files of functions of the user.
+
+    Raises `UnknownPlugin`, and `ConfigError` if the settings have other digests.
+    """
+    digests = {}
+    for option in ("loss", "advantage"):
+        name = getattr(config, option)
+        if ":" in name:
+            function = find(f"grpo.{option}", name)
+            try:
+                source = Path(inspect.getsourcefile(function) or "").read_bytes()
+            except (TypeError, OSError) as error:
+                msg = f"grpo.{option} {name!r} has no source file to take the digest of"
+                raise ConfigError(msg, f"grpo.{option}") from error
+            digests[option] = hashlib.sha256(source).hexdigest()
+    if config.digests not in ({}, digests):
+        msg = f"digests are {config.digests}, but the files of the functions have {digests}"
+        raise ConfigError(f"grpo.{msg}", "grpo.digests")
+    return replace(config, digests=digests)
+
+
+def _check_digests(stored: GrpoConfig, config: GrpoConfig, folder: Path) -> None:
+    """Raise `UsageError` if a function of the user has another file than the stored one."""
+    for option, digest in config.digests.items():
+        name = getattr(config, option)
+        if getattr(stored, option) == name and stored.digests.get(option) != digest:
+            msg = f"grpo.{option} {name!r}: its file has changed since {folder} was started"
+            raise UsageError(f"{msg}; restore it, or choose another --out")
 
 
 def name_run(folder: Path) -> str:

@@ -171,6 +171,8 @@ _MALFORMED = 0.2
 _MISMATCH = 0.1
 _TOOL_CALLS = 0.01
 _FAILED = 0.1
+_LARGEST_SESSION = 4.0
+"""Weight of a session in an update, as a multiple of the mean, from which it is an alarm."""
 _TOKENS_MEAN = 0.05
 """Mean mismatch of the trained tokens, in nats, from which it is an alarm."""
 _TOKENS_P99 = 0.4
@@ -211,6 +213,12 @@ def find_alarms(
         alarms["malformed"] = (
             f"{rollout.malformed:.0%} of answers have a malformed tool call:"
             " check that engine.renderer fits the model, and that max_tokens is large enough"
+        )
+    if report.largest_session > _LARGEST_SESSION:
+        alarms["session_weight"] = (
+            f"a session has {report.largest_session:.1f} times the mean weight of an update's"
+            " sessions: it has more trained tokens, such as those of sub-agents; set"
+            " grpo.normalisation to sequence to weight all alike"
         )
     if publish.moved == 0.0 and ledger.trained and rollout.signal:
         alarms["unchanged"] = (

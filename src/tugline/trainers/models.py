@@ -44,7 +44,7 @@ def open_models(config: TrainConfig) -> Iterator[Models]:
         placement = Placement.of(device, config.grpo, fsdp=config.fsdp)
         policy = load_model(folder, placement, config.lora, config.schedule.seed)
         reference = None
-        if config.grpo.kl and config.lora is None:
+        if config.grpo.needs_reference and config.lora is None:
             reference = load_model(folder, placement, frozen=True).model
         served = None
         if not config.engine.urls and rank_and_world()[0] == 0:

@@ -3,6 +3,9 @@
 The plain rule is for one reward a session; `fit_baselines` has it, and `group_advantages` applies
 it. The rest is for rarer shapes: traces with rewards of their own, and turns with discounts.
 
+A reward may be reduced before (`compute_penalty`), and advantages may be scaled over a whole step
+(`whiten`). A function of the user gets a `RewardGroup` instead.
+
 The unit is always the session, not the trace. The mean and standard deviation of a group are those
 of the reward of a token drawn in two stages: a session of the group, uniformly, then one of its
 trained tokens, uniformly. A session therefore counts once, whatever its number of traces, and the
@@ -13,12 +16,15 @@ with many traces more weight in its own baseline.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import convert
 
-from tugline.errors import CaptureError
+from tugline import plugins
+from tugline.errors import CaptureError, ConfigError
 from tugline.trainers.grpo.config import Deviation, Estimator, GrpoConfig
 from tugline.types import Logprobs, Mask, Trace, Trajectory
 
@@ -26,6 +32,7 @@ _ROUNDING = 1e-12
 """Relative difference up to which two rewards are considered equal."""
 Rewards = npt.NDArray[np.float64]
 """Shape ``(k,)``."""
+NO_PENALTIES: Mapping[str, float] = MappingProxyType({})
 
 
 class Baseline(NamedTuple):
@@ -51,13 +58,18 @@ def fit_baselines(
       is multiplied by ``sqrt(n / (n - 1))`` for ``n`` sessions
     - ``dr_grpo``: ``r - m``, which does not favour easy and hard groups (arXiv 2503.20783)
     - ``rloo``: ``r - mean of the others' R``, an unbiased baseline (arXiv 2402.14740)
+    - ``max_rl``: ``(r - m) / m``, which is 0 unless ``m > 0``: maximum likelihood of success as far
+      as the group's size allows (arXiv 2602.02710)
+    - ``reinforce_plus_plus``: ``r - m``, see `whiten` (REINFORCE++ with baseline, 2501.03262)
     """
     centre = float(means.mean())
     count = len(means)
     if estimator == "rloo":
         return [Baseline((count * centre - float(mean)) / (count - 1), 1.0) for mean in means]
-    if estimator == "dr_grpo":
+    if estimator in {"dr_grpo", "reinforce_plus_plus"}:
         return [Baseline(centre, 1.0)] * count
+    if estimator == "max_rl":
+        return [Baseline(centre, 1 / centre if centre > 0 else 0.0)] * count
     if deviation == "sample":
         variance *= count / (count - 1)
     return [Baseline(centre, 1 / (float(np.sqrt(variance)) + eps))] * count
@@ -129,21 +141,37 @@ def has_signal(group: Sequence[SessionReward]) -> bool:
 
 
 def grade(
-    group: Sequence[Trajectory], config: GrpoConfig
+    group: Sequence[Trajectory], config: GrpoConfig, penalties: Mapping[str, float] = NO_PENALTIES
 ) -> tuple[Mapping[str, Sequence[float]], bool]:
-    """Return the advantages of each rewarded session's traces, and whether there is a signal."""
-    rewarded = {t.session: rewards for t in group if (rewards := _rewards(t, config))}
-    sessions = [whole for _, whole in rewarded.values()]
-    levels = baselines(sessions, config.advantage, config.advantage_eps, config.advantage_std)
+    """Return the advantages of each rewarded session's traces, and whether there is a signal.
+
+    `penalties` are subtracted from all rewards of a session.
+    """
+    known = {
+        each.session: rewards
+        for each in group
+        if (rewards := _rewards(each, config, penalties.get(each.session, 0.0)))
+    }
+    sessions = [whole for _, whole in known.values()]
+    if ":" in config.advantage:
+        members = [each for each in group if each.session in known]
+        own = _call_own(members, sessions, config)
+        graded = {
+            each.session: [value] * len(each.traces)
+            for each, value in zip(members, own, strict=True)
+        }
+        return graded, any(own)
+    estimator = convert(config.advantage, Estimator)
+    levels = baselines(sessions, estimator, config.advantage_eps, config.advantage_std)
     graded = {
         session: [level.advantage(reward) for reward in by_trace]
-        for (session, (by_trace, _)), level in zip(rewarded.items(), levels, strict=True)
+        for (session, (by_trace, _)), level in zip(known.items(), levels, strict=True)
     }
-    return graded, has_signal(sessions)
+    return graded, has_signal(sessions) and any(level.scale for level in levels)
 
 
 def _rewards(
-    trajectory: Trajectory, config: GrpoConfig
+    trajectory: Trajectory, config: GrpoConfig, penalty: float
 ) -> tuple[Sequence[float], SessionReward] | None:
     """Return the reward of each trace and that of the session, or None without a finite outcome.
 
@@ -163,10 +191,72 @@ def _rewards(
             )
         by_trace = [r if math.isfinite(r) else reward.value for r in reward.per_trace]
     tokens = [trace.trained for trace in traces]
-    return by_trace, SessionReward.of(by_trace, tokens, otherwise=reward.value)
+    penalty += compute_penalty(trajectory.ledger.sampled, config)
+    if penalty:
+        by_trace = [each - penalty for each in by_trace]
+    return by_trace, SessionReward.of(by_trace, tokens, otherwise=reward.value - penalty)
+
+
+def compute_penalty(sampled: int, config: GrpoConfig) -> float:
+    """Return the penalty of a session's number of sampled tokens (DAPO, arXiv 2503.14476)."""
+    if config.overlong_length is None:
+        return 0.0
+    excess = sampled - (config.overlong_length - config.overlong_buffer)
+    return max(0.0, excess / config.overlong_buffer * config.overlong_penalty)
+
+
+# --------------------------------------------------------------------------- your own
+class RewardGroup(NamedTuple):
+    """The rewarded sessions of a task; arrays of shape ``(k,)``."""
+
+    rewards: Rewards
+    """Reward of each session, less penalties; float64."""
+    tokens: npt.NDArray[np.int64]
+    """Number of trained tokens of each session."""
+    sessions: Sequence[Trajectory]
+
+
+def _call_own(
+    members: Sequence[Trajectory], rewards: Sequence[SessionReward], config: GrpoConfig
+) -> list[float]:
+    """Return the advantage of each session by the function of the user.
+
+    Raises `ConfigError`, with the name of the function and of the sessions, for a result of another
+    shape or type, or if a value is not finite.
+    """
+    function = plugins.find("grpo.advantage", config.advantage)
+    tokens = [sum(trace.trained for trace in each.traces) for each in members]
+    means = np.array([each.mean for each in rewards], np.float64)
+    result = function(RewardGroup(means, np.array(tokens, np.int64), members), config)
+    problem = None
+    wrong = members
+    if not isinstance(result, np.ndarray) or result.dtype.kind != "f":
+        kind = result.dtype if isinstance(result, np.ndarray) else type(result).__name__
+        problem = f"it must return an array of floats, not {kind}"
+    elif result.shape != means.shape:
+        problem = f"the advantages must be of shape {means.shape}, not {result.shape}"
+    elif not np.isfinite(result).all():
+        problem = "advantages must be finite"
+        wrong = [each for each, ok in zip(members, np.isfinite(result), strict=True) if not ok]
+    if problem is not None:
+        names = ", ".join(each.session for each in wrong)
+        msg = f"grpo.advantage {config.advantage!r}: {problem} (sessions: {names})"
+        raise ConfigError(msg, "grpo.advantage")
+    return [float(value) for value in result]
 
 
 # --------------------------------------------------------------------------- tokens
+def whiten(advantages: Rewards) -> Rewards:
+    """Return the advantages of a step's trained tokens with mean 0 and deviation 1.
+
+    ``(A - mean) / sqrt(variance + 1e-8)`` with the variance of a sample (REINFORCE++, 2501.03262).
+    """
+    if len(advantages) < 2:
+        return np.zeros_like(advantages)
+    centred = advantages - advantages.mean()
+    return np.asarray(centred / np.sqrt(centred.var(ddof=1) + 1e-8), np.float64)
+
+
 def token_advantages(
     trace: Trace, mask: Mask, advantage: float, shares: Mapping[int, float]
 ) -> Logprobs:

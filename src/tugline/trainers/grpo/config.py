@@ -3,7 +3,7 @@
 Strict and frozen: an unknown key is an error.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
@@ -11,10 +11,14 @@ from tugline.config import Config
 from tugline.errors import ConfigError
 from tugline.schema import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-Estimator = Literal["grpo", "dr_grpo", "rloo"]
+Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "max_rl"]
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+LOSSES = ("clip", "dual_clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "gmpo")
+"""Built-in losses."""
 Deviation = Literal["sample", "population"]
 Normalisation = Literal["token", "sequence", "constant"]
 Level = Literal["token", "trace"]
+WeightLevel = Literal["token", "trace", "product"]
 
 
 class UpdateConfig(Config, frozen=True):
@@ -86,8 +90,20 @@ class GrpoConfig(UpdateConfig, frozen=True):
     evaluator gives one (`per_trace`)."""
     turn_discount: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Factor between a turn's advantage and that of the next turn; None: no discount."""
-    advantage: Estimator = "grpo"
-    """Baseline and scale of a session's advantage within its group."""
+    overlong_length: PositiveInt | None = None
+    """Number of sampled tokens of a session from which the whole `overlong_penalty` is subtracted
+    from its reward; None: no penalty."""
+    overlong_buffer: PositiveInt = 4096
+    """Number of tokens before `overlong_length` over which the penalty rises from 0."""
+    overlong_penalty: NonNegativeFloat = 1.0
+    """Penalty at `overlong_length`; it rises further beyond it."""
+    kl_reward: NonNegativeFloat = 0.0
+    """Weight of the log ratio of policy and reference, summed over a session's trained tokens and
+    subtracted from its reward; 0 turns it off. It needs two more forward passes with `importance`,
+    else one."""
+    advantage: str = "grpo"
+    """Baseline and scale of a session's advantage within its group: `grpo`, `dr_grpo`, `rloo`,
+    `reinforce_plus_plus`, `max_rl`, or a function of your own as `module:function`."""
     advantage_std: Deviation = "sample"
     """Standard deviation of a group (`grpo` only): that of a sample, which divides by the number of
     sessions less one, as TRL and verl do, or that of a population."""
@@ -102,18 +118,39 @@ class GrpoConfig(UpdateConfig, frozen=True):
     max_staleness: NonNegativeInt | None = None
     """Maximum age of a token in policy versions; older tokens are masked. None: no limit."""
 
+    loss: str = "clip"
+    """Policy loss of a token: `clip`, `dual_clip`, `cispo`, `sapo`, `dppo_tv`, `dppo_kl`, `gmpo`,
+    or a function of your own as `module:function`."""
+    digests: dict[str, str] = {}  # noqa: RUF012 - msgspec copies it
+    """SHA-256 of the file of each function of your own, under `loss` and `advantage`; filled in
+    when a run starts. A run whose file has another one is refused."""
+    reference: bool = False
+    """Compute the log probabilities of the reference model although `kl` and `kl_reward` are 0, for
+    a loss of your own."""
     clip_low: Annotated[float, Meta(ge=0, le=1)] = 0.2
-    """The probability ratio is clipped below at `1 - clip_low`."""
+    """The probability ratio is clipped below at `1 - clip_low`; see docs/objectives.md for losses
+    other than `clip`."""
     clip_high: NonNegativeFloat = 0.28
     """The probability ratio is clipped above at `1 + clip_high`."""
+    ratio_cap: Annotated[float, Meta(ge=1)] | None = None
+    """Upper bound of the ratio of tokens with a negative advantage (`dual_clip`, None: 3) or of all
+    tokens (`dppo_tv` and `dppo_kl`, None: 20)."""
+    sapo_positive: PositiveFloat = 1.0
+    """Temperature of the gate for positive advantages (`sapo`)."""
+    sapo_negative: PositiveFloat = 1.05
+    """Temperature of the gate for other advantages (`sapo`)."""
+    off_policy_threshold: PositiveFloat | None = None
+    """Mean log ratio of sampling and trained policy above which a trace's tokens with a negative
+    advantage have no policy loss (DeepSeek-V3.2); None: no threshold."""
     ratio_level: Level = "token"
     """Probability ratio of a token: its own, or the geometric mean over its trace (GSPO)."""
     importance: Literal["truncate", "mask"] | None = None
     """Importance sampling between engine and trainer: weights out of bounds are clamped
     (`truncate`), or their tokens masked (`mask`). None: captured log probabilities are used as
     those of the old policy."""
-    importance_level: Level = "token"
-    """Importance weight of a token: its own, or the geometric mean over its trace."""
+    importance_level: WeightLevel = "token"
+    """Importance weight of a token: its own, or the geometric mean or the product over its trace.
+    """
     importance_low: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Lower bound of the importance weight, which is 1 if engine and trainer agree on a token."""
     importance_high: Annotated[float, Meta(ge=1)] = 2.0
@@ -123,6 +160,14 @@ class GrpoConfig(UpdateConfig, frozen=True):
     kl_correction: bool = False
     """Multiply the KL penalty by the token's ratio and importance weight, so that it is also
     unbiased for older tokens."""
+    entropy: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus, which is the mean entropy of the distributions that trained
+    tokens are sampled from; 0 turns it off."""
+    cross_entropy: NonNegativeFloat = 0.0
+    """Weight of the cross entropy, which is the mean negative log likelihood of chosen tokens of an
+    update; 0 turns it off. Their traces are computed once more."""
+    tool_tokens: bool = True
+    """Choose the tokens between a session's answers, such as tool output, for `cross_entropy`."""
     normalisation: Normalisation = "token"
     """Divisor of the summed token losses of an update."""
     constant_length: PositiveInt = 1024
@@ -130,3 +175,31 @@ class GrpoConfig(UpdateConfig, frozen=True):
 
     epochs: PositiveInt = 1
     """Passes over the sessions of a step."""
+
+    def __post_init__(self) -> None:
+        """Check names, and that options fit together. Raises `ConfigError`."""
+        super().__post_init__()
+        for option, known in (("loss", LOSSES), ("advantage", ESTIMATORS)):
+            name = getattr(self, option)
+            if name not in known and ":" not in name:
+                msg = f"{option} is {name!r}, must be one of {', '.join(known)}, or module:function"
+                raise ConfigError(msg, option)
+        if self.ratio_level == "trace" and self.loss in {"dppo_tv", "dppo_kl", "gmpo"}:
+            msg = f"ratio_level is 'trace', but the loss {self.loss!r} has ratios of tokens only"
+            raise ConfigError(msg, "ratio_level")
+        if self.reward == "per_trace" and ":" in self.advantage:
+            msg = (
+                f"advantage {self.advantage!r} is computed from rewards of sessions, but reward is"
+            )
+            raise ConfigError(f"{msg} 'per_trace'", "advantage")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log probabilities of the reference model are computed."""
+        return self.kl > 0 or self.kl_reward > 0 or self.reference
+
+    @property
+    def needs_whole_traces(self) -> bool:
+        """Whether the loss of a token depends on the other tokens of its trace."""
+        averaged = self.ratio_level == "trace" or self.off_policy_threshold is not None
+        return averaged or self.loss == "gmpo" or ":" in self.loss

@@ -26,7 +26,7 @@ from tugline.errors import ConfigError
 from tugline.trainers.grpo.attention import TREE_ATTENTION
 from tugline.trainers.grpo.batch import MicroBatch, Row, collate, plain_sample
 from tugline.trainers.grpo.config import UpdateConfig
-from tugline.trainers.grpo.logits import TargetLogprobs
+from tugline.trainers.grpo.logits import TargetLogprobs, TargetScores
 from tugline.trainers.grpo.packing import Costs
 from tugline.trainers.grpo.recurrence import restore_layers, use_tree_layers
 from tugline.trainers.grpo.routes import Routes, check_routers
@@ -94,7 +94,8 @@ class PolicyModel:
         The logits that predict a token are divided by its temperature. With gradient, experts are
         replayed until the next pass, so that there may be a backward pass.
         """
-        logprobs: torch.Tensor = self._run(self._compute, micro)
+        logprobs: torch.Tensor
+        logprobs, _ = self._run(self._compute, micro, False)
         self._reshard()
         if not torch.is_grad_enabled():
             self.routes.replay(None)
@@ -106,20 +107,25 @@ class PolicyModel:
         loss: TokenLoss,
         *,
         whole: bool = False,
+        bonus: TokenLoss | None = None,
         further: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Accumulate the gradient of a sum of token losses; return what `logprobs` returns.
 
         The loss of a token must not depend on the log probabilities of others. Then the gradient of
         a chunk of logits is computed at once, so they are neither stored nor computed again. If it
-        does, `whole` computes all at once. `further` returns one more loss of the same pass.
+        does, `whole` computes all at once. `bonus` returns further losses of the entropies of the
+        tokens' distributions, `further` one more loss of the same pass.
         """
         gradient: torch.Tensor | None = None
         if whole:
-            logprobs = self.logprobs(micro)
+            logprobs: torch.Tensor
+            logprobs, entropy = self._run(self._compute, micro, bonus is not None)
             root = loss(logprobs, slice(None)).sum()
+            if bonus is not None:
+                root = root + bonus(entropy, slice(None)).sum()
         else:
-            root, gradient, logprobs = self._run(self._backward_head, micro, loss)
+            root, gradient, logprobs = self._run(self._backward_head, micro, loss, bonus)
         if further is None:
             torch.autograd.backward(root, gradient)
         else:
@@ -130,7 +136,8 @@ class PolicyModel:
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
-    def _compute(self, micro: MicroBatch) -> torch.Tensor:
+    def _compute(self, micro: MicroBatch, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: FBT001 - called by `_run`
+        """Return the log probabilities, and the entropies, which are empty unless asked for."""
         states = self._select_states(micro)
         with self._precision():
             parts = [
@@ -141,14 +148,16 @@ class PolicyModel:
                     micro.target[tokens],
                     micro.temperature[tokens],
                     micro.get_kept(tokens),
+                    entropy=entropy,
                     use_reentrant=False,
                 )
                 for tokens in self._chunks(micro)
             ]
-        return torch.cat(parts)
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
 
     def _backward_head(
-        self, micro: MicroBatch, loss: TokenLoss
+        self, micro: MicroBatch, loss: TokenLoss, bonus: TokenLoss | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the states of trained tokens, their gradient, and the log probabilities."""
         states = self._select_states(micro)
@@ -158,8 +167,17 @@ class PolicyModel:
             leaf = states[tokens].detach().requires_grad_()
             kept = micro.get_kept(tokens)
             with self._precision():
-                new = self._score(leaf, micro.target[tokens], micro.temperature[tokens], kept)
-            torch.autograd.backward(loss(new, tokens).sum())
+                new, entropy = self._score(
+                    leaf,
+                    micro.target[tokens],
+                    micro.temperature[tokens],
+                    kept,
+                    entropy=bonus is not None,
+                )
+            total = loss(new, tokens).sum()
+            if bonus is not None:
+                total = total + bonus(entropy, tokens).sum()
+            torch.autograd.backward(total)
             assert leaf.grad is not None  # noqa: S101 - it requires one
             gradients.append(leaf.grad)
             parts.append(new.detach())
@@ -205,11 +223,16 @@ class PolicyModel:
         target: torch.Tensor,
         temperature: torch.Tensor,
         kept: Kept | None,
-    ) -> torch.Tensor:
+        *,
+        entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self._head(states)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if entropy:
+            both = TargetScores.apply(logits, target, temperature, kept)  # type: ignore[no-untyped-call]
+            return cast("tuple[torch.Tensor, torch.Tensor]", both)
         chosen = TargetLogprobs.apply(logits, target, temperature, kept)  # type: ignore[no-untyped-call]
-        return cast("torch.Tensor", chosen)
+        return chosen, logits.new_empty(0)
 
     def _reshard(self) -> None:
         """Reshard parameters, which FSDP2 leaves gathered after a pass without gradient."""

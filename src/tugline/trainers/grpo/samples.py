@@ -4,7 +4,8 @@
 sampled = trained + masked + dropped (I2). Trajectories rebuilt from recordings give equal samples.
 """
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -15,7 +16,13 @@ from msgspec.structs import replace
 from tugline import log
 from tugline.errors import CaptureError, ConfigError
 from tugline.traces.base import leave_out, sum_ledgers
-from tugline.trainers.grpo.advantage import grade, token_advantages, turn_shares
+from tugline.trainers.grpo.advantage import (
+    NO_PENALTIES,
+    grade,
+    token_advantages,
+    turn_shares,
+    whiten,
+)
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.types import (
     Boundary,
@@ -29,6 +36,7 @@ from tugline.types import (
     Sample,
     Trace,
     Trajectory,
+    shared_prefix,
 )
 
 _log = log.get("trainer")
@@ -68,13 +76,14 @@ def prepare(
     *,
     version: int,
     routers: RouterShape | None = None,
+    penalties: Mapping[str, float] = NO_PENALTIES,
 ) -> tuple[list[Sample], Ledger]:
     """Return a sample for each trace with trained tokens, and the ledger of all sessions.
 
     Advantages are relative to the sessions of the same task. Sessions without a finite reward are
     dropped as SESSION_FAILED and count in no mean. `version` is the policy version about to be
     updated, from which staleness is measured. `routers` are those of a model that replays experts;
-    without, samples have none.
+    without, samples have none. `penalties` are subtracted from the rewards of sessions.
 
     Experts that the model does not have are left out, and the tokens that need them. Raises
     `ConfigError` if experts are replayed and no session has any of this model.
@@ -88,7 +97,7 @@ def prepare(
     ordered = sorted(trajectories, key=lambda each: (each.task, each.sample, each.session))
     for _, members in groupby(ordered, key=lambda trajectory: trajectory.task):
         group = list(members)
-        graded, signal = grade(group, config)
+        graded, signal = grade(group, config, penalties)
         for trajectory in group:
             _check_ledger(trajectory)
             if trajectory.session not in graded:
@@ -101,8 +110,69 @@ def prepare(
                 advantages = graded[trajectory.session]
                 made = _samples(trajectory, advantages, config, version, masked, routed=routed)
                 samples += made if routed else [replace(each, experts=None) for each in made]
+    if config.advantage == "reinforce_plus_plus" and samples:
+        samples = _whiten(samples)
     ledger = sum_ledgers(trajectory.ledger for trajectory in trajectories)
     return samples, leave_out(ledger, masked=masked, dropped=dropped)
+
+
+def _whiten(samples: Sequence[Sample]) -> list[Sample]:
+    """Scale the advantages of all trained tokens, see `whiten`."""
+    parts = [sample.advantages[sample.loss_mask] for sample in samples]
+    whole = whiten(np.concatenate(parts).astype(np.float64)).astype(np.float32)
+    ends = np.cumsum([len(part) for part in parts])[:-1]
+    whitened = []
+    for sample, part in zip(samples, np.split(whole, ends), strict=True):
+        advantages = sample.advantages.copy()
+        advantages[sample.loss_mask] = part
+        whitened.append(replace(sample, advantages=advantages))
+    return whitened
+
+
+def list_samples(
+    trajectories: Sequence[Trajectory],
+    config: GrpoConfig,
+    *,
+    version: int,
+    routers: RouterShape | None = None,
+) -> list[Sample]:
+    """Return the samples of all sessions with a finite reward, with advantages of 0.
+
+    Those of `prepare` are among them. Raises `ConfigError` as `prepare` does.
+    """
+    if routers is not None:
+        trajectories = _select_experts(trajectories, routers)
+    routed = routers is not None
+    samples: list[Sample] = []
+    for trajectory in trajectories:
+        if trajectory.reward is None or not math.isfinite(trajectory.reward.value):
+            continue
+        zeros = [0.0] * len(trajectory.traces)
+        made = _samples(trajectory, zeros, config, version, Counter(), routed=routed)
+        samples += made if routed else [replace(each, experts=None) for each in made]
+    return samples
+
+
+def list_tool_tokens(samples: Sequence[Sample]) -> list[Sample]:
+    """Return samples whose targets are the tokens between a trace's answers, for cross entropy.
+
+    A token of several traces of a session is a target in the first of them only.
+    """
+    chosen: list[Sample] = []
+    earlier: defaultdict[str, list[Ids]] = defaultdict(list)
+    for sample in samples:
+        ids = sample.input_ids
+        others = earlier[sample.session]
+        known = max((shared_prefix(ids, other) for other in others), default=0)
+        others.append(ids)
+        sampled = sample.versions >= 0
+        between = ~sampled & (np.cumsum(sampled) > 0) & (np.cumsum(sampled) < sampled.sum())
+        mask = between & (np.arange(len(ids)) >= known)
+        if sample.experts is not None:
+            mask &= np.arange(len(ids)) <= len(sample.experts)
+        if mask.any():
+            chosen.append(replace(sample, loss_mask=mask, kept=None))
+    return chosen
 
 
 def read_group(group: Sequence[Trajectory], config: GrpoConfig) -> Iterator[Sample]:

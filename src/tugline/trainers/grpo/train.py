@@ -12,12 +12,14 @@ split.
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from tugline.errors import ConfigError
@@ -27,9 +29,15 @@ from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.distributed import gather
 from tugline.trainers.grpo.forward import PolicyModel, TokenLoss, make_probe
 from tugline.trainers.grpo.hub import get_base_model
-from tugline.trainers.grpo.loss import token_terms, token_weights
+from tugline.trainers.grpo.loss import (
+    TrainedTokens,
+    find_largest_weight,
+    token_terms,
+    token_weights,
+)
+from tugline.trainers.grpo.objectives import find_loss
 from tugline.trainers.grpo.routes import check_replay
-from tugline.trainers.grpo.samples import prepare
+from tugline.trainers.grpo.samples import RouterShape, list_samples, list_tool_tokens, prepare
 from tugline.trainers.grpo.update import (
     MismatchReport,
     Recomputed,
@@ -52,7 +60,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Sessions that caused skipped updates."""
     samples: int
     tokens_trained: int
-    """Tokens with a loss, counted once for all `epochs`."""
+    """TrainedTokens with a loss, counted once for all `epochs`."""
     tokens_forwarded: int
     """Positions computed with gradient, without padding."""
     tokens_padding: int
@@ -62,11 +70,19 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     `tokens_forwarded`; 1 if nothing is shared."""
     loss: float
     """Mean over updates."""
+    terms: dict[str, float]
+    """Terms of the loss, each with its coefficient and its divisor: ``policy``, ``kl``,
+    ``entropy``, ``cross_entropy``. Mean over updates."""
+    figures: dict[str, float]
+    """Figures of the loss by name, and ``entropy`` of the tokens' distributions if there is a bonus
+    for it."""
     kl: float | None
     """Mean k3 divergence from the reference; None without a reference."""
     load_balancing: float
     """Load-balancing loss of a model with experts, before its weight; 0 if that is 0. Mean over
     updates."""
+    largest_session: float
+    """Largest weight of a session in an update, as a multiple of the mean over its sessions."""
     clip_fraction: float
     importance_bounded: float
     """Share of tokens whose importance weight was out of its bounds."""
@@ -99,30 +115,38 @@ class Grpo(Updater):
     ) -> None:
         """See `Updater`. Raises `ConfigError`."""
         adapted = hasattr(model, "peft_config")
-        if config.kl > 0 and reference is None and not adapted:
+        wanted = config.needs_reference
+        if wanted and reference is None and not adapted:
             msg = f"kl is {config.kl}, which requires a reference model; give one, or set kl to 0"
+            if config.kl == 0:
+                msg = "kl_reward and reference require a reference model; give one"
             raise ConfigError(msg)
         super().__init__(model, config, source)
         name = type(get_base_model(model)).__name__
         self._replays = check_replay(self.policy.routes, name, wanted=config.replay_experts)
-        self._adapter_off = adapted and config.kl > 0 and reference is None
+        self._adapter_off = adapted and wanted and reference is None
         self._has_kl = self._adapter_off or reference is not None
         self.reference = PolicyModel(reference, self.config) if reference is not None else None
+        self._loss = find_loss(config.loss)
 
-    def step(self, trajectories: Sequence[Trajectory], *, version: int) -> StepReport:
+    def step(
+        self, trajectories: Sequence[Trajectory], *, version: int, supervised: Sequence[Sample] = ()
+    ) -> StepReport:
         """Train on `trajectories`; those of the same task are a group.
 
-        `version` is the policy version before this step. Under torchrun every rank must call this
-        method, with any part of the trajectories, and gets the same report.
+        `version` is the policy version before this step. The trained tokens of `supervised` are
+        chosen for `cross_entropy`; they are divided among the updates. Under torchrun every rank
+        must call this method, with any part of both, and gets the same report.
         """
         began = time.perf_counter()
         routes = self.policy.routes
         routes.forget()
+        trajectories = gather(trajectories)
+        supervised = gather(supervised)
+        routers = routes.shape if self._replays else None
+        penalties = self._compute_penalties(trajectories, version, routers)
         samples, ledger = prepare(
-            gather(trajectories),
-            self.config,
-            version=version,
-            routers=routes.shape if self._replays else None,
+            trajectories, self.config, version=version, routers=routers, penalties=penalties
         )
         rows = [Row(sample) for sample in samples]
         without_replay = self._compute_without_replay(rows) if self._replays else []
@@ -134,15 +158,20 @@ class Grpo(Updater):
         if corrected:
             rows = [Row(sample, old=logprobs) for sample, logprobs in recomputed]
         updates = list[Update]()
+        largest = 0.0
         for _ in range(self.config.epochs):
-            for chosen in self._shuffle(rows):
-                updates.append(self.apply(chosen))
+            chosen = list(self._shuffle(rows))
+            for number, minibatch in enumerate(chosen):
+                largest = max(largest, find_largest_weight(minibatch))
+                given = supervised[number :: len(chosen)]
+                updates.append(self.apply(minibatch, self._choose_supervised(minibatch, given)))
                 changed = changed or routes.take_shares(self.policy.device)
         if updates and not recomputed:
             recomputed = _collect(samples, updates[0].recomputed)
         mismatch = summarize_mismatch(recomputed, without_replay, changed)
         seconds = time.perf_counter() - began
-        return self._report(updates, samples, ledger, mismatch, seconds)
+        report = self._report(updates, samples, ledger, mismatch, seconds)
+        return msgspec.structs.replace(report, largest_session=largest)
 
     @torch.no_grad()
     def score(self, ids: Ids) -> Logprobs:
@@ -185,22 +214,63 @@ class Grpo(Updater):
             weights = token_weights([row.sample for row in chosen], self.config)
             yield [row._replace(weight=w) for row, w in zip(chosen, weights, strict=True)]
 
+    def _choose_supervised(self, rows: Sequence[Row], given: Sequence[Sample]) -> list[Row]:
+        """Return the rows of an update's cross entropy, with the weight of each token."""
+        if self.config.cross_entropy == 0:
+            return []
+        found = list_tool_tokens([row.sample for row in rows]) if self.config.tool_tokens else []
+        samples = [*found, *given]
+        weight = self.config.cross_entropy / max(1, sum(each.trained for each in samples))
+        return [Row(each, weight=weight) for each in samples]
+
     def make_loss(self, micro: MicroBatch, figures: Update) -> TokenLoss:
-        """Return the clipped policy loss of a pass's tokens."""
-        reference = self._compute_reference(micro)
+        """Return the policy loss of a pass's tokens with its penalty."""
+        whole = TrainedTokens.of(micro, self._compute_reference(micro), self.config)
 
         def compute(new: torch.Tensor, tokens: slice) -> torch.Tensor:
-            terms = token_terms(new, micro, reference, self.config, tokens)
-            for name in ("kl", "clipped", "bounded", "ratio"):
-                figures.add(name, getattr(terms, name))
+            chosen = whole if self.needs_whole_traces else whole.select(tokens)
+            terms = token_terms(new, chosen, self.config, self._loss)
+            for name, values in terms.terms.items():
+                figures.add(f"term/{name}", values * chosen.weights)
+            for name, values in terms.figures.items():
+                figures.add(f"figure/{name}", values)
             return terms.loss
+
+        return compute
+
+    def make_bonus(self, micro: MicroBatch, figures: Update) -> TokenLoss | None:
+        """Return the negative entropies, with their weight; None if there is no bonus."""
+        if self.config.entropy == 0:
+            return None
+
+        def compute(entropy: torch.Tensor, _: slice) -> torch.Tensor:
+            figures.add("figure/entropy", entropy)
+            return -self.config.entropy * entropy
 
         return compute
 
     @property
     def needs_whole_traces(self) -> bool:
-        """Whether the ratio of a token is the mean over its trace."""
-        return self.config.ratio_level == "trace"
+        """Whether the loss of a token depends on the other tokens of its trace."""
+        return self.config.needs_whole_traces
+
+    @torch.no_grad()
+    def _compute_penalties(
+        self, trajectories: Sequence[Trajectory], version: int, routers: RouterShape | None
+    ) -> Mapping[str, float]:
+        """Return what `kl_reward` subtracts from the reward of each session."""
+        if self.config.kl_reward == 0:
+            return {}
+        samples = list_samples(trajectories, self.config, version=version, routers=routers)
+        rows = [Row(sample) for sample in samples]
+        if self.config.importance is not None:
+            rows = [Row(sample, old=logprobs) for sample, logprobs in self._recompute(rows)]
+        ratios: list[Recomputed] = []
+        for micro in self.pack(rows):
+            reference = self._compute_reference(micro)
+            assert reference is not None  # noqa: S101 - required by the constructor
+            ratios += split_by_sample(micro.old - reference, micro)
+        return sum_by_session(_collect(samples, ratios), self.config.kl_reward)
 
     @torch.no_grad()
     def _compute_reference(self, micro: MicroBatch) -> torch.Tensor | None:
@@ -225,6 +295,7 @@ class Grpo(Updater):
         ledger = leave_out(ledger, masked={}, dropped={Reason.NON_FINITE: lost})
         tokens = max(1, sum(update.sums["tokens"] for update in finite))
         count = max(1, len(finite))
+        figures = _divide(finite, "figure/", tokens)
         forwarded = sum(update.sums["forwarded"] for update in updates)
         return StepReport(
             updates=len(applied),
@@ -236,17 +307,37 @@ class Grpo(Updater):
             tokens_padding=int(sum(update.sums["padding"] for update in updates)),
             packing=sum(update.sums["separate"] for update in updates) / max(1.0, forwarded),
             loss=sum(update.sums["loss"] for update in finite) / count,
-            kl=sum(update.sums["kl"] for update in finite) / tokens if self._has_kl else None,
+            terms=_divide(finite, "term/", count),
+            figures=figures,
+            kl=figures.get("kl") if self._has_kl else None,
             load_balancing=sum(update.sums["load_balancing"] for update in finite) / count,
-            clip_fraction=sum(update.sums["clipped"] for update in finite) / tokens,
-            importance_bounded=sum(update.sums["bounded"] for update in finite) / tokens,
-            ratio_mean=sum(update.sums["ratio"] for update in finite) / tokens,
+            largest_session=0.0,
+            clip_fraction=figures.get("clipped", 0.0),
+            importance_bounded=figures.get("bounded", 0.0),
+            ratio_mean=figures.get("ratio", 0.0),
             grad_norm=sum(update.grad_norm for update in finite) / count,
             learning_rate=self.optimizer.param_groups[0]["lr"],
             seconds=seconds,
             mismatch=mismatch,
             ledger=ledger,
         )
+
+
+def _divide(updates: Sequence[Update], prefix: str, divisor: float) -> dict[str, float]:
+    """Return the sums over updates whose names begin with `prefix`, divided."""
+    names = {name for update in updates for name in update.sums if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): sum(update.sums[name] for update in updates) / divisor
+        for name in sorted(names)
+    }
+
+
+def sum_by_session(ratios: Sequence[Recomputed], weight: float) -> dict[str, float]:
+    """Return the sum of the log ratios of each session's tokens, multiplied by `weight`."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    for sample, values in ratios:
+        sums[sample.session] += weight * float(values.sum(dtype=np.float64))
+    return dict(sums)
 
 
 def _collect(samples: Sequence[Sample], recomputed: Sequence[Recomputed]) -> list[Recomputed]:

@@ -26,9 +26,10 @@ from tugline import log
 from tugline.errors import ConfigError
 from tugline.trainers.grpo.batch import MicroBatch, Row
 from tugline.trainers.grpo.config import UpdateConfig
-from tugline.trainers.grpo.distributed import add_up, clip_gradient
+from tugline.trainers.grpo.distributed import add_up, clip_gradient, gather
 from tugline.trainers.grpo.forward import PolicyModel, TokenLoss
 from tugline.trainers.grpo.hub import check_names, get_base_model
+from tugline.trainers.grpo.loss import cross_entropy
 from tugline.trainers.grpo.packing import pack
 from tugline.trainers.lora import find_trained
 from tugline.types import Logprobs, Sample
@@ -103,6 +104,13 @@ class Updater(ABC):
         It adds its statistics to `figures`. See `needs_whole_traces` for the tokens that it gets.
         """
 
+    def make_bonus(self, micro: MicroBatch, figures: Update) -> TokenLoss | None:
+        """Return the function that computes losses of the entropies of a pass's tokens, if any.
+
+        Their divisor is the number of trained tokens of the update.
+        """
+        return None
+
     @property
     def needs_whole_traces(self) -> bool:
         """Whether the loss of a token depends on other tokens: then it gets all at once."""
@@ -122,11 +130,14 @@ class Updater(ABC):
             left = (1 - math.cos(math.pi * left)) / 2
         return config.final_lr + (1 - config.final_lr) * left
 
-    def apply(self, rows: Sequence[Row]) -> Update:
-        """Make one optimizer update, unless its gradient is zero or not finite."""
+    def apply(self, rows: Sequence[Row], supervised: Sequence[Row] = ()) -> Update:
+        """Make one optimizer update, unless its gradient is zero or not finite.
+
+        The loss of `supervised` is the cross entropy.
+        """
         figures = Update(frozenset(row.sample.session for row in rows))
-        if not self._accumulate(rows, figures):
-            figures.culprits = self._find_culprits(rows)
+        if not self._accumulate(rows, figures, supervised):
+            figures.culprits = self._find_culprits(rows, supervised)
             self.optimizer.zero_grad(set_to_none=True)
             _log.warning("update skipped, not finite", sessions=figures.culprits)
         elif figures.grad_norm > 0:
@@ -136,24 +147,32 @@ class Updater(ABC):
             self.updates += 1
         return figures
 
-    def _accumulate(self, rows: Sequence[Row], figures: Update) -> bool:
+    def _accumulate(
+        self, rows: Sequence[Row], figures: Update, supervised: Sequence[Row] = ()
+    ) -> bool:
         """Accumulate and clip the gradient of `rows`; return whether it is finite."""
         self.optimizer.zero_grad(set_to_none=True)
         trained = sum(row.sample.trained for row in rows)
         for micro in self.pack(rows):
             self._backward(micro, figures, len(micro.target) / max(1, trained))
-        totals = add_up([*figures.sums.values()], self.policy.device)
-        figures.sums.update(zip(figures.sums, totals, strict=True))
+        for micro in self.pack(supervised):
+            self._imitate(micro, figures)
+        names = sorted({*gather([*figures.sums])})  # a rank without rows has no figures of its own
+        totals = add_up([figures.sums[name] for name in names], self.policy.device)
+        figures.sums.update(zip(names, totals, strict=True))
         figures.grad_norm = clip_gradient(self.model, self.config.max_grad_norm)
         return math.isfinite(figures.grad_norm) and math.isfinite(figures.sums["loss"])
 
-    def _find_culprits(self, rows: Sequence[Row]) -> tuple[str, ...]:
+    def _find_culprits(self, rows: Sequence[Row], supervised: Sequence[Row]) -> tuple[str, ...]:
         """Return the sessions whose own gradient is not finite; all if only the sum is not."""
         sessions = sorted({row.sample.session for row in rows})
-        alone = {name: [row for row in rows if row.sample.session == name] for name in sessions}
-        culprits = [
-            name for name, own in alone.items() if not self._accumulate(own, Update(frozenset()))
-        ]
+
+        def is_finite(name: str) -> bool:
+            own = [row for row in rows if row.sample.session == name]
+            chosen = [row for row in supervised if row.sample.session == name]
+            return self._accumulate(own, Update(frozenset()), chosen)
+
+        culprits = [name for name in sessions if not is_finite(name)]
         return tuple(culprits or sessions)
 
     def _backward(self, micro: MicroBatch, figures: Update, share: float) -> None:
@@ -168,6 +187,15 @@ class Updater(ABC):
             figures.add("loss", losses)
             return losses
 
+        bonus = self.make_bonus(micro, figures)
+
+        def compute_bonus(entropy: torch.Tensor, tokens: slice) -> torch.Tensor:
+            assert bonus is not None  # noqa: S101 - it is not called otherwise
+            losses = bonus(entropy, tokens) * (share / max(1, len(micro.target)))
+            figures.add("loss", losses)
+            figures.add("term/entropy", losses)
+            return losses
+
         def balance() -> torch.Tensor:
             loss = share * self.policy.routes.balance(micro.real)
             figures.add("load_balancing", loss)
@@ -177,11 +205,28 @@ class Updater(ABC):
             micro,
             compute_loss,
             whole=self.needs_whole_traces,
+            bonus=compute_bonus if bonus is not None else None,
             further=balance if self.config.load_balancing > 0 else None,
         )
         self.policy.routes.compare(micro.experts)
         figures.recomputed += split_by_sample(new, micro)
         figures.sums["tokens"] += len(new)
+        self._count_positions(micro, figures)
+
+    def _imitate(self, micro: MicroBatch, figures: Update) -> None:
+        """Accumulate the gradient and the figures of the cross entropy of one forward pass."""
+
+        def compute_loss(new: torch.Tensor, tokens: slice) -> torch.Tensor:
+            losses = cross_entropy(new, micro.weight[tokens])
+            figures.add("loss", losses)
+            figures.add("term/cross_entropy", losses)
+            return losses
+
+        self.policy.backward(micro, compute_loss)
+        self._count_positions(micro, figures)
+
+    def _count_positions(self, micro: MicroBatch, figures: Update) -> None:
+        """Add the positions of a pass to the figures, and what is pending."""
         figures.sums["forwarded"] += micro.computed - micro.padding
         figures.sums["padding"] += micro.padding
         figures.collect()

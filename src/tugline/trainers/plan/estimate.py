@@ -263,7 +263,9 @@ class Estimate:
         forward = self.count * (forward + costs.trained * self.session.sampled)
         backward = (1 if shape.adapted else 2) + forward_pass.checkpointing
         several = self.count > grpo.sessions_per_update
-        before = (grpo.importance is not None or several) + (grpo.kl > 0)
+        before = (grpo.importance is not None or several) + grpo.needs_reference
+        if grpo.kl_reward > 0:
+            before += 1 + (grpo.importance is not None)
         balance = speeds.balance if layout.ranks > 1 else 1.0
         reached = layout.ranks * speeds.flops * speeds.trainer_share * balance
         seconds = {
