@@ -43,7 +43,7 @@ def check_experts(rows: Experts, shape: tuple[int, int] | None = None) -> str | 
 
 
 def _find_repeats(rows: Experts) -> npt.NDArray[np.bool_]:
-    """Return whether a token has an expert twice, by layer; comparing pairs is faster than sorting."""
+    """Return whether a token has an expert twice, by layer; pairs are faster than sorting."""
     columns = [np.ascontiguousarray(rows[:, :, place]) for place in range(rows.shape[2])]
     repeated = np.zeros(rows.shape[:2], np.bool_)
     for first, second in combinations(columns, 2):
