@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 
 from cli.conftest import Shell
-from recording.view.synthetic import small
+from recording.view.synthetic import add_patch, small
 from support.server import commit
 from support.tasks import make_task
+from tugline.sandbox.patch import FileChange, Patch
 
 UNKNOWN = "tugline: 'nobody' is neither a recording nor the id of a session in runs/; "
+CHANGES = Patch({"a.py": FileChange(b"fail\n"), "raw": FileChange(b"\xff")})
 
 
 async def run_session(shell: Shell) -> None:
@@ -18,10 +20,12 @@ async def run_session(shell: Shell) -> None:
     folder.mkdir(parents=True)
     async with shell.lease(make_task("s", samples=2), slots=2) as (node, held):
         for work in held:
+            patch = ""
             if work.session.id == "s-1":
                 recording = small(folder, work.session.id)
+                patch = add_patch(recording, CHANGES)
                 recording.rename(recording.with_name(f"{work.session.id}.{work.session.epoch}.rec"))
-            await commit(node, work)
+            await commit(node, work, patch=patch)
 
 
 async def test_a_session_of_the_server_is_read_by_its_id(shell: Shell) -> None:
@@ -33,6 +37,8 @@ async def test_a_session_of_the_server_is_read_by_its_id(shell: Shell) -> None:
     verified = json.loads((await shell.run("verify", "s-1", "--json")).stdout)
     assert verified["sessions"][0]["session"] == "s-1"
     assert verified["sessions"][0]["checks"]["text"]["verdict"] != "unchecked"
+    patch = await shell.run("view", "s-1", "--patch")
+    assert "-pass\n+fail\n" in patch.stdout
     built = await shell.run("rebuild", "s-1", "--out", "built")
     assert built.returncode == 0, built.stderr
     written = await shell.run("export", "sft", "s-1", "--out", "chat.jsonl", "--json")
@@ -63,6 +69,10 @@ async def test_saved_results_with_recordings_can_be_exported(shell: Shell) -> No
     assert saved.returncode == 0, saved.stderr
     assert "has no recording of s-0" in saved.stderr
     assert "2 new, 2 in total" in saved.stderr
+    assert "--patch` prints" in saved.stderr
+    assert [line.split()[1] for line in saved.stdout.splitlines() if ", patch" in line] == ["s-1"]
+    patch = await shell.run("view", "kept/recordings", "--patch", "--json")
+    assert json.loads(patch.stdout)["files"]["raw"]["data"] == "/w=="
     copies = (shell.folder / "kept/recordings").glob("s-*")
     assert [path.name.split(".")[0] for path in copies] == ["s-1"]
     await shell.live.stop()

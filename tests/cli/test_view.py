@@ -9,11 +9,13 @@ from urllib.parse import unquote
 
 import pytest
 
-from recording.view.synthetic import small, tokenizer
+from recording.view.synthetic import add_patch, small, tokenizer
 from support.commands import run_command
 from support.server import flip_bit
 from tugline.cli.view import view
+from tugline.recording.folder import patch_name
 from tugline.recording.view import html_page
+from tugline.sandbox.patch import FileChange, Patch
 
 
 def test_a_session_is_viewed_in_the_terminal_as_json_and_as_a_page(tmp_path: Path) -> None:
@@ -88,3 +90,18 @@ def test_another_tokenizer_can_be_named(tmp_path: Path, capsys: pytest.CaptureFi
     tokenizer().save(tmp_path)
     view(str(path), tokenizer=tmp_path)
     assert "I read it." in capsys.readouterr().out
+
+
+def test_a_patch_is_printed_and_named(tmp_path: Path) -> None:
+    """The view names the patch, `--patch` prints it; none or a damaged one is an error."""
+    path = small(tmp_path)
+    none = run_command("view", str(path), "--patch", cwd=tmp_path)
+    assert (none.returncode, "names no patch" in none.stderr) == (2, True)
+    digest = add_patch(path, Patch({"a.py": FileChange(b"fail\n")}, ("b: left out",)))
+    assert f"{digest[:16]} (--patch prints it)" in run_command("view", str(path)).stdout
+    printed = run_command("view", str(path), "--patch", cwd=tmp_path)
+    assert printed.stdout.endswith("@@ -1 +1 @@\n-pass\n+fail\n# b: left out\n"), printed.stderr
+    flip_bit(tmp_path / patch_name(digest))
+    damaged = run_command("view", str(path), "--patch", cwd=tmp_path)
+    assert damaged.returncode != 0
+    assert "is damaged" in damaged.stderr

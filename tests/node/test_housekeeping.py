@@ -15,6 +15,8 @@ from tugline.node import housekeeping
 from tugline.node.housekeeping import COMMITTED, Housekeeping, Journal
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats
+from tugline.recording.folder import patch_name
+from tugline.recording.patches import save_patch
 from tugline.rollout.parts import Parts
 from tugline.sandbox.local import LocalRuntime
 from tugline.sandbox.processes import start_time
@@ -160,3 +162,14 @@ async def test_a_failing_journal_does_not_fail_a_result(tmp_path: Path) -> None:
     """The result can still be committed from memory."""
     (tmp_path / "journal").write_text("a file, where the folder should be")
     await Journal(tmp_path / "journal").write("a.1", b"data")
+
+
+def test_old_patches_are_deleted(tmp_path: Path) -> None:
+    """A patch that no session has used for long is deleted, one that was stored again is not."""
+    disk = Disk(tmp_path, keep_s=100)
+    unused, used = (save_patch(data, disk.recordings) for data in (b"a", b"b"))
+    for digest in (unused, used):
+        os.utime(disk.recordings / patch_name(digest), (0, 0))
+    save_patch(b"b", disk.recordings)
+    disk.housekeeping.sweep()
+    assert disk.left == [patch_name(used)]

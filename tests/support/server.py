@@ -242,10 +242,11 @@ async def lease_sessions(
         yield node, welcome.node, *(await node.lease(welcome.node, ask)).work
 
 
-async def commit(node: NodeClient, work: Work, reward: float = 1.0) -> None:
+async def commit(node: NodeClient, work: Work, reward: float = 1.0, patch: str = "") -> None:
     """Commit a result of this session."""
     of = work.session
-    await node.commit(of.id, of.epoch, encode_result(of.id, of.task, of.sample, reward))
+    data = encode_result(of.id, of.task, of.sample, reward, patch=patch)
+    await node.commit(of.id, of.epoch, data)
 
 
 def list_held(*work: Work) -> tuple[HeldSession, ...]:

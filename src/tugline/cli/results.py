@@ -42,6 +42,7 @@ async def results(
     saved = ResultFolder(out) if out else None
     after = max((view.position for view in saved.views.values()), default=0) if saved else None
     count = 0
+    patches = 0
     try:
         async with remote.connect() as client:
             stream = client.results(
@@ -65,10 +66,13 @@ async def results(
                     else:
                         print(_format_result(item.view))
                     count += 1
+                    patches += bool(item.view.patch)
     finally:
         if saved:
             saved.write_index()
             print_text(f"saved in {out}: {count} new, {len(saved.views)} in total", stderr=True)
+    if patches:
+        print_text("`tugline view SESSION --patch` prints what an agent changed", stderr=True)
     if not count and not saved:
         print_text("no new results", stderr=True)
 
@@ -77,4 +81,5 @@ def _format_result(view: ResultView) -> str:
     reward = "no reward" if view.reward is None else f"reward {view.reward:g}"
     tokens = f"{view.trained} of {view.sampled} tokens trained"
     failure = f": {view.failure.boundary}, {view.failure.message}" if view.failure else ""
-    return f"{view.position} {view.session} {view.status}, {reward}, {tokens}{failure}"
+    patch = ", patch" if view.patch else ""
+    return f"{view.position} {view.session} {view.status}, {reward}, {tokens}{patch}{failure}"

@@ -22,6 +22,7 @@ from tugline.errors import UsageError
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats
 from tugline.plugins import list_names
+from tugline.recording.folder import PATCH
 from tugline.rollout.parts import Parts
 from tugline.sandbox.files import remove
 from tugline.sandbox.resource_monitor import folder_bytes
@@ -112,7 +113,7 @@ class Housekeeping:
         return self.read_free_bytes(self.sessions) < self.settings.disk_floor_gb * _GB
 
     def _list_candidates(self) -> Iterator[tuple[float, int, str]]:
-        """Yield (time of last change, size, path) of all removable folders and recordings.
+        """Yield (time of last change, size, path) of all removable folders, recordings, patches.
 
         Adds their sizes to the total. They may be a hundred thousand, so no list is made of them.
         """
@@ -127,7 +128,8 @@ class Housekeeping:
         with os.scandir(self.recordings) as recordings:
             for recording in recordings:
                 stem, suffix = os.path.splitext(recording.name)  # noqa: PTH122
-                if suffix == ".rec" and not self.is_needed(stem):
+                is_old = suffix == ".rec" and not self.is_needed(stem)
+                if is_old or recording.name.startswith(PATCH):  # a patch is as new as its last use
                     stat = recording.stat()
                     yield self._count(stat.st_mtime, stat.st_size, recording.path)
 

@@ -103,6 +103,9 @@ class ResultView(msgspec.Struct, frozen=True, kw_only=True):
     created: float
     node: str | None = None
     """Node that ran it last; None if it never ran."""
+    patch: str = ""
+    """SHA-256, in hex, of what the agent changed, stored beside its recording; empty if it ended
+    before, and in results of older releases."""
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):

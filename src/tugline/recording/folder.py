@@ -1,7 +1,8 @@
 """Find recordings by path, by folder, or by the id of a session.
 
 A run stores its recordings in one folder as ``<session>.<epoch>.rec``, and the tokenizer of their
-ids there once, as ``tokenizer-<first 16 hex digits of its SHA-256>.json``.
+ids there once, as ``tokenizer-<first 16 hex digits of its SHA-256>.json``. Each patch of its agents
+is there once, as ``patch-<SHA-256>.zst``.
 """
 
 import io
@@ -13,6 +14,8 @@ from tugline.types import Session
 
 RUNS = Path("runs")
 """Folder in which commands search for a session id."""
+PATCH = "patch-"
+"""Beginning of the names of patches."""
 _PATTERN = "*.rec"
 
 
@@ -27,18 +30,26 @@ def parse_name(path: Path) -> tuple[str, int]:
     return (session, int(epoch)) if session and epoch.isdecimal() else (path.stem, 0)
 
 
-def pack_files(recording: Path) -> bytes:
-    """Pack a recording and the tokenizers beside it as a tar archive."""
+def pack_files(recording: Path, patch: str = "") -> bytes:
+    """Pack a recording, the tokenizers beside it, and its patch, if any, as a tar archive."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as files:
         for path in (recording, *recording.parent.glob(tokenizer_name("*"))):
             files.add(path, path.name)
+        stored = recording.parent / patch_name(patch)
+        if patch and stored.exists():
+            files.add(stored, stored.name)
     return archive.getvalue()
 
 
 def tokenizer_name(digest: str) -> str:
     """Return the file name of the tokenizer with this digest, or a pattern for ``*``."""
     return f"tokenizer-{digest[:16]}.json"
+
+
+def patch_name(digest: str) -> str:
+    """Return the file name of the patch with this digest."""
+    return f"{PATCH}{digest}.zst"
 
 
 def list_recordings(where: Path) -> list[Path]:

@@ -17,6 +17,7 @@ from tugline.errors import EngineError
 from tugline.recording.experts import AnswerExperts
 from tugline.types import (
     Call,
+    Cause,
     Failure,
     Finish,
     Ids,
@@ -100,6 +101,17 @@ class RecordedEvent(msgspec.Struct, frozen=True, tag="event"):
     detail: str = ""
 
 
+class RecordedExit(msgspec.Struct, frozen=True):
+    """Exit of the agent's program, without its output."""
+
+    code: int
+    """Exit code; the negative signal number for a program that was killed."""
+    timed_out: bool
+    seconds: float
+    cause: Cause | None = None
+    """Set if the sandbox's memory or disk limit was exceeded."""
+
+
 class RecordedResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     """The outcome of a session: a trajectory without traces, which a builder can rebuild."""
 
@@ -113,6 +125,11 @@ class RecordedResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     spent: SpentLimit | None = None
     seconds: dict[str, float] = {}
     """Wall-clock time by stage."""
+    patch: str = ""
+    """SHA-256, in hex, of what the agent changed (see `tugline.recording.patches`); empty if the
+    session ended before, and in recordings before this field."""
+    exit: RecordedExit | None = None
+    """None if there is no patch."""
 
 
 # --------------------------------------------------------------------------- answers

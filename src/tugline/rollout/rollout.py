@@ -19,13 +19,14 @@ from pathlib import Path
 
 from tugline import errors, log
 from tugline.evaluators.base import SessionOutcome, Verdict
-from tugline.evaluators.verdict import evaluate
 from tugline.gateway.app import Gateway
 from tugline.gateway.terms import Opened, SessionTerms
 from tugline.harnesses.base import Launch, LaunchContext, prepare
 from tugline.plugins import ENDINGS, refuse_endings
 from tugline.recording import file as recordings
-from tugline.recording.records import RecordedResult
+from tugline.recording.patches import save_patch
+from tugline.recording.records import RecordedExit, RecordedResult
+from tugline.rollout.evaluation import evaluate_outcome
 from tugline.rollout.failures import (
     EarlyEnd,
     End,
@@ -37,9 +38,9 @@ from tugline.rollout.failures import (
 )
 from tugline.rollout.parts import LOG_TAIL, Parts, PrewarmedSandboxes, TaskSandboxes
 from tugline.rollout.stages import Ending, ScopeEnded, StageSlots
-from tugline.sandbox.base import Exit, ProgramTimeout, Sandbox
+from tugline.sandbox.base import Exit, Sandbox
 from tugline.sandbox.files import collect_artifacts
-from tugline.sandbox.patch import Patch
+from tugline.sandbox.patch import Patch, pack_patch
 from tugline.schema import copy_fields
 from tugline.traces.base import Built, count_session
 from tugline.types import (
@@ -138,8 +139,10 @@ class _Rollout:
         self.sandbox_stack = AsyncExitStack()
         self.exit = Exit(0, timed_out=False, seconds=0.0)
         """Exit of the agent's program, here that of a program that did nothing."""
-        self.patch = Patch()
-        """Changes made by the agent's program."""
+        self.patch: Patch | None = None
+        """Changes made by the agent's program, once they are collected."""
+        self.patch_digest = ""
+        """Digest under which they are stored."""
         self.built = Built((), Ledger())
         self._recorded: Sequence[Call] | None = None
         """Calls as the gateway recorded them; None until they are read."""
@@ -226,19 +229,30 @@ class _Rollout:
     async def evaluate(self) -> None:
         """Run EVAL, with one repetition if the first evaluation gave no verdict."""
         async with self._stage(Status.EVAL):
-            try:
-                self.verdict = await self._evaluate_once()
-            except (errors.EvaluatorError, errors.SandboxError, TimeoutError) as error:
-                _log.warning("evaluation repeated", session=self.session.id, error=str(error))
-                self.verdict = await self._evaluate_once()
+            outcome = SessionOutcome(
+                task=self.task,
+                patch=self.patch or Patch(),
+                open_sandbox=self.prewarmed.open,
+                timeout_s=self.task.limits.eval_s,
+                calls=self.calls,
+                traces=self.built.traces,
+                exit=self.exit,
+                spent=self._spent,
+                sandbox=self.sandbox if self.evaluator.in_place else None,
+            )
+            self.verdict = await evaluate_outcome(
+                self.evaluator, outcome, self.slots, self.session.id
+            )
 
     async def commit(self, end: End | None) -> Trajectory:
         """Return the trajectory, after writing the result to the recording if there is one."""
-        trajectory = self._make_trajectory(end)
         if not self.recording:
-            return trajectory
-        result = copy_fields(RecordedResult, trajectory, builder=self.task.builder.name)
+            return self._make_trajectory(end)
         try:
+            ended = await self._store_patch()
+            trajectory = self._make_trajectory(end)
+            builder = self.task.builder.name
+            result = copy_fields(RecordedResult, trajectory, builder=builder, exit=ended)
             await self.gateway.write_result(self.session.id, result)
         except errors.CaptureError as error:
             return self._make_trajectory(End(classify_recording_error(error)))
@@ -342,26 +356,17 @@ class _Rollout:
             return recordings.read(path, salvage=True).calls
         return ()
 
-    async def _evaluate_once(self) -> Verdict:
-        timeout_s = self.task.limits.eval_s
-        limit = ProgramTimeout(timeout_s + self.slots.eval_grace_s)
-        outcome = SessionOutcome(
-            task=self.task,
-            patch=self.patch,
-            open_sandbox=self.prewarmed.open,
-            timeout_s=timeout_s,
-            limit=limit,
-            calls=self.calls,
-            traces=self.built.traces,
-            exit=self.exit,
-            spent=self._spent,
-            sandbox=self.sandbox if self.evaluator.in_place else None,
-        )
-        try:
-            async with limit.enforce():
-                return await evaluate(self.evaluator, outcome)
-        finally:
-            self.slots.note_waits(limit.waited_s, time.monotonic() - outcome.began)
+    async def _store_patch(self) -> RecordedExit | None:
+        """Store the changes beside the recording; return the exit of the program that made them.
+
+        Raises `CaptureError` if the disk is full.
+        """
+        if self.patch is None:
+            return None
+        folder = self.gateway.describe(self.session.id).path.parent
+        packed = await asyncio.to_thread(pack_patch, self.patch)
+        self.patch_digest = await asyncio.to_thread(save_patch, packed, folder)
+        return copy_fields(RecordedExit, self.exit)
 
     def _find_agent_failure(self) -> Failure | None:
         """Return a failure for the limit that ended the agent, whose work was still evaluated."""
@@ -386,4 +391,5 @@ class _Rollout:
             spent=self._spent,
             seconds=self.seconds,
             harness=self.task.harness.name,
+            patch=self.patch_digest,
         )

@@ -13,6 +13,8 @@ from pathlib import PurePosixPath
 
 import msgspec
 
+from tugline.errors import CaptureError
+
 SKIPPED = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".git"})
 """Folders of caches and of git, left out without a note."""
 INSTALLED = frozenset({"node_modules", ".venv", ".tox", ".nox"})
@@ -62,6 +64,19 @@ class Patch(msgspec.Struct, frozen=True):
 
     files: dict[str, FileChange | None] = {}
     notes: tuple[str, ...] = ()
+
+
+def pack_patch(patch: Patch) -> bytes:
+    """Encode a patch as bytes to store."""
+    return msgspec.msgpack.encode(patch)
+
+
+def unpack_patch(data: bytes) -> Patch:
+    """Decode the bytes of a stored patch. Raises `CaptureError`."""
+    try:
+        return msgspec.msgpack.decode(data, type=Patch)
+    except msgspec.DecodeError as error:
+        raise CaptureError(f"a stored patch cannot be decoded: {error}") from error
 
 
 class _TooManyError(Exception):

@@ -343,3 +343,6 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Wall-clock seconds per stage."""
     harness: str = ""
     """Name of the task's harness; empty in results of older versions."""
+    patch: str = ""
+    """SHA-256, in hex, of what the agent changed, stored beside its recording; empty if the session
+    ended before, and in results of older versions."""

@@ -5,14 +5,17 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from support.calls import make_call, make_header
 from tugline.chat.tokenizer import Tokenizer
 from tugline.demo import warm_start_model
-from tugline.recording.file import Writer, read
+from tugline.recording.file import Writer, read, write_result
+from tugline.recording.patches import save_patch
 from tugline.recording.records import RecordedEvent, RecordedEventKind, RecordedResult
 from tugline.recording.tokenizer_file import save_tokenizer
 from tugline.recording.view.session_view import ViewedSession, view_session
+from tugline.sandbox.patch import Patch, pack_patch
 from tugline.types import (
     Branch,
     Call,
@@ -121,6 +124,15 @@ class Script:
         self.writer.append_record(result)
         self.writer.close()
         return self.path
+
+
+def add_patch(path: Path, patch: Patch) -> str:
+    """Store a patch beside a recording and name it in its result; returns the digest."""
+    digest = save_patch(pack_patch(patch), path.parent)
+    result = read(path).result
+    assert result is not None
+    write_result(path, replace(result, patch=digest))
+    return digest
 
 
 def whole(call: Call) -> list[int]:

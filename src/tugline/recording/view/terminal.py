@@ -78,6 +78,7 @@ class Terminal:
         if result is not None:
             parts = [f"{name} {s:.1f}" for name, s in result.seconds.items()]
             facts["seconds"] = ", ".join(parts)
+            facts["patch"] = f"{result.patch[:16]} (--patch prints it)" if result.patch else ""
         facts |= {"status": _format_status(result), "damage": view.damage}
         if view.torn_bytes:
             facts["damage"] += f"{view.torn_bytes} bytes at the end are an incomplete record"

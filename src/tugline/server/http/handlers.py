@@ -5,6 +5,7 @@ holds; other requests are rejected like those for a lost lease (fencing), whatev
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from tugline import protocol
-from tugline.errors import FencedError, Invalid
+from tugline.errors import FencedError, Invalid, Missing
 from tugline.protocol.nodes import Epoch
 from tugline.recording.folder import file_name, pack_files
 from tugline.recording.view.html_page import pack_recording
@@ -163,7 +164,7 @@ class RecordingQuery(msgspec.Struct, frozen=True):
     """Format of a recording."""
 
     files: bool = False
-    """Return a tar archive of the recording and its tokenizer."""
+    """Return a tar archive of the recording, its tokenizer and, once it has a result, its patch."""
 
 
 @ROUTES.add("GET", "/v1/sessions/{id}/recording", route.READERS)
@@ -176,8 +177,12 @@ async def get_recording(call: route.QueryCall[RecordingQuery]) -> Response:
     path = next(call.control.folder.glob(f"nodes/*/recordings/{file_name(session)}"), None)
     if path is None:
         return Response(status_code=204)
-    pack, media = (pack_files, route.TAR) if call.query.files else (pack_recording, route.GZIP)
-    return Response(await asyncio.to_thread(pack, path), media_type=media)
+    if not call.query.files:
+        return Response(await asyncio.to_thread(pack_recording, path), media_type=route.GZIP)
+    patch = ""
+    with contextlib.suppress(Missing):  # it has no result yet
+        patch = (await call.db.read(results.get, call.id)).patch
+    return Response(await asyncio.to_thread(pack_files, path, patch), media_type=route.TAR)
 
 
 # --------------------------------------------------------------------------- for nodes

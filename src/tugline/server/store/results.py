@@ -40,6 +40,7 @@ class End(msgspec.Struct, frozen=True):
     seconds: dict[str, float] = {}
     digest: str = hashlib.sha256().hexdigest()
     blob: str = ""
+    patch: str = ""
 
 
 CANCELLED = End(Status.CANCELLED)

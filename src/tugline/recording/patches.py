@@ -1,0 +1,59 @@
+"""Store what agents changed beside the recordings: each patch once, in a file named by its digest.
+
+A result names its patch by the digest. What the bytes of a patch mean is known to
+`tugline.sandbox.patch`.
+"""
+
+import hashlib
+import os
+import uuid
+from pathlib import Path
+
+import zstandard
+
+from tugline.atomic import write_file
+from tugline.errors import CaptureError
+from tugline.recording.folder import patch_name
+from tugline.recording.records import RecordedResult
+from tugline.types import Status
+
+
+def save_patch(data: bytes, folder: Path) -> str:
+    """Store a packed patch in `folder`, unless it is there; return its SHA-256 in hex.
+
+    It is on disk when this returns. Raises `CaptureError` if it cannot be written. Blocks.
+    """
+    digest = hashlib.sha256(data).hexdigest()
+    path = folder / patch_name(digest)
+    try:
+        if path.exists():
+            os.utime(path)  # the oldest files are removed first, and this one is in use again
+        else:
+            draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+            write_file(path, zstandard.ZstdCompressor().compress(data), draft=draft)
+    except OSError as error:
+        raise CaptureError(f"cannot write patch {path}: {error.strerror}") from error
+    return digest
+
+
+def load_patch(recording: Path, digest: str) -> bytes:
+    """Read the packed patch of a recording's result. Raises `CaptureError` for a wrong one."""
+    path = recording.parent / patch_name(digest)
+    try:
+        data = zstandard.ZstdDecompressor().decompress(path.read_bytes())
+    except OSError as error:
+        raise CaptureError(f"cannot read patch {path}: {error.strerror}") from error
+    except zstandard.ZstdError as error:
+        raise CaptureError(f"{path} is damaged: {error}") from error
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise CaptureError(f"{path} is damaged: its digest differs from its name")
+    return data
+
+
+def describe_no_patch(result: RecordedResult | None) -> str:
+    """Return why a result names no patch."""
+    if result is None:
+        return "no result is recorded"
+    if Status.EVAL.value in result.seconds:
+        return "it was recorded by a version that stored no patches"
+    return f"it {result.status.value} before its changes were collected"
