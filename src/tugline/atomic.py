@@ -1,4 +1,4 @@
-"""Atomic replacement of files."""
+"""Atomic replacement of files, and durable lines."""
 
 import contextlib
 import os
@@ -31,6 +31,23 @@ def read_or_make(path: Path, make: Callable[[], str], mode: int = 0o644) -> str:
     if not path.exists():
         write_file(path, make().encode(), mode)
     return path.read_text("utf-8")
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line to a file; it is on disk when this returns. Raises `OSError`."""
+    with path.open("ab") as file:
+        file.write(line + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_whole_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file, if it exists; a torn last one is cut off. Raises `OSError`."""
+    data = path.read_bytes() if path.exists() else b""
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        os.truncate(path, len(whole))
+    return whole.splitlines()
 
 
 def flush_path(path: Path) -> None:

@@ -15,6 +15,7 @@ from tugline.recording.trajectories import read_results
 from tugline.trainers.evaluation import (
     Attempt,
     compare,
+    compare_verdicts,
     estimate,
     evaluate,
     pass_at_k,
@@ -150,3 +151,34 @@ def test_a_run_without_results_is_an_error(tmp_path: Path) -> None:
     """The error names the file that has no results."""
     with pytest.raises(UsageError, match=r"results\.jsonl is not a file of results"):
         read_results(tmp_path)
+
+
+REWARDS = st.sampled_from([0.0, 0.25, 1.0])
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), REWARDS, REWARDS), min_size=1, max_size=30))
+def test_two_verdicts_are_compared_in_pairs(pairs: list[tuple[str, float, float]]) -> None:
+    """Exchanged verdicts give negative differences; equal ones have none, with an interval."""
+    one = compare_verdicts(pairs)
+    other = compare_verdicts([(task, now, before) for task, before, now in pairs])
+    assert one.same == other.same
+    assert (one.changed, one.sessions) == (other.changed, len(pairs))
+    assert one.changed == sum(before != now for _, before, now in pairs)
+    for first, second in (
+        (one.difference, other.difference),
+        (one.reward_difference, other.reward_difference),
+    ):
+        assert (first.value, first.low) == pytest.approx((-second.value, -second.high))
+        assert first.low < first.high
+    equal = compare_verdicts([(task, now, now) for task, _, now in pairs])
+    assert (equal.changed, equal.same.value, equal.reward_difference.value) == (0, 1.0, 0.0)
+    assert equal.reward_difference.low < 0 < equal.reward_difference.high
+
+
+def test_binary_verdicts_have_one_difference() -> None:
+    """For rewards of 0 and 1, the difference in the reward is that of pass@1, computed by hand."""
+    result = compare_verdicts([("a", 0.0, 1.0), ("a", 0.0, 0.0), ("b", 1.0, 1.0), ("c", 1.0, 0.0)])
+    assert result.difference.value == pytest.approx((0.5 + 0.0 - 1.0) / 3)
+    assert result.reward_difference == result.difference
+    assert (result.solved, result.reward) == ((2, 2), (0.5, 0.5))
+    assert result.same.value == pytest.approx((0.5 + 1.0 + 0.0) / 3)

@@ -9,14 +9,13 @@ memory at a time.
 
 import filecmp
 import hashlib
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 import zstandard
 
-from tugline.atomic import write_file
+from tugline.atomic import append_line, read_whole_lines, write_file
 from tugline.errors import CaptureError, UsageError
 from tugline.protocol import ResultView
 from tugline.recording.file import Recording
@@ -142,11 +141,8 @@ class ResultFolder:
         self._folder = folder
         self._lines = folder / RESULTS
         (folder / TRAJECTORIES).mkdir(parents=True, exist_ok=True)
-        data = self._lines.read_bytes() if self._lines.exists() else b""
-        whole = data[: data.rfind(b"\n") + 1]
-        if whole != data:
-            os.truncate(self._lines, len(whole))
-        views = [msgspec.json.decode(line, type=ResultView) for line in whole.splitlines()]
+        lines = read_whole_lines(self._lines)
+        views = [msgspec.json.decode(line, type=ResultView) for line in lines]
         self.views = {view.session: view for view in views}
         """Results by session, in the order in which they were saved."""
 
@@ -156,10 +152,7 @@ class ResultFolder:
             return
         if packed:
             write_file(self.path(view.session), packed)
-        with self._lines.open("ab") as file:
-            file.write(msgspec.json.encode(view) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self._lines, msgspec.json.encode(view))
         self.views[view.session] = view
 
     def forget(self, sessions: Collection[str]) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -20,7 +20,7 @@ from tugline.rollout.failures import classify
 from tugline.rollout.parts import LOG_TAIL, Parts, PrewarmedSandboxes, TaskSandboxes
 from tugline.sandbox.base import Exit, ProgramTimeout, Sandbox
 from tugline.sandbox.files import hash_file, remove
-from tugline.types import Failure, Status, Task
+from tugline.types import Failure, PluginSpec, Status, Task
 
 _EVAL_GRACE_S = 10.0
 
@@ -107,11 +107,22 @@ async def _run_solution(sandbox: Sandbox, solution: Solution, timeout_s: float) 
 def fingerprint(task: Task, solution: Solution | None) -> str:
     """Return a digest of the inputs of a validation: task, solution and the files they name."""
     digest = hashlib.sha256(msgspec.msgpack.encode((task, solution), order="deterministic"))
-    for root in sorted(_find_paths(task, solution)):
+    _hash_paths(digest, _find_paths(task, solution))
+    return digest.hexdigest()[:16]
+
+
+def fingerprint_evaluator(spec: PluginSpec) -> str:
+    """Return a digest of an evaluator's name and options, and of the files that these name."""
+    digest = hashlib.sha256(msgspec.msgpack.encode(spec, order="deterministic"))
+    _hash_paths(digest, {Path(name) for name in _strings_of(spec.options) if _exists(name)})
+    return digest.hexdigest()[:16]
+
+
+def _hash_paths(digest: "hashlib._Hash", roots: Iterable[Path]) -> None:
+    for root in sorted(roots):
         for path in sorted([root, *root.rglob("*")]):
             if path.is_file():
                 hash_file(digest, path.resolve(), str(path))
-    return digest.hexdigest()[:16]
 
 
 def _find_paths(task: Task, solution: Solution | None) -> set[Path]:

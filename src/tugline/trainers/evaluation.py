@@ -8,6 +8,7 @@ attempts at the same task are correlated. This module does not import torch.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
@@ -20,6 +21,8 @@ from tugline.types import Failure, Trajectory, is_pass
 
 _Z = 1.96
 """Normal quantile of 95 % intervals."""
+_SAME = 1e-6
+"""Difference of rewards that is rounding."""
 Rates = npt.NDArray[np.float64]
 """Estimate for each task, shape ``(tasks,)``."""
 
@@ -65,6 +68,24 @@ class Comparison(msgspec.Struct, frozen=True):
     better: int
     """Tasks with a higher rate now."""
     worse: int
+
+
+class Agreement(msgspec.Struct, frozen=True, kw_only=True):
+    """Two verdicts on the same sessions: before, and now."""
+
+    sessions: int
+    changed: int
+    """Sessions with another reward."""
+    same: Estimate
+    """Share of sessions that are solved by both verdicts or by none; mean over tasks."""
+    solved: tuple[int, int]
+    """Solved sessions before, and now."""
+    reward: tuple[float, float]
+    """Mean reward before, and now."""
+    difference: Estimate
+    """Difference in pass@1, now minus before."""
+    reward_difference: Estimate
+    """Difference in the mean reward of tasks, now minus before."""
 
 
 class VersionScore(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,12 +172,49 @@ def compare(
     first, second = (_rates([run[task] for task in shared], 1) for run in (counts, before))
     gaps = first - second
     step = 1 / min(run[task][0] for task in shared for run in (counts, before))
+    mean = _estimate_difference(gaps, step)
+    difference = Estimate(mean.value, max(-1.0, mean.low), min(1.0, mean.high), mean.tasks)
+    return Comparison(difference, better=int((gaps > 0).sum()), worse=int((gaps < 0).sum()))
+
+
+def _estimate_difference(gaps: Rates, step: float) -> Estimate:
+    """Average the differences of tasks, with one task of `step` added in each direction."""
     size = len(gaps) + 2
     centre = float(gaps.sum()) / size
     spread = math.sqrt(max(0.0, (float(gaps @ gaps) + 2 * step**2) / size - centre**2) / size)
-    low, high = max(-1.0, centre - _Z * spread), min(1.0, centre + _Z * spread)
-    difference = Estimate(float(gaps.mean()), low, high, len(gaps))
-    return Comparison(difference, better=int((gaps > 0).sum()), worse=int((gaps < 0).sum()))
+    return Estimate(float(gaps.mean()), centre - _Z * spread, centre + _Z * spread, len(gaps))
+
+
+def compare_verdicts(pairs: Sequence[tuple[str, float, float]]) -> Agreement:
+    """Compare two verdicts on each of at least one session: its task, reward before and now.
+
+    The intervals are over tasks; those of differences are as in `compare`, with the rewards in
+    place of the rates.
+    """
+    by_task: dict[str, list[tuple[float, float]]] = {}
+    for task, before, now in pairs:
+        by_task.setdefault(task, []).append((before, now))
+    groups = by_task.values()
+    same = [fmean(is_pass(before) == is_pass(now) for before, now in group) for group in groups]
+    gaps = [fmean(now - before for before, now in group) for group in groups]
+    earlier = [Attempt(task, before) for task, before, _ in pairs]
+    later = [Attempt(task, now) for task, _, now in pairs]
+    return Agreement(
+        sessions=len(pairs),
+        changed=sum(is_other(before, now) for _, before, now in pairs),
+        same=estimate(np.array(same)),
+        solved=(sum(is_pass(pair[1]) for pair in pairs), sum(is_pass(pair[2]) for pair in pairs)),
+        reward=(fmean(pair[1] for pair in pairs), fmean(pair[2] for pair in pairs)),
+        difference=compare(later, earlier).difference,
+        reward_difference=_estimate_difference(np.array(gaps), 1 / min(map(len, groups))),
+    )
+
+
+def is_other(before: float | None, now: float | None) -> bool:
+    """Return whether a reward has changed by more than rounding."""
+    if before is None or now is None:
+        return before is not now
+    return abs(before - now) > _SAME
 
 
 def estimate(rates: Rates) -> Estimate:

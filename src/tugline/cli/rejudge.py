@@ -1,0 +1,228 @@
+"""``tugline rejudge``: judge recorded sessions again by their stored patches.
+
+The same command resumes. Progress goes to stderr, so stdout has only the report. The exit code is 1
+if a session could not be judged because of an error.
+"""
+
+import asyncio
+import os
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from tugline.aio import handle_signals
+from tugline.cli.options import Count, Json
+from tugline.cli.output import SessionProgress, make_table, print_report, print_text
+from tugline.cli.process import keep_running
+from tugline.errors import UsageError
+from tugline.launch.folder_lock import folder_lock
+from tugline.node.housekeeping import Housekeeping
+from tugline.node.settings import NodeSettings
+from tugline.node.telemetry import Stats
+from tugline.recording.folder import list_recordings, parse_name
+from tugline.recording.trajectories import find_superseded
+from tugline.recording.verdicts import VERDICTS
+from tugline.rollout.rejudge import Rejudger, SessionVerdicts
+from tugline.schema import decode, read_values
+from tugline.trainers.evaluation import Agreement, compare_verdicts, format_estimate, is_other
+from tugline.types import PluginSpec
+
+FOLDER = "verdicts"
+"""Folder of the history in that of the run, by default."""
+_MAX_SHOWN = 20
+"""Number of sessions of each kind that are printed."""
+
+
+class ChangedReward(msgspec.Struct, frozen=True):
+    """Two rewards of a session."""
+
+    session: str
+    before: float | None
+    now: float | None
+
+
+class RejudgeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Summary of the verdicts of one call, those of earlier calls with its evaluator included."""
+
+    sessions: int
+    evaluated: int
+    history: str
+    """Path of the file with all verdicts."""
+    changed: tuple[ChangedReward, ...]
+    """Sessions whose reward differs from the recorded one."""
+    flipped: tuple[ChangedReward, ...]
+    """Sessions whose two verdicts of ``--twice`` differ."""
+    agreement: Agreement | None
+    """None if no session has both rewards."""
+    refused: dict[str, str]
+    """Reasons by session."""
+    errors: dict[str, str]
+    """Errors by session."""
+
+
+def rejudge(
+    run: Path,
+    /,
+    *,
+    evaluator: Path | None = None,
+    select: list[str] | None = None,
+    out: Path | None = None,
+    twice: bool = False,
+    slots: Count | None = None,
+    as_json: Json = False,
+) -> None:
+    """Judge recorded sessions again by their stored patches, without an agent.
+
+    Args:
+        run: Folder of a run, or of recordings.
+        evaluator: YAML, TOML or JSON file with the name and the options of an evaluator (default:
+            the evaluator of each task).
+        select: Only sessions or tasks whose id matches this pattern, such as fix-*; repeatable.
+        out: Folder of the history of verdicts (default: RUN/verdicts).
+        twice: Judge everything twice, and list sessions whose two verdicts differ.
+        slots: Number of sessions that are judged at once (default: one per processor).
+    """
+    if not run.is_dir():
+        raise UsageError(f"{run} is not a folder; give the folder of a run")
+    paths = _select(run, select)
+    spec = _read_evaluator(evaluator) if evaluator else None
+    folder = out or run / FOLDER
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    with folder_lock(folder, instead="choose another --out"):
+        rejudger = Rejudger(run, folder, spec, rounds=2 if twice else 1)
+        outcomes = _judge_all(rejudger, paths, slots or os.cpu_count() or 1, console)
+    report = _summarize(outcomes, folder / VERDICTS)
+    print_report(report, lambda: _show(report), as_json=as_json, failed=bool(report.errors))
+
+
+def _select(run: Path, patterns: Sequence[str] | None) -> list[Path]:
+    """Return the last recording of each selected session. Raises `UsageError` if there is none."""
+    paths = list_recordings(run)
+    superseded = find_superseded(paths)
+    paths = [path for path in paths if path not in superseded]
+    if not patterns:
+        return paths
+    chosen = []
+    for path in paths:
+        session, _ = parse_name(path)
+        names = (session, session.rpartition("-")[0])
+        if any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
+            chosen.append(path)
+    if not chosen:
+        raise UsageError(f"--select {' '.join(patterns)} matches no session or task of {run}")
+    return chosen
+
+
+def _read_evaluator(path: Path) -> PluginSpec:
+    """Read the file of an evaluator. Raises `ConfigError`."""
+    values = read_values(path)
+    if isinstance(values, dict) and list(values) == ["evaluator"]:  # as in a task file
+        values = values["evaluator"]
+    values = {"name": values} if isinstance(values, str) else values
+    return decode(values, PluginSpec, source=str(path))
+
+
+def _judge_all(
+    rejudger: Rejudger, paths: Sequence[Path], slots: int, console: Console
+) -> list[SessionVerdicts]:
+    """Judge recordings, with progress. Raises `SystemExit` if stopped."""
+    progress = SessionProgress(console, len(paths))
+    outcomes: list[SessionVerdicts] = []
+    keeper = Housekeeping(rejudger.work, None, NodeSettings(), Stats(), lambda _name: False)
+
+    async def main() -> None:
+        this = asyncio.current_task()
+        free = asyncio.Semaphore(slots)
+
+        async def judge_one(path: Path) -> SessionVerdicts:
+            async with free:
+                outcome = await rejudger.judge(path)
+            reward = outcome.rewards[0] if outcome.rewards else None
+            failure = next((entry.error for entry in outcome.entries if entry.error), "")
+            progress.add(outcome.session, reward, failure)
+            return outcome
+
+        await asyncio.to_thread(keeper.reap, rejudger.parts, ())
+        with progress.bar, handle_signals(lambda: None if this is None else this.cancel()):
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(judge_one(path)) for path in paths]
+        outcomes.extend(each.result() for each in running)
+
+    try:
+        keep_running(main, None)
+    except SystemExit:
+        console.print("stopped; the same command resumes")
+        raise
+    return outcomes
+
+
+# --------------------------------------------------------------------------- the report
+def _summarize(outcomes: Sequence[SessionVerdicts], history: Path) -> RejudgeReport:
+    """Compare the first verdict of each session with the recorded one, and with the second."""
+    errors = {
+        each.session: entry.error for each in outcomes for entry in each.entries if entry.error
+    }
+    sound = [each for each in outcomes if each.entries and each.session not in errors]
+    changes = [ChangedReward(each.session, each.before, each.rewards[0]) for each in sound]
+    repeats = [ChangedReward(each.session, each.rewards[0], each.rewards[-1]) for each in sound]
+    pairs = [
+        (each.entries[0].task, change.before, change.now)
+        for each, change in zip(sound, changes, strict=True)
+        if change.before is not None and change.now is not None
+    ]
+    return RejudgeReport(
+        sessions=len(outcomes),
+        evaluated=len(sound),
+        history=str(history),
+        changed=tuple(each for each in changes if is_other(each.before, each.now)),
+        flipped=tuple(each for each in repeats if is_other(each.before, each.now)),
+        agreement=compare_verdicts(pairs) if pairs else None,
+        refused={each.session: each.refused for each in outcomes if each.refused},
+        errors=errors,
+    )
+
+
+def _show(report: RejudgeReport) -> None:
+    rows = [
+        (
+            "sessions",
+            f"{report.evaluated} of {report.sessions} judged, {len(report.refused)} refused",
+        ),
+        ("changed rewards", str(len(report.changed))),
+        *_list_agreement(report.agreement),
+    ]
+    table = make_table(("", ""), rows)
+    table.show_header = False
+    print_text(table)
+    for title, rewards in (("changed", report.changed), ("flipped by itself", report.flipped)):
+        _show_some(title, [f"{r.session} {_format(r.before)} -> {_format(r.now)}" for r in rewards])
+    for title, reasons in (("refused", report.refused), ("error", report.errors)):
+        _show_some(title, [f"{session}: {reason}" for session, reason in reasons.items()])
+    print_text(f"all verdicts are in {report.history}")
+
+
+def _list_agreement(agreement: Agreement | None) -> Iterator[tuple[str, str]]:
+    if agreement is None:
+        return
+    yield "same verdict", format_estimate(agreement.same)
+    before, now = agreement.solved
+    yield "solved", f"{before} before, {now} now, of {agreement.sessions}"
+    yield "change of pass@1", format_estimate(agreement.difference)
+    mean = agreement.reward_difference
+    rewards = f"{agreement.reward[0]:.3f} before, {agreement.reward[1]:.3f} now"
+    yield "mean reward", rewards
+    yield "change of reward", f"{mean.value:+.3f} ({mean.low:+.3f} to {mean.high:+.3f})"
+
+
+def _show_some(title: str, lines: Sequence[str]) -> None:
+    for line in lines[:_MAX_SHOWN]:
+        print_text(f"{title}: {line}")
+    if len(lines) > _MAX_SHOWN:
+        print_text(f"{title}: and {len(lines) - _MAX_SHOWN} more")
+
+
+def _format(reward: float | None) -> str:
+    return "none" if reward is None else f"{reward:g}"

@@ -1,0 +1,78 @@
+"""History of the verdicts on recorded sessions: who judged when, by which evaluator, and how.
+
+Lines are only added, so no verdict is lost; the recordings keep their own. Each line is on disk
+before the next session is judged, so a killed command continues after it (I3).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tugline.atomic import append_line, read_whole_lines
+from tugline.errors import UsageError
+from tugline.types import Reward
+
+VERDICTS = "verdicts.jsonl"
+Key = tuple[str, str, int]
+"""Recording, digest of the evaluator, and round of a verdict."""
+
+
+class VerdictEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A verdict on a recorded session, or the reason why there is none."""
+
+    recording: str
+    """Path of the recording, relative to the folder of the run."""
+    session: str
+    task: str
+    at: float
+    """Unix seconds."""
+    by: str
+    """User and machine."""
+    evaluator: str
+    """Name of the evaluator."""
+    digest: str
+    """Digest of its options and of the files that they name."""
+    round: int = 1
+    """2 for the second verdict of ``--twice``."""
+    patch: str
+    """Digest of the agent's changes."""
+    before: float | None
+    """Reward in the recording; None if it has none."""
+    reward: Reward | None = None
+    report: dict[str, Any] = {}
+    error: str = ""
+    """Why there is no verdict; such a session is judged again by the same command."""
+    seconds: float = 0.0
+
+    @property
+    def key(self) -> Key:
+        """What the verdict is on, and by what."""
+        return self.recording, self.digest, self.round
+
+
+class VerdictHistory:
+    """The history in a folder. All methods block on the disk."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the history in `folder`, if any. Raises `UsageError` if it is none."""
+        self._path = folder / VERDICTS
+        self.verdicts: dict[Key, VerdictEntry] = {}
+        """The last verdict of each kind on each recording."""
+        try:
+            lines = read_whole_lines(self._path)
+            entries = [msgspec.json.decode(line, type=VerdictEntry) for line in lines]
+        except (OSError, msgspec.DecodeError) as error:
+            msg = f"{self._path} is not a history of `tugline rejudge`: {error}"
+            raise UsageError(msg) from error
+        for entry in entries:
+            self._take(entry)
+
+    def add(self, entry: VerdictEntry) -> None:
+        """Add a line. Raises `OSError`."""
+        append_line(self._path, msgspec.json.encode(entry))
+        self._take(entry)
+
+    def _take(self, entry: VerdictEntry) -> None:
+        if not entry.error:
+            self.verdicts[entry.key] = entry

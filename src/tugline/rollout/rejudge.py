@@ -1,0 +1,227 @@
+"""Judge a recorded session again: its stored patch, another evaluator, fresh sandboxes.
+
+No agent and no engine takes part. The evaluation is that of a rollout (`evaluation`), with what it
+would have got: the task, the patch, the calls, the traces built from them, and the agent's exit,
+whose output alone is not recorded.
+"""
+
+import asyncio
+import contextlib
+import getpass
+import itertools
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from tugline.errors import CaptureError, UsageError
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.recording.file import Recording, read
+from tugline.recording.folder import parse_name
+from tugline.recording.patches import describe_no_patch, load_patch
+from tugline.recording.verdicts import VerdictEntry, VerdictHistory
+from tugline.rollout.evaluation import evaluate_outcome
+from tugline.rollout.failures import classify
+from tugline.rollout.parts import Parts, PrewarmedSandboxes, TaskSandboxes
+from tugline.rollout.stages import StageSlots
+from tugline.rollout.task_validation import fingerprint_evaluator
+from tugline.sandbox.base import Exit
+from tugline.sandbox.files import remove
+from tugline.sandbox.patch import Patch, unpack_patch
+from tugline.schema import copy_fields
+from tugline.types import PluginSpec, Status
+
+
+def refuse_evaluator(spec: PluginSpec, evaluator: Evaluator) -> str:
+    """Return why an evaluator cannot judge recorded sessions; empty if it can."""
+    if not evaluator.in_place:
+        return ""
+    return (
+        f"evaluator {spec.name!r} is in_place: it judges in the agent's sandbox, which no longer "
+        "exists"
+    )
+
+
+def refuse_session(recording: Recording) -> str:
+    """Return why a session cannot be judged again; empty if it can."""
+    result = recording.result
+    if recording.header is None:
+        return "the first record of its recording is lost"
+    if result is None:
+        return describe_no_patch(result)
+    if Status.EVAL.value not in result.seconds or result.status is Status.CANCELLED:
+        reason = result.failure.message if result.failure else f"it was {result.status.value}"
+        return f"it was not evaluated: {reason}"
+    return "" if result.patch else describe_no_patch(result)
+
+
+async def judge_again(
+    recording: Recording, patch: Patch, spec: PluginSpec, directory: Path, parts: Parts
+) -> Verdict:
+    """Judge a session that `refuse_session` accepts, in the new folder `directory`.
+
+    Raises the errors of `evaluate_outcome`, of creating a plug-in, and of opening a sandbox.
+    """
+    header = recording.header
+    result = recording.result
+    if header is None or result is None:
+        raise CaptureError("the recording is incomplete")
+    task = replace(header.task, evaluator=spec)
+    await parts.report_weaknesses(task.runtime)
+    built = await asyncio.to_thread(parts.builder(task.builder).build, recording.calls)
+    outcome = SessionOutcome(
+        task=task,
+        patch=patch,
+        open_sandbox=PrewarmedSandboxes(TaskSandboxes(task, directory, parts).open_evaluation).open,
+        timeout_s=task.limits.eval_s,
+        calls=recording.calls,
+        traces=built.traces,
+        exit=copy_fields(Exit, result.exit) if result.exit else None,
+        spent=result.spent,
+    )
+    return await evaluate_outcome(parts.evaluator(spec), outcome, StageSlots(), header.session.id)
+
+
+# --------------------------------------------------------------------------- many sessions
+class SessionVerdicts(NamedTuple):
+    """Outcome for one recording."""
+
+    session: str
+    entries: tuple[VerdictEntry, ...] = ()
+    """A verdict or an error for each round; verdicts may be of an earlier call."""
+    refused: str = ""
+    """Why it was not judged."""
+
+    @property
+    def before(self) -> float | None:
+        """The recorded reward; None without any."""
+        return self.entries[0].before if self.entries else None
+
+    @property
+    def rewards(self) -> tuple[float | None, ...]:
+        """The reward of each round; None for an error."""
+        return tuple(each.reward.value if each.reward else None for each in self.entries)
+
+
+class Rejudger:
+    """Judges the recordings of a run again, and keeps the history of the verdicts in a folder."""
+
+    def __init__(self, run: Path, folder: Path, spec: PluginSpec | None, rounds: int) -> None:
+        """`spec` is the evaluator; None uses that of each task. Each session has `rounds` verdicts.
+
+        Raises `UsageError` if `folder` has another kind of history, and for an evaluator that is
+        unknown, has invalid options, or cannot judge recorded sessions.
+        """
+        self.parts = Parts()
+        self.work = folder / "work"
+        """Folder of the sandboxes."""
+        self._run = run
+        self._history = VerdictHistory(folder)
+        self._spec = spec
+        self._rounds = range(1, rounds + 1)
+        self._by = _name_user()
+        self._digests: dict[bytes, str] = {}
+        self._numbers = itertools.count()
+        self._adding = asyncio.Lock()
+        if spec is not None and (reason := refuse_evaluator(spec, self.parts.evaluator(spec))):
+            raise UsageError(reason)
+
+    async def judge(self, path: Path) -> SessionVerdicts:
+        """Judge a recording in each round without a verdict.
+
+        A failure is an entry with an error, so that it does not affect other sessions (I5). Raises
+        `OSError` if the history cannot be written.
+        """
+        session, _ = parse_name(path)
+        try:
+            recording = await asyncio.to_thread(read, path)
+        except CaptureError as error:
+            return SessionVerdicts(session, (self._make_entry(path, session, error=str(error)),))
+        if reason := refuse_session(recording):
+            return SessionVerdicts(session, refused=reason)
+        entries = []
+        for number in self._rounds:
+            entry = await self._judge_round(path, recording, number)
+            if isinstance(entry, str):
+                return SessionVerdicts(session, refused=entry)
+            entries.append(entry)
+        return SessionVerdicts(session, tuple(entries))
+
+    async def _judge_round(
+        self, path: Path, recording: Recording, number: int
+    ) -> VerdictEntry | str:
+        """Return the verdict of a round, or the reason why the session is refused."""
+        header, result = recording.header, recording.result
+        if header is None or result is None:
+            raise CaptureError(f"{path} is incomplete")
+        spec = self._spec or header.task.evaluator
+        entry = self._make_entry(
+            path,
+            header.session.id,
+            task=header.task.id,
+            evaluator=spec.name,
+            round=number,
+            patch=result.patch,
+            before=result.reward.value if result.reward else None,
+        )
+        began = time.monotonic()
+        try:
+            entry = replace(entry, digest=await self._digest(spec))
+            if (known := self._history.verdicts.get(entry.key)) is not None:
+                return known
+            if reason := refuse_evaluator(spec, self.parts.evaluator(spec)):
+                return reason
+            packed = await asyncio.to_thread(load_patch, path, result.patch)
+            verdict = await self._judge_in_folder(recording, unpack_patch(packed), spec)
+        except Exception as error:  # noqa: BLE001 - also of a plug-in's own code
+            entry = replace(entry, error=classify(Status.EVAL, error).message)
+        else:
+            entry = replace(entry, reward=verdict.reward, report=verdict.report)
+        entry = replace(entry, at=time.time(), seconds=time.monotonic() - began)
+        async with self._adding:
+            await asyncio.to_thread(self._history.add, entry)
+        return entry
+
+    async def _judge_in_folder(
+        self, recording: Recording, patch: Patch, spec: PluginSpec
+    ) -> Verdict:
+        name = str(next(self._numbers))
+        try:
+            return await judge_again(recording, patch, spec, self.work / name, self.parts)
+        finally:
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(remove, self.work, name)
+
+    async def _digest(self, spec: PluginSpec) -> str:
+        """Return the digest of an evaluator, whose files are read once."""
+        key = msgspec.msgpack.encode(spec, order="deterministic")
+        if key not in self._digests:
+            self._digests[key] = await asyncio.to_thread(fingerprint_evaluator, spec)
+        return self._digests[key]
+
+    def _make_entry(self, path: Path, session: str, **fields: Any) -> VerdictEntry:
+        """Make an entry without a verdict."""
+        given = {
+            "task": session.rpartition("-")[0],
+            "evaluator": "",
+            "digest": "",
+            "patch": "",
+            "before": None,
+            "at": time.time(),
+            **fields,
+        }
+        name = path.relative_to(self._run).as_posix()
+        return VerdictEntry(recording=name, session=session, by=self._by, **given)
+
+
+def _name_user() -> str:
+    """Return who judges, as ``user@machine``."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

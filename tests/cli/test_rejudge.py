@@ -1,0 +1,183 @@
+"""``tugline rejudge``: history, resumption, refusals and the report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from support.commands import run_command
+from support.recorded import REPAIRED, WORKS, function, record
+from support.server import flip_bit
+from tugline.recording.file import read
+from tugline.recording.folder import patch_name
+from tugline.recording.verdicts import VERDICTS, VerdictEntry
+from tugline.sandbox.patch import Patch
+from tugline.types import PluginSpec
+
+HISTORY = Path("run/verdicts") / VERDICTS
+
+
+def write_run(folder: Path, **sessions: Patch | None) -> None:
+    """Record one session of each task."""
+    (folder / "run").mkdir()
+    for task, patch in sessions.items():
+        record(folder / "run", f"{task}-0", patch)
+
+
+def rejudge(
+    folder: Path, spec: PluginSpec | None, *options: str
+) -> subprocess.CompletedProcess[str]:
+    """Judge the run again, one session after the other."""
+    given = []
+    if spec is not None:
+        (folder / "new.json").write_bytes(msgspec.json.encode(spec))
+        given = ["--evaluator", "new.json"]
+    command = ("rejudge", "run", *given, "--slots", "1", "--json", *options)
+    return run_command(*command, cwd=folder)
+
+
+def read_report(done: subprocess.CompletedProcess[str], code: int = 0) -> Any:
+    """The report of a command."""
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)
+
+
+def read_history(folder: Path) -> list[VerdictEntry]:
+    """All lines of the history."""
+    lines = (folder / HISTORY).read_bytes().splitlines()
+    return [msgspec.json.decode(line, type=VerdictEntry) for line in lines]
+
+
+def test_a_repaired_test_changes_the_right_verdict_only(tmp_path: Path) -> None:
+    """The history has each old and new reward; recordings keep theirs; the report compares them."""
+    write_run(tmp_path, **WORKS)
+    report = read_report(rejudge(tmp_path, PluginSpec("tests", {"files": REPAIRED})))
+    assert (report["sessions"], report["evaluated"]) == (5, 5)
+    assert report["changed"] == [{"session": "right-0", "before": 0.0, "now": 1.0}]
+    agreement = report["agreement"]
+    assert (agreement["solved"], agreement["changed"]) == ([0, 1], 1)
+    assert agreement["same"]["value"] == pytest.approx(0.8)
+    difference = agreement["difference"]
+    assert difference["value"] == pytest.approx(0.2)
+    assert difference["low"] < 0.2 < difference["high"]
+    rewards = {
+        entry.session: (entry.before, entry.reward and entry.reward.value)
+        for entry in read_history(tmp_path)
+    }
+    assert rewards == {f"{work}-0": (0.0, float(work == "right")) for work in WORKS}
+    assert all(entry.by and entry.at and entry.digest for entry in read_history(tmp_path))
+    result = read(tmp_path / "run" / "right-0.1.rec").result
+    assert result is not None
+    assert result.reward is not None
+    assert result.reward.value == 0.0
+
+
+def test_a_killed_command_resumes(tmp_path: Path) -> None:
+    """After a kill and a torn line, each session has one verdict, and none was judged twice."""
+    write_run(tmp_path, a=Patch(), b=Patch(), c=Patch())
+    killer = function("kill_once", victim="b", mark="killed")
+    assert rejudge(tmp_path, killer).returncode == -9
+    before = (tmp_path / HISTORY).read_bytes()
+    assert [entry.session for entry in read_history(tmp_path)] == ["a-0"]
+    (tmp_path / HISTORY).write_bytes(before + before[:-9])
+    report = read_report(rejudge(tmp_path, killer))
+    assert (report["evaluated"], len(report["changed"])) == (3, 3)
+    assert (tmp_path / HISTORY).read_bytes().startswith(before)
+    assert [entry.session for entry in read_history(tmp_path)] == ["a-0", "b-0", "c-0"]
+    assert read_report(rejudge(tmp_path, killer)) == report
+    assert len(read_history(tmp_path)) == 3
+    assert not list((tmp_path / "run/verdicts/work").iterdir())
+
+
+def test_another_evaluator_adds_to_the_history(tmp_path: Path) -> None:
+    """Verdicts of both are kept, with the digests of their evaluators."""
+    write_run(tmp_path, a=Patch())
+    for code in ("x", "y", "x"):
+        spec = function("alternate", flaky="none", mark=code)
+        assert read_report(rejudge(tmp_path, spec))["evaluated"] == 1
+    first, second = read_history(tmp_path)
+    assert first.digest != second.digest
+
+
+def test_a_damaged_patch_is_an_error_of_its_session(tmp_path: Path) -> None:
+    """The others are judged; the exit code is 1; with the patch back, only it is judged again."""
+    write_run(tmp_path, **WORKS)
+    digests = {}
+    for work in ("right", "wrong"):
+        result = read(tmp_path / "run" / f"{work}-0.1.rec").result
+        assert result is not None
+        digests[work] = tmp_path / "run" / patch_name(result.patch)
+    flip_bit(digests["right"])
+    wrong = digests["wrong"].read_bytes()
+    digests["wrong"].unlink()
+    (tmp_path / "run" / "cut-0.1.rec").write_bytes(b"no recording")
+    report = read_report(rejudge(tmp_path, function("count_changes")), code=1)
+    assert (report["evaluated"], sorted(report["errors"])) == (3, ["cut-0", "right-0", "wrong-0"])
+    assert "is damaged" in report["errors"]["right-0"]
+    assert "cannot read patch" in report["errors"]["wrong-0"]
+    digests["wrong"].write_bytes(wrong)
+    report = read_report(rejudge(tmp_path, function("count_changes")), code=1)
+    assert (report["evaluated"], sorted(report["errors"])) == (4, ["cut-0", "right-0"])
+
+
+def test_sessions_of_older_versions_are_refused_by_name(tmp_path: Path) -> None:
+    """A session without a patch is in the report with the reason; it is no error."""
+    write_run(tmp_path, old=None, new=Patch())
+    report = read_report(rejudge(tmp_path, function("count_changes")))
+    assert report["evaluated"] == 1
+    assert report["refused"] == {"old-0": "it was recorded by a version that stored no patches"}
+
+
+def test_an_evaluator_in_the_agent_s_sandbox_is_refused(tmp_path: Path) -> None:
+    """As the given evaluator, for all; as that of a task, for its sessions."""
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "test.sh").write_text("exit 0\n")
+    spec = PluginSpec("harbor", {"tests": str(tests), "in_place": True})
+    write_run(tmp_path, a=Patch())
+    refused = rejudge(tmp_path, spec)
+    assert (refused.returncode, "in_place" in refused.stderr) == (2, True), refused.stderr
+    assert not (tmp_path / HISTORY).exists()
+    record(tmp_path / "run", "b-0", Patch(), evaluator=spec)
+    record(tmp_path / "run", "c-0", Patch(), evaluator=function("count_changes"))
+    report = read_report(rejudge(tmp_path, None, "--select", "[bc]"))
+    assert (report["evaluated"], list(report["refused"])) == (1, ["b-0"])
+    assert "in_place" in report["refused"]["b-0"]
+
+
+def test_verdicts_that_flip_by_themselves_are_listed(tmp_path: Path) -> None:
+    """Judged twice, the task with a random verdict is found, and no other."""
+    write_run(tmp_path, a=Patch(), b=Patch())
+    spec = function("alternate", flaky="b", mark="mark")
+    assert read_report(rejudge(tmp_path, spec))["flipped"] == []
+    report = read_report(rejudge(tmp_path, spec, "--twice"))
+    assert report["flipped"] == [{"session": "b-0", "before": 1.0, "now": 0.0}]
+    assert [entry.round for entry in read_history(tmp_path)] == [1, 1, 2, 2]
+
+
+def test_select_limits_the_sessions(tmp_path: Path) -> None:
+    """A pattern matches ids of sessions or of tasks; one that matches none is an error."""
+    write_run(tmp_path, fix=Patch(), other=Patch())
+    report = read_report(rejudge(tmp_path, function("count_changes"), "--select", "fi*"))
+    assert (report["sessions"], read_history(tmp_path)[0].session) == (1, "fix-0")
+    none = rejudge(tmp_path, function("count_changes"), "--select", "no")
+    assert (none.returncode, "matches no session" in none.stderr) == (2, True)
+
+
+def test_the_report_is_a_table(tmp_path: Path) -> None:
+    """People read what changed, in the table and by session."""
+    write_run(tmp_path, right=WORKS["right"], old=None)
+    (tmp_path / "new.yaml").write_text("evaluator: session_completed\n")
+    command = ("rejudge", "run", "--evaluator", "new.yaml", "--out", "other")
+    done = run_command(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 2 judged, 1 refused" in done.stdout
+    assert "changed: right-0 0 -> 1" in done.stdout
+    assert "refused: old-0: it was recorded" in done.stdout
+    assert "change of pass@1" in done.stdout
+    assert (tmp_path / "other" / VERDICTS).exists()
