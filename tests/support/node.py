@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
+import tempfile
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -77,6 +80,8 @@ class HoldingGateway:
         self.actions: list[object] = []
         self.open_gate = asyncio.Event()
         self.open_gate.set()
+        self.recordings = Path(tempfile.mkdtemp())
+        weakref.finalize(self, shutil.rmtree, self.recordings)
 
     @contextlib.asynccontextmanager
     async def open(self, session: Session, *_: Any, **_options: Any) -> AsyncIterator[Opened]:
@@ -97,7 +102,7 @@ class HoldingGateway:
 
     def describe(self, session: str) -> SessionState:
         """No failure, no budgets."""
-        return SessionState(Path())
+        return SessionState(self.recordings / f"{session}.rec")
 
     async def pause(self, mode: str, *, within_s: float = 600.0) -> None:
         """Hold agents' calls."""
