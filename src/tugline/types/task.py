@@ -25,7 +25,7 @@ MIN_TEMPERATURE = 0.01
 """Lowest temperature above 0; below it float32 logits overflow, and engines refuse or raise it."""
 TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=0, le=INT32)]
-MinP = Annotated[float, Meta(ge=0, lt=1)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
 MaxTokens = Annotated[int, Meta(ge=1, le=INT32)]
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
