@@ -86,14 +86,6 @@ REFUSED: dict[str, Callable[[], PreTrainedModel]] = {
     "longcat_flash": _make("LongcatFlash", **_GROUPS | _LATENT),
     "afmoe": _make("Afmoe", num_experts=EXPERTS),
     "deepseek_v4": _make("DeepseekV4", **_LOCAL),
-    "gemma4": _make(
-        "Gemma4Text",
-        "Gemma4",
-        num_experts=EXPERTS,
-        top_k_experts=TAKEN,
-        enable_moe_block=True,
-        layer_types=["full_attention"] * 2,
-    ),
 }
 """Models whose routers are not supported."""
 

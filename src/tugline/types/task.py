@@ -91,14 +91,14 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
     """1 disables it."""
     top_k: TopK | None = None
     """0 disables it."""
-    min_p: MinP | None = None
-    """Least probability of a token, relative to the likeliest one's; 0 disables it."""
     max_tokens: MaxTokens | None = None
     """Maximum number of tokens of one response."""
     seed: Annotated[int, Meta(ge=0, le=BIG)] | None = None
     """Seed of a session; each call derives its own from this and its number."""
     stop: Annotated[tuple[_Stop, ...], Meta(max_length=MAX_STOPS)] = ()
     """Strings that end a response."""
+    min_p: MinP | None = None
+    """Least probability of a token, relative to the likeliest one's; 0 disables it."""
 
 
 class Policy(StrEnum):

@@ -96,7 +96,7 @@ TRUNCATED = {"sampling": Sampling(temperature=1.0, top_p=0.9, top_k=0)}
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (changed(0, **TRUNCATED), "top_p or top_k"),
+        (changed(0, **TRUNCATED), "top_p, top_k or min_p"),
         (changed(0, constrained=True), "a grammar or banned ids"),
         (changed(0, replayed=True), "another session"),
         (one_changed(0, "logprobs", 0, np.inf), "the recorded numbers are not valid"),
