@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 
 from tugline.trainers.grpo.batch import MicroBatch, Row
@@ -68,8 +69,8 @@ class TrainedTokens(NamedTuple):
         importance, bounded = importance_weights(micro, config)
         names = [row.sample.session for row in micro.rows]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        counts = torch.tensor(micro.counts, device=micro.old.device)
-        by_row = torch.tensor([numbers[name] for name in names], device=micro.old.device)
+        sessions = np.repeat([numbers[name] for name in names], micro.counts)
+        traces = np.repeat(np.arange(len(names)), micro.counts)
         return cls(
             old=micro.old,
             behaviour=micro.behaviour,
@@ -79,8 +80,8 @@ class TrainedTokens(NamedTuple):
             weights=micro.weight,
             importance=importance,
             bounded=bounded,
-            session=by_row.repeat_interleave(counts),
-            trace=torch.arange(len(names), device=micro.old.device).repeat_interleave(counts),
+            session=torch.from_numpy(sessions).to(micro.old.device),
+            trace=torch.from_numpy(traces).to(micro.old.device),
             lengths=micro.counts,
             sessions=tuple(numbers),
         )
