@@ -35,7 +35,7 @@ from tugline.trainers.grpo.loss import (
     token_terms,
     token_weights,
 )
-from tugline.trainers.grpo.objectives import find_loss
+from tugline.trainers.grpo.objectives import CustomLoss, find_loss
 from tugline.trainers.grpo.routes import check_replay
 from tugline.trainers.grpo.samples import RouterShape, list_samples, list_tool_tokens, prepare
 from tugline.trainers.grpo.update import (
@@ -248,6 +248,11 @@ class Grpo(Updater):
             return -self.config.entropy * entropy
 
         return compute
+
+    @property
+    def has_own_figures(self) -> bool:
+        """See `Updater`."""
+        return isinstance(self._loss, CustomLoss)
 
     @property
     def needs_whole_traces(self) -> bool:

@@ -112,6 +112,11 @@ class Updater(ABC):
         return None
 
     @property
+    def has_own_figures(self) -> bool:
+        """Whether the loss is a function of the user, whose figures are not known beforehand."""
+        return False
+
+    @property
     def needs_whole_traces(self) -> bool:
         """Whether the loss of a token depends on other tokens: then it gets all at once."""
         return False
@@ -157,7 +162,9 @@ class Updater(ABC):
             self._backward(micro, figures, len(micro.target) / max(1, trained))
         for micro in self.pack(supervised):
             self._imitate(micro, figures)
-        names = sorted({*gather([*figures.sums])})  # a rank without rows has no figures of its own
+        names = [*figures.sums]
+        if self.has_own_figures:  # which a rank without rows does not have
+            names = sorted({*gather(names)})
         totals = add_up([figures.sums[name] for name in names], self.policy.device)
         figures.sums.update(zip(names, totals, strict=True))
         figures.grad_norm = clip_gradient(self.model, self.config.max_grad_norm)
