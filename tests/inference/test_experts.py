@@ -59,6 +59,8 @@ class Plain:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = copy.deepcopy(model)
         self._routers = use_routers(self.model)
+        for router in self._routers:
+            router.keeps_logits = True
 
     @torch.inference_mode()
     def check_experts(self, ids: Ids, experts: Experts) -> None:

@@ -289,7 +289,8 @@ class Slime(TrainerExporter):
         """Return experts of all tokens but the last, and the sets of the response, if any."""
         columns = dict[str, object]()
         if trace.experts is not None:
-            known, layers = len(trace.ids) - 1, self.dense_layers
+            known = len(trace.ids) - 1
+            layers = self.dense_layers
             spread = place_experts(trace.experts, known, layers, distinct=True)
             columns["rollout_routed_experts"] = spread
         if trace.kept is not None:

@@ -231,7 +231,8 @@ class _Probe:
         """Check whether a route gives complete answers, whole and streamed, and with tools."""
         passed = True
         for tools in ((), (_TOOL,)) if wire.mode is Mode.OBSERVED else ((),):
-            count, messages = (160, _WORK) if tools else (24, TALK)
+            count = 160 if tools else 24
+            messages = _WORK if tools else TALK
             for stream in (False, True):
                 label = f"{name}: {'stream' if stream else 'whole'}{', tools' if tools else ''}"
                 answer = self._client.sample(

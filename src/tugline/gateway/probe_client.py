@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tugline.chat.engines import reports
 from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest
 from tugline.chat.model_call import Request
 from tugline.chat.tokens import TokenSequence
@@ -109,8 +108,10 @@ class ProbeClient:
             whole.prompt = whole.prompt or delta.prompt
             whole.spans = whole.spans or delta.spans
             whole.version = delta.version if whole.version is None else whole.version
-            if delta.experts is not None and reports.continues(whole.experts, delta.experts):
-                whole.experts = reports.join(whole.experts, delta.experts)
+            if whole.experts is None:
+                whole.experts = delta.experts
+            elif delta.experts is not None and whole.experts.is_continued_by(delta.experts):
+                whole.experts.append(delta.experts)
         return whole
 
     async def attempt(self, name: str, work: Awaitable[str]) -> bool:

@@ -118,8 +118,9 @@ async def _check_experts(
             _fail(client, wire, "not reported")
         return None
     length = len(prompt) + len(answer.ids) - 1
-    rows, fault = _shape_rows(answer.experts, length, known.top_k)
-    fault = fault or _find_fault(rows, length, known)
+    shaped = _shape_rows(answer.experts, length, known.top_k)
+    rows = shaped[0]
+    fault = shaped[1] or _find_fault(rows, length, known)
     if fault is not None:
         _fail(client, wire, fault)
         return None
@@ -189,7 +190,7 @@ async def _check_repeats(client: ProbeClient, wire: EngineFormat, prompt: Ids) -
     computed: list[Experts] = []
     try:
         for _ in range(2):
-            status, _ = await client.engine.post(path, b"{}")
+            status = (await client.engine.post(path, b"{}"))[0]
             if status != 200:
                 detail = f"the cache cannot be cleared: {path} answers {status}"
                 client.note(_REPEATS, None, detail)

@@ -30,7 +30,7 @@ class Router(torch.nn.Module):
     """Experts that the router itself chose in the last forward pass."""
     logits: torch.Tensor | None = None
     """Logits of the last forward pass, shape ``(n, experts)``, with their gradient."""
-    keeps_logits: bool = True
+    keeps_logits: bool = False
     """Whether `logits` is set, which keeps them in memory until the next pass."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,12 +107,12 @@ def use_routers(model: torch.nn.Module) -> list[Router]:
 
     The list is empty for a model without experts. A second call returns the same routers.
     """
-    found = [each for each in model.modules() if _is_router(each)]
-    for router in found:
+    routers = [each for each in model.modules() if _is_router(each)]
+    for router in routers:
         if not isinstance(router, Router):
             kind = type(router)
             router.__class__ = type(f"Observed{kind.__name__}", (Router, kind), {})
-    return cast("list[Router]", found)
+    return cast("list[Router]", routers)
 
 
 def _is_router(module: torch.nn.Module) -> bool:

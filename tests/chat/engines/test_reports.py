@@ -16,8 +16,9 @@ from msgspec.structs import replace
 from chat.engines.test_formats import ask_for
 from tugline.chat.engines import reports
 from tugline.chat.engines.base import Delta, EngineFormat, parse_engine_error
+from tugline.chat.engines.chat import VllmChat
 from tugline.chat.engines.generate import Embedded, VllmCompletions, VllmGenerate
-from tugline.chat.engines.sglang import SglangGenerate
+from tugline.chat.engines.sglang import SglangChat, SglangGenerate
 from tugline.types import LogprobMeaning, Sampling
 
 SHAPE = (3, 2)
@@ -222,7 +223,7 @@ PLAIN = Sampling(temperature=1.0, top_p=0.9, top_k=0, min_p=0.05, max_tokens=3)
 
 def test_vllm_gets_a_top_k_if_it_reports_sets() -> None:
     """A server that reports kept sets refuses requests without one, so all have one."""
-    for kind in (VllmGenerate, VllmCompletions):
+    for kind in (VllmGenerate, VllmCompletions, VllmChat):
         without, with_sets = (build(kind(kept=kept), PLAIN) for kept in (False, True))
         params, others = (body.get("sampling_params", body) for body in (without, with_sets))
         assert (params["top_k"], others["top_k"]) == (0, 2**31 - 1)
@@ -232,6 +233,16 @@ def test_vllm_gets_a_top_k_if_it_reports_sets() -> None:
         greedy = build(kind(kept=True), replace(PLAIN, temperature=0.0, top_k=7))
         sent = greedy.get("sampling_params", greedy)
         assert (sent["temperature"], sent["top_k"]) == (1.0, 1), "the likeliest token alone"
+
+
+def test_sampling_that_is_not_truncated_stays_so_on_other_engines() -> None:
+    """Only vLLM requires a top-k; the embedded engine would report the whole vocabulary."""
+    plain = Sampling(temperature=0.0, top_p=1.0, top_k=0, max_tokens=3)
+    for wire in (Embedded(kept=True), SglangGenerate(kept=True), SglangChat(kept=True)):
+        body = build(wire, plain)
+        sent = body.get("sampling_params", body)
+        assert sent["top_k"] in {0, -1}
+        assert sent["temperature"] == 0.0
 
 
 def test_sglang_is_asked_for_reports_by_request() -> None:

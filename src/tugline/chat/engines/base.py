@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 
 from tugline.chat.model_call import Request
 from tugline.chat.tokens import TokenSequence
@@ -83,18 +84,41 @@ class CallDelta(msgspec.Struct):
     arguments: str = ""
 
 
-class ReportedExperts(msgspec.Struct, frozen=True, eq=False):
+class ReportedExperts:
     """Experts of consecutive tokens of a request, which begins with the prompt's first token.
 
     They are as the engine reported them, also if they cannot be right: floats, negative numbers,
     zeros. `tugline.recording.experts.check_experts` names what is wrong.
     """
 
-    start: int
-    """Position of the first of the tokens."""
-    rows: Experts
-    """Of another type than unsigned integers if the engine's values are not such numbers; of the
-    shape (0, 0, 0) if the report could not be read."""
+    def __init__(self, start: int, rows: Experts) -> None:
+        """`start` is the position of the first of the tokens.
+
+        `rows` are of another type than unsigned integers if the engine's values are not such
+        numbers, and of the shape (0, 0, 0) if the report could not be read.
+        """
+        self.start = start
+        self.end = start + len(rows)
+        """Position behind the last one."""
+        self.parts = [rows]
+        """Rows as they were reported, to be joined once."""
+
+    @property
+    def rows(self) -> Experts:
+        """Experts of all tokens."""
+        if len(self.parts) > 1:
+            self.parts = [np.concatenate(self.parts)]
+        return self.parts[0]
+
+    def is_continued_by(self, other: "ReportedExperts") -> bool:
+        """Whether `other` begins behind the last token, and can be appended."""
+        same_shape = self.parts[0].shape[1:] == other.parts[0].shape[1:]
+        return self.end == other.start and same_shape
+
+    def append(self, other: "ReportedExperts") -> None:
+        """Add a report that continues this one; copies are made once, for all."""
+        self.parts += other.parts
+        self.end = other.end
 
 
 class Delta(msgspec.Struct, kw_only=True, gc=False):
@@ -267,6 +291,10 @@ class EngineFormat(ABC):
     def build_request(self, ask: EngineRequest) -> Post:
         """Build the HTTP request. Raises `Unsupported` for fields that the engine would ignore."""
 
+    def adapt_sampling(self, sampling: Sampling) -> Sampling:
+        """Return the parameters as the server accepts them, for the same distribution."""
+        return sampling
+
     def make_reader(self) -> Reader[Any]:
         """Create the reader of one reply."""
         return self.reader(self.missing_ids)
@@ -283,8 +311,8 @@ class EngineFormat(ABC):
 _TOO_LONG = re.compile(r"(?:context|model) (?:length|size|window)(?:\D{0,8}(\d+))?")
 """Pattern of all engines' refusals of a long prompt; the group is the window's size."""
 _NO_MESSAGE = (
-    "it gives no reason; vLLM with --return-sampling-mask does so for requests without top_k and at"
-    " temperature 0, which it cannot sample"
+    "it gives no reason; vLLM with --return-sampling-mask does so for requests without top_k or at"
+    " temperature 0"
 )
 _SECONDS = re.compile(r"\d+(?:\.\d+)?")
 

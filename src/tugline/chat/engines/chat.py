@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from tugline.chat import model_call
 from tugline.chat.engines import base
-from tugline.chat.engines.generate import Choice, build_structured
+from tugline.chat.engines.generate import Choice, Vllm, build_structured
 from tugline.errors import EngineError
 from tugline.types import Finish, LogprobMeaning, Mode, Tool, ToolCall
-from tugline.types.task import INT32
 
 
 # --------------------------------------------------------------------------- replies
@@ -182,7 +182,7 @@ class ChatFormat(base.EngineFormat):
     def build_request(self, ask: base.EngineRequest) -> base.Post:
         """See `EngineFormat.build_request`."""
         request = ask.request
-        sampling = ask.sampling
+        sampling = self.adapt_sampling(ask.sampling)
         body: dict[str, Any] = {
             "model": ask.model,
             "messages": [
@@ -197,7 +197,7 @@ class ChatFormat(base.EngineFormat):
             "stream": True,
             "stream_options": {"include_usage": True},
             **_build_tools(request.tools, request.tool_choice, parallel=request.parallel),
-            **self.build_fields(ask),
+            **self.build_fields(replace(ask, sampling=sampling)),
         }
         fields = {name: value for name, value in body.items() if value is not None}
         return base.Post("/v1/chat/completions", [msgspec.json.encode(fields)])
@@ -210,19 +210,18 @@ class ChatFormat(base.EngineFormat):
             "return_token_ids": True,
             "request_id": ask.request_id,
             "stream_interval": ask.stream_interval,
-            "top_k": ask.sampling.top_k or (INT32 if self.kept else 0),
+            "top_k": ask.sampling.top_k or 0,
             "min_p": ask.sampling.min_p or 0.0,
             "structured_outputs": None if constraint is None else build_structured(constraint),
         }
 
 
-class VllmChat(ChatFormat):
+class VllmChat(Vllm, ChatFormat):
     """Observed mode of vLLM; forced tool calls and structured output need the server's parsers.
 
     Aborts need the server's development routes.
     """
 
-    name = "vllm"
     advice = (
         "start it with --enable-auto-tool-choice --tool-call-parser NAME (and --reasoning-parser)"
     )

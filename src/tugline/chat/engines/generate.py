@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from tugline.chat.engines import base, reports
 from tugline.chat.model_call import Constraint, ConstraintKind
 from tugline.errors import EngineError
-from tugline.types import Finish, LogprobMeaning, Mode, VersionSpan
+from tugline.types import Finish, LogprobMeaning, Mode, Sampling, VersionSpan
 from tugline.types.task import INT32
 
 _NO_SETS: list[list[int]] = []
@@ -41,7 +41,8 @@ class TokenFormat(base.EngineFormat):
             raise EngineError(
                 f"{self.name} expects a prompt of token ids, but the prompt was not rendered"
             )
-        fields = msgspec.json.encode(self.build_fields(ask))
+        adapted = replace(ask, sampling=self.adapt_sampling(ask.sampling))
+        fields = msgspec.json.encode(self.build_fields(adapted))
         before = b'{"' + self.prompt_field + b'":['
         return base.Post(self.path, ask.prompt.to_json(before, b"]," + fields[1:]))
 
@@ -86,13 +87,17 @@ class TokenReader(base.Reader[base.R]):
 
     def make_room(self, report: base.ReportedExperts | None) -> None:
         """Begin another delta if `report` does not continue that of the last one."""
-        if report is not None and not reports.continues(self.deltas[-1].experts, report):
+        last = self.deltas[-1].experts
+        if report is not None and last is not None and not last.is_continued_by(report):
             self.deltas.append(base.Delta())
 
     def add_experts(self, report: base.ReportedExperts | None) -> None:
         """Add experts to the last delta, for which `make_room` was called before its tokens."""
-        if report is not None:
-            self.deltas[-1].experts = reports.join(self.deltas[-1].experts, report)
+        last = self.deltas[-1]
+        if report is not None and last.experts is not None:
+            last.experts.append(report)
+        else:
+            last.experts = report or last.experts
 
 
 # --------------------------------------------------------------------------- replies
@@ -189,7 +194,7 @@ class Generate(TokenFormat):
         """Build the body without its prompt."""
         return {
             "model": ask.model,
-            "sampling_params": build_sampling(ask, bounded=self.kept),
+            "sampling_params": build_sampling(ask),
             "stream": True,
             "request_id": ask.request_id,
         }
@@ -207,13 +212,32 @@ class Embedded(Generate):
     abort_path = "/abort_requests"
 
 
-class VllmGenerate(Generate):
+class Vllm(base.EngineFormat):
+    """Base of vLLM's formats.
+
+    A vLLM that reports kept sets requires a ``top_k`` and a temperature above 0.
+    """
+
+    name = "vllm"
+
+    def adapt_sampling(self, sampling: Sampling) -> Sampling:
+        """See `EngineFormat.adapt_sampling`.
+
+        Greedily, the likeliest token is the only one left, with a log probability of 0.
+        """
+        if not self.kept:
+            return sampling
+        if sampling.temperature == 0:
+            return replace(sampling, temperature=1.0, top_k=1)
+        return replace(sampling, top_k=sampling.top_k or INT32)
+
+
+class VllmGenerate(Vllm, Generate):
     """Exact mode of vLLM with weight versions; the server needs ``--enable-scale-out``.
 
     Options of the server, not fields of a request, make it report experts and kept sets.
     """
 
-    name = "vllm"
     features = TokenFormat.features | {base.Feature.EXPERTS, base.Feature.KEPT}
     advice = "start vLLM with --enable-scale-out"
     abort_path = "/inference/v1/abort_requests"
@@ -221,13 +245,12 @@ class VllmGenerate(Generate):
     default_meaning = LogprobMeaning.RAW
 
 
-class VllmCompletions(TokenFormat):
+class VllmCompletions(Vllm, TokenFormat):
     """Exact mode of vLLM without ``--enable-scale-out``; replies have no weight versions.
 
     Aborts need the server's development routes.
     """
 
-    name = "vllm"
     advice = "upgrade to vLLM 0.10.2 or later"
     path = "/v1/completions"
     prompt_field = b"prompt"
@@ -240,7 +263,7 @@ class VllmCompletions(TokenFormat):
     def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
         """Build the body without its prompt."""
         return {
-            **build_sampling(ask, bounded=self.kept),
+            **build_sampling(ask),
             "model": ask.model,
             "stream": True,
             "return_token_ids": True,
@@ -249,21 +272,15 @@ class VllmCompletions(TokenFormat):
 
 
 # --------------------------------------------------------------------------- settings
-def build_sampling(ask: base.EngineRequest, *, bounded: bool = False) -> dict[str, Any]:
-    """Build vLLM's sampling parameters.
-
-    With `bounded`, ``top_k`` is never off, and the temperature never 0, as vLLM requires to report
-    kept sets: greedily, the likeliest token is the only one left, with a log probability of 0.
-    """
+def build_sampling(ask: base.EngineRequest) -> dict[str, Any]:
+    """Build vLLM's sampling parameters."""
     sampling = ask.sampling
-    if bounded and sampling.temperature == 0:
-        sampling = replace(sampling, temperature=1.0, top_k=1)
     constraint = ask.request.constraint
     params: dict[str, Any] = base.NEUTRAL | {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k or (INT32 if bounded else 0),
+        "top_k": sampling.top_k or 0,
         "min_p": sampling.min_p or 0.0,
         "seed": sampling.seed,
         "stop_token_ids": ask.stop_ids,

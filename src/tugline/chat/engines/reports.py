@@ -66,21 +66,6 @@ def read_kept(value: object) -> list[list[int]]:
         return []
 
 
-def continues(first: ReportedExperts | None, second: ReportedExperts) -> bool:
-    """Whether two reports can be joined."""
-    if first is None:
-        return True
-    end = first.start + len(first.rows)
-    return end == second.start and first.rows.shape[1:] == second.rows.shape[1:]
-
-
-def join(first: ReportedExperts | None, second: ReportedExperts) -> ReportedExperts:
-    """Join two reports of which the second continues the first, if there is one."""
-    if first is None:
-        return second
-    return ReportedExperts(first.start, np.concatenate((first.rows, second.rows)))
-
-
 def infer_shape(rows: npt.NDArray[Any]) -> tuple[int, int] | None:
     """Infer layers and top-k from the values of many tokens, shape ``(n, values)``.
 
@@ -90,7 +75,7 @@ def infer_shape(rows: npt.NDArray[Any]) -> tuple[int, int] | None:
     n, values = rows.shape
     if not rows.size:
         return None
-    _, counts = np.unique(rows, return_counts=True)
+    counts = np.unique(rows, return_counts=True)[1]
     chance = float(np.square(counts / rows.size).sum())
     for top_k in range(values, 1, -1):
         if values % top_k:

@@ -95,7 +95,8 @@ class _SglangReader(TokenReader[_SglangReply]):
         kept = _take_last(reports.read_kept(meta.output_token_sampling_mask), len(ids))
         if kept:
             among = _take_last(_read_floats(meta.output_token_sampling_logprobs), len(ids))
-            kept, logprobs = (kept, among) if among else ([], logprobs)
+            logprobs = among or logprobs
+            kept = kept if among else []
         experts = reports.read_flat_experts(meta.routed_experts, self.shape)
         self.make_room(experts)
         version = base.parse_version(meta.weight_version) if meta.weight_version else None
