@@ -155,7 +155,8 @@ class Rejudger:
         self, path: Path, recording: Recording, number: int
     ) -> VerdictEntry | str:
         """Return the verdict of a round, or the reason why the session is refused."""
-        header, result = recording.header, recording.result
+        header = recording.header
+        result = recording.result
         if header is None or result is None:
             raise CaptureError(f"{path} is incomplete")
         spec = self._spec or header.task.evaluator

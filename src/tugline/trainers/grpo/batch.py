@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tugline.recording.experts import hash_rows
 from tugline.types import Ids, Kept, Logprobs, Mask, Sample, shared_prefix
 
 Index = npt.NDArray[np.int64]
@@ -169,9 +170,7 @@ class Row(NamedTuple):
         experts = self.sample.experts
         keys: npt.NDArray[Any] = self.ids
         if experts is not None:
-            flat = experts.reshape(len(experts), -1)
-            factors = np.random.default_rng(0).integers(2**63, size=flat.shape[1], dtype=np.uint64)
-            keys = flat @ factors + self.ids.astype(np.uint64)
+            keys = hash_rows(experts) + self.ids
         return experts is not None, keys.astype(keys.dtype.newbyteorder(">")).tobytes()
 
     def count_shared(self, other: "Row | None") -> int:

@@ -60,7 +60,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Sessions that caused skipped updates."""
     samples: int
     tokens_trained: int
-    """TrainedTokens with a loss, counted once for all `epochs`."""
+    """Tokens with a loss, counted once for all `epochs`."""
     tokens_forwarded: int
     """Positions computed with gradient, without padding."""
     tokens_padding: int
