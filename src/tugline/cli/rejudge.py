@@ -14,9 +14,10 @@ import msgspec
 from rich.console import Console
 
 from tugline.aio import handle_signals
-from tugline.cli.options import Count, Json
+from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote
 from tugline.cli.output import SessionProgress, make_table, print_report, print_text
 from tugline.cli.process import keep_running
+from tugline.cli.rejudge_server import RejudgeOptions, judge_on_server
 from tugline.errors import UsageError
 from tugline.launch.folder_lock import folder_lock
 from tugline.node.housekeeping import Housekeeping
@@ -50,7 +51,7 @@ class RejudgeReport(msgspec.Struct, frozen=True, kw_only=True):
     sessions: int
     evaluated: int
     history: str
-    """Path of the file with all verdicts."""
+    """Path or URL of all verdicts."""
     changed: tuple[ChangedReward, ...]
     """Sessions whose reward differs from the recorded one."""
     flipped: tuple[ChangedReward, ...]
@@ -64,41 +65,79 @@ class RejudgeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rejudge(
-    run: Path,
+    run: str = "",
     /,
     *,
     evaluator: Path | None = None,
     select: list[str] | None = None,
     out: Path | None = None,
     twice: bool = False,
+    use: bool = False,
     slots: Count | None = None,
+    remote: Remote = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
     """Judge recorded sessions again by their stored patches, without an agent.
 
     Args:
-        run: Folder of a run, or of recordings.
+        run: Folder of a run, or of recordings; with --server or --dir, the name of a run there.
         evaluator: YAML, TOML or JSON file with the name and the options of an evaluator (default:
             the evaluator of each task).
         select: Only sessions or tasks whose id matches this pattern, such as fix-*; repeatable.
         out: Folder of the history of verdicts (default: RUN/verdicts).
         twice: Judge everything twice, and list sessions whose two verdicts differ.
+        use: Put the (first) verdicts in force, for all consumers; only with --server or --dir.
         slots: Number of sessions that are judged at once (default: one per processor).
     """
-    if not run.is_dir():
-        raise UsageError(f"{run} is not a folder; give the folder of a run")
-    paths = _select(run, select)
-    spec = _read_evaluator(evaluator) if evaluator else None
-    folder = out or run / FOLDER
+    wanted = RejudgeOptions(
+        run=run,
+        select=select or (),
+        evaluator=_read_evaluator(evaluator) if evaluator else None,
+        rounds=2 if twice else 1,
+        use=use,
+    )
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    with folder_lock(folder, instead="choose another --out"):
-        rejudger = Rejudger(run, folder, spec, rounds=2 if twice else 1)
-        outcomes = _judge_all(rejudger, paths, slots or os.cpu_count() or 1, console)
-    report = _summarize(outcomes, folder / VERDICTS)
+    if remote.server is not None or remote.folder is not None:
+        if out is not None or slots is not None:
+            raise UsageError("--out and --slots are for a run on this machine, without a server")
+        outcomes, history = asyncio.run(_judge_remotely(remote, wanted, console))
+    else:
+        if use:
+            raise UsageError("--use needs --server or --dir, the server whose consumers get it")
+        outcomes, history = _judge_locally(wanted, out, slots, console)
+    report = _summarize(outcomes, history)
     print_report(report, lambda: _show(report), as_json=as_json, failed=bool(report.errors))
 
 
-def _select(run: Path, patterns: Sequence[str] | None) -> list[Path]:
+async def _judge_remotely(
+    remote: Remote, wanted: RejudgeOptions, console: Console
+) -> tuple[list[SessionVerdicts], str]:
+    """Judge on a server's nodes; return the outcomes, and where all verdicts are."""
+    try:
+        async with remote.connect() as client:
+            outcomes = await judge_on_server(client, wanted, console)
+            return outcomes, f"{client.url}/v1/sessions/SESSION/verdicts"
+    except asyncio.CancelledError:
+        console.print("the work continues on the server; the same command shows it")
+        raise
+
+
+def _judge_locally(
+    wanted: RejudgeOptions, out: Path | None, slots: int | None, console: Console
+) -> tuple[list[SessionVerdicts], str]:
+    """Judge on this machine; return the outcomes, and where all verdicts are."""
+    run = Path(wanted.run)
+    if not (wanted.run and run.is_dir()):
+        raise UsageError(f"{wanted.run!r} is not a folder; give the folder of a run")
+    paths = _select(run, wanted.select)
+    folder = out or run / FOLDER
+    with folder_lock(folder, instead="choose another --out"):
+        rejudger = Rejudger(run, folder, wanted.evaluator, wanted.rounds)
+        outcomes = _judge_all(rejudger, paths, slots or os.cpu_count() or 1, console)
+    return outcomes, str(folder / VERDICTS)
+
+
+def _select(run: Path, patterns: Sequence[str]) -> list[Path]:
     """Return the last recording of each selected session. Raises `UsageError` if there is none."""
     paths = list_recordings(run)
     superseded = find_superseded(paths)
@@ -160,7 +199,7 @@ def _judge_all(
 
 
 # --------------------------------------------------------------------------- the report
-def _summarize(outcomes: Sequence[SessionVerdicts], history: Path) -> RejudgeReport:
+def _summarize(outcomes: Sequence[SessionVerdicts], history: str) -> RejudgeReport:
     """Compare the first verdict of each session with the recorded one, and with the second."""
     errors = {
         each.session: entry.error for each in outcomes for entry in each.entries if entry.error
@@ -176,7 +215,7 @@ def _summarize(outcomes: Sequence[SessionVerdicts], history: Path) -> RejudgeRep
     return RejudgeReport(
         sessions=len(outcomes),
         evaluated=len(sound),
-        history=str(history),
+        history=history,
         changed=tuple(each for each in changes if is_other(each.before, each.now)),
         flipped=tuple(each for each in repeats if is_other(each.before, each.now)),
         agreement=compare_verdicts(pairs) if pairs else None,
