@@ -6,9 +6,12 @@ if a session could not be judged because of an error.
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean
+from typing import Literal
 
 import msgspec
 from rich.console import Console
@@ -24,11 +27,17 @@ from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats
 from tugline.recording.folder import list_recordings, parse_name
 from tugline.recording.trajectories import find_superseded
-from tugline.recording.verdicts import VERDICTS
+from tugline.recording.verdicts import VERDICTS, VerdictHistory, put_in_force
 from tugline.rollout.rejudge import Rejudger, SessionVerdicts
 from tugline.schema import decode, read_values
-from tugline.trainers.evaluation import Agreement, compare_verdicts, format_estimate, is_other
-from tugline.types import PluginSpec
+from tugline.trainers.evaluation import (
+    Agreement,
+    Estimate,
+    compare_verdicts,
+    format_estimate,
+    is_other,
+)
+from tugline.types import PluginSpec, is_pass
 
 FOLDER = "verdicts"
 """Folder of the history in that of the run, by default."""
@@ -44,6 +53,24 @@ class ChangedReward(msgspec.Struct, frozen=True):
     now: float | None
 
 
+class Verifier(msgspec.Struct, frozen=True):
+    """An evaluator in the history, and its first verdicts on the selected sessions."""
+
+    name: str
+    judged: int
+    solved: int
+    reward: float
+    """Mean reward."""
+
+
+class VerifierPair(msgspec.Struct, frozen=True):
+    """Two evaluators on the sessions that both have judged."""
+
+    first: str
+    second: str
+    agreement: Agreement
+
+
 class RejudgeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Summary of the verdicts of one call, those of earlier calls with its evaluator included."""
 
@@ -57,6 +84,11 @@ class RejudgeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Sessions whose two verdicts of ``--twice`` differ."""
     agreement: Agreement | None
     """None if no session has both rewards."""
+    verifiers: tuple[Verifier, ...]
+    """All evaluators of the history; `recorded` is that of the rollouts."""
+    pairs: tuple[VerifierPair, ...]
+    put_in_force: int
+    """Sessions whose verdict in force is another one now."""
     refused: dict[str, str]
     """Reasons by session."""
     errors: dict[str, str]
@@ -71,6 +103,7 @@ def rejudge(
     select: list[str] | None = None,
     out: Path | None = None,
     twice: bool = False,
+    use: Literal["judged", "recorded"] | None = None,
     slots: Count | None = None,
     as_json: Json = False,
 ) -> None:
@@ -83,6 +116,8 @@ def rejudge(
         select: Only sessions or tasks whose id matches this pattern, such as fix-*; repeatable.
         out: Folder of the history of verdicts (default: RUN/verdicts).
         twice: Judge everything twice, and list sessions whose two verdicts differ.
+        use: Verdicts to put in force, from which exports and trainers take rewards: those judged by
+            this command, or again those recorded by the rollouts, which judges nothing.
         slots: Number of sessions that are judged at once (default: one per processor).
     """
     if not run.is_dir():
@@ -90,11 +125,21 @@ def rejudge(
     paths = _select(run, select)
     spec = _read_evaluator(evaluator) if evaluator else None
     folder = out or run / FOLDER
+    if use == "recorded":
+        if evaluator or twice:
+            raise UsageError("--use recorded judges nothing; leave out --evaluator and --twice")
+        changed = sum(put_in_force(path, None) for path in paths)
+        line = f"the recorded verdicts are in force again: {changed} of {len(paths)} had another"
+        print_report({"put_in_force": changed}, lambda: print_text(line), as_json=as_json)
+        return
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with folder_lock(folder, instead="choose another --out"):
-        rejudger = Rejudger(run, folder, spec, rounds=2 if twice else 1)
+        name = evaluator.stem if evaluator else ""
+        rejudger = Rejudger(run, folder, spec, 2 if twice else 1, name)
         outcomes = _judge_all(rejudger, paths, slots or os.cpu_count() or 1, console)
-    report = _summarize(outcomes, folder / VERDICTS)
+        changed = sum(_use(run, outcomes)) if use else 0
+    names = {path.relative_to(run).as_posix() for path in paths}
+    report = _summarize(outcomes, folder / VERDICTS, rejudger.history, names, changed)
     print_report(report, lambda: _show(report), as_json=as_json, failed=bool(report.errors))
 
 
@@ -159,9 +204,23 @@ def _judge_all(
     return outcomes
 
 
+def _use(run: Path, outcomes: Iterable[SessionVerdicts]) -> Iterator[bool]:
+    """Put the first verdict of each session in force; yield whether another one was."""
+    for outcome in outcomes:
+        if outcome.entries and not outcome.entries[0].error:
+            yield put_in_force(run / outcome.entries[0].recording, outcome.entries[0])
+
+
 # --------------------------------------------------------------------------- the report
-def _summarize(outcomes: Sequence[SessionVerdicts], history: Path) -> RejudgeReport:
+def _summarize(
+    outcomes: Sequence[SessionVerdicts],
+    path: Path,
+    history: VerdictHistory,
+    recordings: set[str],
+    changed: int,
+) -> RejudgeReport:
     """Compare the first verdict of each session with the recorded one, and with the second."""
+    verdicts = _group(history, recordings)
     errors = {
         each.session: entry.error for each in outcomes for entry in each.entries if entry.error
     }
@@ -176,13 +235,52 @@ def _summarize(outcomes: Sequence[SessionVerdicts], history: Path) -> RejudgeRep
     return RejudgeReport(
         sessions=len(outcomes),
         evaluated=len(sound),
-        history=str(history),
+        history=str(path),
         changed=tuple(each for each in changes if is_other(each.before, each.now)),
         flipped=tuple(each for each in repeats if is_other(each.before, each.now)),
         agreement=compare_verdicts(pairs) if pairs else None,
+        verifiers=tuple(_count(name, rewards) for name, rewards in verdicts.items()),
+        pairs=tuple(_compare(verdicts)),
+        put_in_force=changed,
         refused={each.session: each.refused for each in outcomes if each.refused},
         errors=errors,
     )
+
+
+_Verdicts = Mapping[str, tuple[str, float]]
+"""Task and reward by recording."""
+
+
+def _group(history: VerdictHistory, recordings: set[str]) -> dict[str, _Verdicts]:
+    """Return the first verdicts of each evaluator by a unique name; first the recorded ones."""
+    recorded: dict[str, tuple[str, float]] = {}
+    groups: dict[tuple[str, str], dict[str, tuple[str, float]]] = {}
+    for entry in history.verdicts.values():
+        if entry.recording in recordings and entry.round == 1 and entry.reward is not None:
+            key = entry.name, entry.digest if entry.name else ""
+            own = groups.setdefault(key, {})
+            own[entry.recording] = entry.task, entry.reward.value
+            if entry.before is not None:
+                recorded.setdefault(entry.recording, (entry.task, entry.before))
+    names = [name for name, _ in groups]
+    unique = {
+        (name or "each task's own") + (f" ({digest[:8]})" if names.count(name) > 1 else ""): own
+        for (name, digest), own in groups.items()
+    }
+    return {"recorded": recorded, **unique}
+
+
+def _count(name: str, verdicts: _Verdicts) -> Verifier:
+    rewards = [reward for _, reward in verdicts.values()]
+    return Verifier(name, len(rewards), sum(map(is_pass, rewards)), fmean(rewards or [0.0]))
+
+
+def _compare(verdicts: Mapping[str, _Verdicts]) -> Iterator[VerifierPair]:
+    """Compare every two evaluators on the sessions that both have judged."""
+    for (first, before), (second, now) in combinations(verdicts.items(), 2):
+        both = [(before[each][0], before[each][1], now[each][1]) for each in before if each in now]
+        if both:
+            yield VerifierPair(first, second, compare_verdicts(both))
 
 
 def _show(report: RejudgeReport) -> None:
@@ -194,14 +292,36 @@ def _show(report: RejudgeReport) -> None:
         ("changed rewards", str(len(report.changed))),
         *_list_agreement(report.agreement),
     ]
+    if report.put_in_force:
+        rows.append(("put in force", f"{report.put_in_force} sessions"))
     table = make_table(("", ""), rows)
     table.show_header = False
     print_text(table)
+    if len(report.verifiers) > 2:
+        _show_verifiers(report)
     for title, rewards in (("changed", report.changed), ("flipped by itself", report.flipped)):
         _show_some(title, [f"{r.session} {_format(r.before)} -> {_format(r.now)}" for r in rewards])
     for title, reasons in (("refused", report.refused), ("error", report.errors)):
         _show_some(title, [f"{session}: {reason}" for session, reason in reasons.items()])
     print_text(f"all verdicts are in {report.history}")
+
+
+def _show_verifiers(report: RejudgeReport) -> None:
+    """Print the evaluators of the history, and how every two of them differ."""
+    counts = [(v.name, str(v.judged), str(v.solved), f"{v.reward:.3f}") for v in report.verifiers]
+    print_text(make_table(("evaluator", "judged", "solved", "mean reward"), counts))
+    rows = [
+        (
+            f"{pair.first} -> {pair.second}",
+            str(pair.agreement.sessions),
+            format_estimate(pair.agreement.same),
+            format_estimate(pair.agreement.difference),
+            _format_difference(pair.agreement.reward_difference),
+        )
+        for pair in report.pairs
+    ]
+    heads = ("evaluators", "sessions", "same verdict", "change of pass@1", "change of reward")
+    print_text(make_table(heads, rows))
 
 
 def _list_agreement(agreement: Agreement | None) -> Iterator[tuple[str, str]]:
@@ -211,10 +331,13 @@ def _list_agreement(agreement: Agreement | None) -> Iterator[tuple[str, str]]:
     before, now = agreement.solved
     yield "solved", f"{before} before, {now} now, of {agreement.sessions}"
     yield "change of pass@1", format_estimate(agreement.difference)
-    mean = agreement.reward_difference
     rewards = f"{agreement.reward[0]:.3f} before, {agreement.reward[1]:.3f} now"
     yield "mean reward", rewards
-    yield "change of reward", f"{mean.value:+.3f} ({mean.low:+.3f} to {mean.high:+.3f})"
+    yield "change of reward", _format_difference(agreement.reward_difference)
+
+
+def _format_difference(mean: Estimate) -> str:
+    return f"{mean.value:+.3f} ({mean.low:+.3f} to {mean.high:+.3f})"
 
 
 def _show_some(title: str, lines: Sequence[str]) -> None:
