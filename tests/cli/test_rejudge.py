@@ -13,11 +13,11 @@ import pytest
 from support.commands import run_command
 from support.recorded import REPAIRED, WORKS, function, record
 from support.server import flip_bit
+from tugline.patch import Patch
 from tugline.recording.file import read
 from tugline.recording.folder import patch_name
 from tugline.recording.trajectories import rebuild
 from tugline.recording.verdicts import VERDICTS, VerdictEntry
-from tugline.sandbox.patch import Patch
 from tugline.types import PluginSpec, Reward
 
 HISTORY = Path("run/verdicts") / VERDICTS
@@ -192,8 +192,8 @@ def test_verdicts_in_force_are_chosen(tmp_path: Path) -> None:
     recorded = path.read_bytes()
     assert read_report(rejudge(tmp_path, spec))["put_in_force"] == 0
     assert path.read_bytes() == recorded
-    assert read_report(rejudge(tmp_path, spec, "--use", "judged"))["put_in_force"] == 5
-    assert read_report(rejudge(tmp_path, spec, "--use", "judged"))["put_in_force"] == 0
+    assert read_report(rejudge(tmp_path, spec, "--use", "new"))["put_in_force"] == 5
+    assert read_report(rejudge(tmp_path, spec, "--use", "new"))["put_in_force"] == 0
     assert path.read_bytes().startswith(recorded)
     recording = read(path)
     assert recording.result is not None
@@ -225,7 +225,7 @@ def test_several_evaluators_are_compared(tmp_path: Path) -> None:
     for name in ("repaired", "changes"):
         command = ("rejudge", "run", "--evaluator", f"{name}.json", "--json")
         report = read_report(run_command(*command, cwd=tmp_path))
-    solved = {each["name"]: (each["judged"], each["solved"]) for each in report["verifiers"]}
+    solved = {each["name"]: (each["evaluated"], each["solved"]) for each in report["verifiers"]}
     assert solved == {"recorded": (5, 0), "repaired": (5, 1), "changes": (5, 4)}
     pairs = {(each["first"], each["second"]): each["agreement"] for each in report["pairs"]}
     assert set(pairs) == {

@@ -14,11 +14,11 @@ from support.deployment import CALL
 from support.recorded import FILES, REPAIRED, WORKS, function, record
 from tugline.evaluators.base import Verdict
 from tugline.gateway.app import Gateway
+from tugline.patch import Patch, unpack_patch
 from tugline.recording.file import read
 from tugline.recording.patches import load_patch
 from tugline.rollout.parts import Parts
 from tugline.rollout.rejudge import judge_again, refuse_evaluator, refuse_session
-from tugline.sandbox.patch import Patch, unpack_patch
 from tugline.types import Limits, PluginSpec, Reward, Status, Task, Trajectory
 
 __all__ = ["gateway"]

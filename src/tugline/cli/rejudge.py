@@ -57,7 +57,7 @@ class Verifier(msgspec.Struct, frozen=True):
     """An evaluator in the history, and its first verdicts on the selected sessions."""
 
     name: str
-    judged: int
+    evaluated: int
     solved: int
     reward: float
     """Mean reward."""
@@ -103,7 +103,7 @@ def rejudge(
     select: list[str] | None = None,
     out: Path | None = None,
     twice: bool = False,
-    use: Literal["judged", "recorded"] | None = None,
+    use: Literal["new", "recorded"] | None = None,
     slots: Count | None = None,
     as_json: Json = False,
 ) -> None:
@@ -116,7 +116,7 @@ def rejudge(
         select: Only sessions or tasks whose id matches this pattern, such as fix-*; repeatable.
         out: Folder of the history of verdicts (default: RUN/verdicts).
         twice: Judge everything twice, and list sessions whose two verdicts differ.
-        use: Verdicts to put in force, from which exports and trainers take rewards: those judged by
+        use: Verdicts to put in force, from which exports and trainers take rewards: those of
             this command, or again those recorded by the rollouts, which judges nothing.
         slots: Number of sessions that are judged at once (default: one per processor).
     """
@@ -308,7 +308,9 @@ def _show(report: RejudgeReport) -> None:
 
 def _show_verifiers(report: RejudgeReport) -> None:
     """Print the evaluators of the history, and how every two of them differ."""
-    counts = [(v.name, str(v.judged), str(v.solved), f"{v.reward:.3f}") for v in report.verifiers]
+    counts = [
+        (v.name, str(v.evaluated), str(v.solved), f"{v.reward:.3f}") for v in report.verifiers
+    ]
     print_text(make_table(("evaluator", "judged", "solved", "mean reward"), counts))
     rows = [
         (

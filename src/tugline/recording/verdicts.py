@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tugline.atomic import append_line, read_whole_lines
 from tugline.errors import CaptureError, UsageError
-from tugline.recording.file import Writer, read
+from tugline.recording.file import read, write_result
 from tugline.recording.records import RecordedVerdict
 from tugline.schema import copy_fields
 from tugline.types import Reward
@@ -102,6 +102,5 @@ def put_in_force(path: Path, entry: VerdictEntry | None) -> bool:
         result = replace(own, reward=entry.reward, report=entry.report, verdict=verdict)
     if result.verdict == now.verdict:
         return False
-    with Writer(path) as writer:
-        writer.append_record(result)
+    write_result(path, result)
     return True

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from tugline.errors import CaptureError, UsageError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.patch import Patch, unpack_patch
 from tugline.recording.file import Recording, read
 from tugline.recording.folder import parse_name
 from tugline.recording.patches import describe_no_patch, load_patch
@@ -31,7 +32,6 @@ from tugline.rollout.stages import StageSlots
 from tugline.rollout.task_validation import fingerprint_evaluator
 from tugline.sandbox.base import Exit
 from tugline.sandbox.files import remove
-from tugline.sandbox.patch import Patch, unpack_patch
 from tugline.schema import copy_fields
 from tugline.types import PluginSpec, Status
 

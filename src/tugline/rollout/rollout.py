@@ -22,6 +22,7 @@ from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.gateway.app import Gateway
 from tugline.gateway.terms import Opened, SessionTerms
 from tugline.harnesses.base import Launch, LaunchContext, prepare
+from tugline.patch import Patch, pack_patch
 from tugline.plugins import ENDINGS, refuse_endings
 from tugline.recording import file as recordings
 from tugline.recording.patches import save_patch
@@ -40,7 +41,6 @@ from tugline.rollout.parts import LOG_TAIL, Parts, PrewarmedSandboxes, TaskSandb
 from tugline.rollout.stages import Ending, ScopeEnded, StageSlots
 from tugline.sandbox.base import Exit, Sandbox
 from tugline.sandbox.files import collect_artifacts
-from tugline.sandbox.patch import Patch, pack_patch
 from tugline.schema import copy_fields
 from tugline.traces.base import Built, count_session
 from tugline.types import (
