@@ -51,6 +51,11 @@ async def submit(
             sessions = sum(len(each.sessions) for each in accepted)
             text = f"{len(accepted)} ({known} already submitted)" if known else len(accepted)
             console.print(f"accepted tasks: {text}, sessions: {sessions}")
+            if wait and not (await client.status()).nodes:
+                console.print(
+                    "no node is live, so the sessions wait for one: start `tugline node`, or see"
+                    " `tugline doctor`"
+                )
             if wait:
                 progress = SessionProgress(console, sessions)
                 await _follow(client, accepted, before, progress)
