@@ -8,7 +8,7 @@ part (I7).
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Self
 
 import msgspec
