@@ -237,3 +237,15 @@ def test_several_evaluators_are_compared(tmp_path: Path) -> None:
     assert difference["low"] < 0.6 < difference["high"]
     text = run_command("rejudge", "run", "--evaluator", "repaired.json", cwd=tmp_path).stdout
     assert "repaired -> changes" in text
+
+
+def test_a_grader_may_be_beside_its_file(tmp_path: Path) -> None:
+    """A module in the folder of the evaluator's file is found, wherever the command runs."""
+    write_run(tmp_path, a=Patch())
+    (tmp_path / "graders").mkdir()
+    (tmp_path / "graders" / "own_grading.py").write_text("def grade(outcome):\n    return 0.5\n")
+    spec = PluginSpec("function", {"target": "own_grading:grade"})
+    (tmp_path / "graders" / "own.json").write_bytes(msgspec.json.encode(spec))
+    command = ("rejudge", "run", "--evaluator", "graders/own.json", "--json")
+    report = read_report(run_command(*command, cwd=tmp_path))
+    assert report["changed"] == [{"session": "a-0", "before": 0.0, "now": 0.5}]

@@ -25,6 +25,7 @@ from tugline.launch.folder_lock import folder_lock
 from tugline.node.housekeeping import Housekeeping
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats
+from tugline.plugins import import_beside
 from tugline.recording.folder import list_recordings, parse_name
 from tugline.recording.trajectories import find_superseded
 from tugline.recording.verdicts import VERDICTS, VerdictHistory, put_in_force
@@ -163,6 +164,7 @@ def _select(run: Path, patterns: Sequence[str] | None) -> list[Path]:
 
 def _read_evaluator(path: Path) -> PluginSpec:
     """Read the file of an evaluator. Raises `ConfigError`."""
+    import_beside(path)
     values = read_values(path)
     if isinstance(values, dict) and list(values) == ["evaluator"]:  # as in a task file
         values = values["evaluator"]
