@@ -18,10 +18,11 @@ from rich.console import Console
 
 from tugline.aio import handle_signals
 from tugline.cli.options import Count, Json
-from tugline.cli.output import SessionProgress, make_table, print_report, print_text
+from tugline.cli.output import make_table, print_report, print_text
 from tugline.cli.process import keep_running
 from tugline.errors import UsageError
 from tugline.launch.folder_lock import folder_lock
+from tugline.launch.progress import SessionProgress
 from tugline.node.housekeeping import Housekeeping
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats
