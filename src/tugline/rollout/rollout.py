@@ -224,7 +224,7 @@ class _Rollout:
         if not self.calls:
             ending = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
             msg = f"{name} {ending} and made no model call: {tail}"
-            raise EarlyEnd(make_failure(Cause.CRASH, msg))
+            raise EarlyEnd(make_failure(Cause.NO_MODEL_CALL, msg))
 
     async def evaluate(self) -> None:
         """Run EVAL, with one repetition if the first evaluation gave no verdict."""
