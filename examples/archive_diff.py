@@ -16,12 +16,11 @@ from pathlib import PurePosixPath
 from typing import IO, BinaryIO
 
 from tugline.errors import SandboxError
+from tugline.patch import FileChange, Patch
 from tugline.sandbox.base import Content, check_path
 from tugline.sandbox.patch import (
     IGNORED,
     ChangeCollector,
-    FileChange,
-    Patch,
     PatchLimits,
     collect_patch,
     unusable_name,

@@ -28,8 +28,9 @@ from archive_diff import diff_archives, pack_files
 
 from tugline.aio import PausableTimeout, enforce_timeout
 from tugline.errors import SandboxError, UsageError
+from tugline.patch import Patch
 from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
-from tugline.sandbox.patch import Patch, PatchLimits
+from tugline.sandbox.patch import PatchLimits
 from tugline.types import Workspace
 
 KILL = "test ! -e {0}/pid || kill -s KILL -- -$(cat {0}/pid) 2>/dev/null || true"

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from tugline.config import Config, from_mapping, load
 from tugline.errors import ConfigError
+from tugline.launch.settings import load_settings
 from tugline.schema import MAX_PROBLEMS, PositiveFloat, decode, read_values
 
 
@@ -176,3 +177,19 @@ def test_values_are_changed_by_dotted_key(tmp_path: Path) -> None:
     file.write_text("stepz: 1\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"run\.yaml"):
         load(file, Settings, {"steps": 5})
+
+
+def test_paths_of_a_settings_file_are_relative_to_its_folder(tmp_path: Path) -> None:
+    """Wherever the command runs; absolute paths, URLs and values given otherwise are kept."""
+    path = tmp_path / "deep" / "settings.yaml"
+    path.parent.mkdir()
+    path.write_text(
+        "engine: {urls: ['http://e:1'], tokenizer: ../models/tok}\n"
+        "server: {tls_cert: cert.pem, tls_key: /keys/key.pem, store: 'sqlite:here.db'}\n"
+    )
+    settings = load_settings(path, server={}, node={}, engine={})
+    assert settings.engine.tokenizer == path.parent / "../models/tok"
+    assert settings.server.tls == (path.parent / "cert.pem", Path("/keys/key.pem"))
+    assert settings.server.store == "sqlite:here.db"
+    given = load_settings(path, server={}, node={}, engine={"tokenizer": "mine.json"})
+    assert given.engine.tokenizer == Path("mine.json")

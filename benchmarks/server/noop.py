@@ -16,8 +16,9 @@ import aiohttp
 from tugline.errors import SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness, Launch, LaunchContext
+from tugline.patch import Patch
 from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
-from tugline.sandbox.patch import Patch, PatchLimits
+from tugline.sandbox.patch import PatchLimits
 from tugline.types import Reward
 
 

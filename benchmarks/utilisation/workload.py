@@ -26,10 +26,11 @@ from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.gateway.terms import SessionState
 from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.node.admission import EngineLoad
+from tugline.patch import Patch
 from tugline.recording.records import RecordedResult
 from tugline.rollout.parts import Parts as BaseParts
 from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
-from tugline.sandbox.patch import Patch, PatchLimits
+from tugline.sandbox.patch import PatchLimits
 from tugline.types import (
     Call,
     Finish,

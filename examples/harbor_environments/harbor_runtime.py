@@ -36,6 +36,7 @@ from harbor.models.trial.paths import TrialPaths
 
 from tugline.aio import PausableTimeout, enforce_timeout
 from tugline.errors import SandboxError, UsageError
+from tugline.patch import Patch
 from tugline.sandbox.base import (
     HOME,
     MAX_READ_BYTES,
@@ -46,7 +47,7 @@ from tugline.sandbox.base import (
     Sandbox,
     SandboxSpec,
 )
-from tugline.sandbox.patch import Patch, PatchLimits
+from tugline.sandbox.patch import PatchLimits
 from tugline.types import Workspace
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -65,6 +65,20 @@ def change(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
             table = table[name]
         table[last] = value
     return changed
+
+
+def anchor_paths(values: Mapping[str, Any], kind: type[Config], folder: Path) -> dict[str, Any]:
+    """Return a copy of `values` of `kind` whose relative paths are absolute, from `folder` on."""
+    anchored = dict(values)
+    for field in msgspec.structs.fields(kind):
+        name = field.encode_name
+        value = values.get(name)
+        of = field.type
+        if isinstance(value, str) and Path in (get_args(of) or (of,)):
+            anchored[name] = str((folder / Path(value).expanduser()).absolute())
+        elif isinstance(value, Mapping) and isinstance(of, type) and issubclass(of, Config):
+            anchored[name] = anchor_paths(value, of, folder)
+    return anchored
 
 
 def from_mapping(values: Any, kind: type[C], source: str = "configuration") -> C:

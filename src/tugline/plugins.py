@@ -11,6 +11,7 @@ import difflib
 import functools
 import inspect
 import re
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from importlib import import_module, metadata
@@ -29,6 +30,13 @@ BUILT_IN: dict[str, dict[str, str]] = tomllib.loads(
     (Path(__file__).parent / "plugins.toml").read_text(encoding="utf-8")
 )
 """Targets by kind and name, in the form of the entry points ``tugline.<kind>``."""
+
+
+def import_beside(file: Path) -> None:
+    """Let modules in the folder of a configuration or task file be imported; installed ones win."""
+    folder = str(file.absolute().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def list_names(kind: str) -> list[str]:

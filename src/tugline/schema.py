@@ -52,6 +52,34 @@ TYPE_NAMES = {
     "str": "a string",
 }
 """Names of msgspec's types in error texts."""
+OTHER_NAMES = {
+    "learning_rate": "lr",
+    "beta": "kl",
+    "kl_coef": "kl",
+    "kl_loss_coef": "kl",
+    "epsilon": "clip_low",
+    "clip_ratio_low": "clip_low",
+    "epsilon_high": "clip_high",
+    "clip_ratio_high": "clip_high",
+    "entropy_coeff": "entropy",
+    "loss_type": "loss",
+    "num_iterations": "epochs",
+    "ppo_epochs": "epochs",
+    "adv_estimator": "advantage",
+    "num_generations": "samples",
+    "group_size": "samples",
+    "n": "samples",
+    "max_steps": "steps",
+    "total_training_steps": "steps",
+    "train_batch_size": "tasks_per_step",
+    "max_grad_norm_clip": "max_grad_norm",
+    "grad_clip": "max_grad_norm",
+    "max_completion_length": "max_tokens",
+    "warmup_steps": "warmup_updates",
+    "max_async_level": "staleness",
+    "model_name_or_path": "model",
+}
+"""Our names of keys of other trainers (TRL, verl, prime-rl), which users are likely to try."""
 _LOCATION = re.compile(r" - at `((?:key in )?\$[^`]*|key` in `\$[^`]*)`$")
 _EXPECTED = re.compile(r"Expected `([^`]+)`(.*?)(?:, got `?[^`]*`?)?$")
 
@@ -122,7 +150,8 @@ def _find_unknown_keys(value: Any, kind: Any, path: Location) -> Iterator[Config
     known = tuple(field.encode_name for each in structs for field in msgspec.structs.fields(each))
     for name in value:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
+            other = OTHER_NAMES.get(str(name))
+            close = [other] if other in known else difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
             field = dotted((*path, name))
             yield ConfigError(f"unknown key {field!r}; {hint}", field, known)

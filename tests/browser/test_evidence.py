@@ -15,9 +15,19 @@ import pytest
 from browser.busy import append_log, commit
 from browser.chromium import Tab
 from browser.conftest import DRAWN, TOKEN_FACTS, TOKENS_BOX, TURNS, check_accessibility
-from recording.view.synthetic import HOSTILE, LAST_WORD, Script, encode, long, small, whole
+from recording.view.synthetic import (
+    HOSTILE,
+    LAST_WORD,
+    Script,
+    add_patch,
+    encode,
+    long,
+    small,
+    whole,
+)
 from support.commands import run_program
 from support.server import TOKENS, RunningServer
+from tugline.patch import FileChange, Patch
 from tugline.protocol import NodeRegistered, Work
 from tugline.recording.file import read
 from tugline.recording.trajectories import rebuild
@@ -124,6 +134,22 @@ async def test_a_session_has_turns_ledger_and_tabs(tab: Tab, evidence: Evidence)
     await tab.js(f"{TOKENS_BOX}.focus()")
     await tab.key("Home")
     await tab.until(f"{TOKEN_FACTS}.includes('position 0')")
+
+
+async def test_a_patch_is_shown_whatever_the_evaluator(tab: Tab, evidence: Evidence) -> None:
+    """The stored changes are shown if the evaluator's report has none; else the reason why not."""
+    work = await evidence.lease("mend", 2)
+    for each, patch in zip(work, (Patch({"b.py": FileChange(b"x = 1\n")}), None), strict=True):
+        recording = small(evidence.recordings, f"{each.session.id}-made")
+        if patch is not None:
+            add_patch(recording, patch)
+        trajectory = rebuild(read(recording))
+        evidence.store_recording(each, recording)
+        await evidence.commit(each, trajectory, reward=Reward(1.0), report={})
+    text = "document.querySelector('.body').innerText"
+    await open_page(tab, evidence, "/sessions/mend-0?tab=patch", f"{text}.includes('+x = 1')")
+    assert "+++ b/b.py" in await tab.js(text)
+    await open_page(tab, evidence, "/sessions/mend-1?tab=patch", f"{text}.includes('no patch')")
 
 
 def test_entropy_is_the_mean_surprise_around_a_token() -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from cli.conftest import Shell
-from support.commands import TUGLINE, run_program
+from support.commands import TUGLINE, run_command, run_program
 from support.server import TOKENS
 from support.tasks import make_task
+from tugline.cli import machine
 from tugline.client.nodes import NodeClient
 from tugline.protocol import NodeRegistration
 
@@ -41,3 +48,39 @@ def test_a_low_limit_of_open_files_is_reported() -> None:
     done = run_program("sh", "-c", limited, check=True)
     (advice,) = json.loads(done.stdout)["open files"]["weaknesses"]
     assert advice.startswith("999 are enough for about 62 agents")
+
+
+def test_this_machine_is_checked_where_no_server_is_known(tmp_path: Path) -> None:
+    """Sandbox, memory, disk and port have a row each, and the next command is printed."""
+    done = run_command("doctor", "--json", cwd=tmp_path)
+    report = json.loads(done.stdout)
+    checks = {each["component"]: each for each in report["checks"]}
+    assert {"sandbox", "user", "memory", "processors", "disk", "port"} <= set(checks)
+    assert done.returncode == int(not all(each["healthy"] for each in report["checks"]))
+    assert report["next"].startswith(("tugline ", "pip install "))
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # another program has it
+            taken.bind(("127.0.0.1", 7700))
+            taken.listen()
+        text = run_command("doctor", cwd=tmp_path)
+    assert (text.returncode, "7700 is in use" in text.stdout) == (1, True)
+    assert "next: " in text.stdout
+
+
+def test_a_full_machine_is_unhealthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Little free memory, a full disk and a broken driver are reported with their figures."""
+    small = SimpleNamespace(available=1 << 30, total=4 << 30)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: small)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _path: SimpleNamespace(free=1 << 30))
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771, 14377'\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    checks = {check.component: check for check in machine.check_machine(tmp_path / "new")}
+    assert (checks["memory"].healthy, checks["disk"].healthy) == (False, False)
+    assert "1.0 of 4.0 GB" in checks["memory"].detail
+    assert checks["GPU"].detail == "NVIDIA H200: 14 of 140 GiB are in use"
+    driver.write_text("#!/bin/sh\nexit 9\n")
+    checks = {check.component: check for check in machine.check_machine(tmp_path)}
+    assert (checks["GPUs"].healthy, "nvidia-smi fails" in checks["GPUs"].detail) == (False, True)

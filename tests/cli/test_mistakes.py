@@ -79,3 +79,17 @@ def test_the_taken_port_of_a_demo_is_named(folder: Path, run_here: Run) -> None:
         port = other.getsockname()[1]
         error = read_error(f"demo --port {port}", folder, run_here)
     assert f"cannot listen on 127.0.0.1:{port}" in error
+
+
+def test_a_grader_beside_the_task_file_is_found(folder: Path) -> None:
+    """`task check` finds a function in the folder of the file, and names one that is not there."""
+    (folder / "mine").mkdir()
+    (folder / "mine" / "own_rewards.py").write_text("def short(outcome):\n    return 1.0\n")
+    evaluator = "{name: function, options: {target: 'own_rewards:short'}}"
+    task = f"id: a\ninstruction: x\nharness: pi\nevaluator: {evaluator}\n"
+    (folder / "mine" / "task.yaml").write_text(task)
+    done = run_command("task", "check", "mine/task.yaml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "mine" / "task.yaml").write_text(task.replace("own_rewards", "no_rewards"))
+    done = run_command("task", "check", "mine/task.yaml", cwd=folder)
+    assert (done.returncode, "No module named 'no_rewards'" in done.stderr) == (2, True)

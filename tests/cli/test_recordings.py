@@ -8,7 +8,7 @@ from cli.conftest import Shell
 from recording.view.synthetic import add_patch, small
 from support.server import commit
 from support.tasks import make_task
-from tugline.sandbox.patch import FileChange, Patch
+from tugline.patch import FileChange, Patch
 
 UNKNOWN = "tugline: 'nobody' is neither a recording nor the id of a session in runs/; "
 CHANGES = Patch({"a.py": FileChange(b"fail\n"), "raw": FileChange(b"\xff")})

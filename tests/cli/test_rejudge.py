@@ -13,11 +13,12 @@ import pytest
 from support.commands import run_command
 from support.recorded import REPAIRED, WORKS, function, record
 from support.server import flip_bit
+from tugline.patch import Patch
 from tugline.recording.file import read
 from tugline.recording.folder import patch_name
+from tugline.recording.trajectories import rebuild
 from tugline.recording.verdicts import VERDICTS, VerdictEntry
-from tugline.sandbox.patch import Patch
-from tugline.types import PluginSpec
+from tugline.types import PluginSpec, Reward
 
 HISTORY = Path("run/verdicts") / VERDICTS
 
@@ -181,3 +182,70 @@ def test_the_report_is_a_table(tmp_path: Path) -> None:
     assert "refused: old-0: it was recorded" in done.stdout
     assert "change of pass@1" in done.stdout
     assert (tmp_path / "other" / VERDICTS).exists()
+
+
+def test_verdicts_in_force_are_chosen(tmp_path: Path) -> None:
+    """Judging alone changes no reward; `--use` does, for readers of recordings, and back again."""
+    write_run(tmp_path, **WORKS)
+    spec = PluginSpec("tests", {"files": REPAIRED})
+    path = tmp_path / "run" / "right-0.1.rec"
+    recorded = path.read_bytes()
+    assert read_report(rejudge(tmp_path, spec))["put_in_force"] == 0
+    assert path.read_bytes() == recorded
+    assert read_report(rejudge(tmp_path, spec, "--use", "new"))["put_in_force"] == 5
+    assert read_report(rejudge(tmp_path, spec, "--use", "new"))["put_in_force"] == 0
+    assert path.read_bytes().startswith(recorded)
+    recording = read(path)
+    assert recording.result is not None
+    assert recording.result.verdict is not None
+    [entry] = [each for each in read_history(tmp_path) if each.session == "right-0"]
+    assert (recording.result.verdict.digest, recording.result.verdict.at) == (
+        entry.digest,
+        entry.at,
+    )
+    rewards = [each.reward and each.reward.value for each in recording.results]
+    assert rewards == [0.0, 1.0]
+    trajectory = rebuild(recording)
+    assert trajectory.reward == Reward(1.0, entry.reward.parts if entry.reward else {})
+    back = run_command("rejudge", "run", "--use", "recorded", "--json", cwd=tmp_path)
+    assert read_report(back) == {"put_in_force": 5}
+    assert rebuild(read(path)).reward == Reward(0.0)
+    assert len(read(path).results) == 3
+    refused = rejudge(tmp_path, spec, "--use", "recorded")
+    assert (refused.returncode, "judges nothing" in refused.stderr) == (2, True)
+
+
+def test_several_evaluators_are_compared(tmp_path: Path) -> None:
+    """Each pair has the share of equal verdicts and paired differences with intervals."""
+    write_run(tmp_path, **WORKS)
+    (tmp_path / "repaired.json").write_bytes(
+        msgspec.json.encode(PluginSpec("tests", {"files": REPAIRED}))
+    )
+    (tmp_path / "changes.json").write_bytes(msgspec.json.encode(function("count_changes")))
+    for name in ("repaired", "changes"):
+        command = ("rejudge", "run", "--evaluator", f"{name}.json", "--json")
+        report = read_report(run_command(*command, cwd=tmp_path))
+    solved = {each["name"]: (each["evaluated"], each["solved"]) for each in report["verifiers"]}
+    assert solved == {"recorded": (5, 0), "repaired": (5, 1), "changes": (5, 4)}
+    pairs = {(each["first"], each["second"]): each["agreement"] for each in report["pairs"]}
+    assert set(pairs) == {
+        ("recorded", "repaired"), ("recorded", "changes"), ("repaired", "changes"),
+    }  # fmt: skip
+    assert pairs["repaired", "changes"]["same"]["value"] == pytest.approx(0.4)
+    difference = pairs["repaired", "changes"]["difference"]
+    assert difference["value"] == pytest.approx(0.6)
+    assert difference["low"] < 0.6 < difference["high"]
+    text = run_command("rejudge", "run", "--evaluator", "repaired.json", cwd=tmp_path).stdout
+    assert "repaired -> changes" in text
+
+
+def test_a_grader_may_be_beside_its_file(tmp_path: Path) -> None:
+    """A module in the folder of the evaluator's file is found, wherever the command runs."""
+    write_run(tmp_path, a=Patch())
+    (tmp_path / "graders").mkdir()
+    (tmp_path / "graders" / "own_grading.py").write_text("def grade(outcome):\n    return 0.5\n")
+    spec = PluginSpec("function", {"target": "own_grading:grade"})
+    (tmp_path / "graders" / "own.json").write_bytes(msgspec.json.encode(spec))
+    command = ("rejudge", "run", "--evaluator", "graders/own.json", "--json")
+    report = read_report(run_command(*command, cwd=tmp_path))
+    assert report["changed"] == [{"session": "a-0", "before": 0.0, "now": 0.5}]

@@ -13,9 +13,9 @@ from recording.view.synthetic import add_patch, small, tokenizer
 from support.commands import run_command
 from support.server import flip_bit
 from tugline.cli.view import view
+from tugline.patch import FileChange, Patch
 from tugline.recording.folder import patch_name
 from tugline.recording.view import html_page
-from tugline.sandbox.patch import FileChange, Patch
 
 
 def test_a_session_is_viewed_in_the_terminal_as_json_and_as_a_page(tmp_path: Path) -> None:

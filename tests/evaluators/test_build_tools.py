@@ -19,8 +19,8 @@ from support.commands import run_program
 from support.evaluation import Judge, make_task_with_files
 from support.sandbox import WITH_PYTHON, Driver, run_shell
 from tugline.evaluators.tests import TestsEvaluator
+from tugline.patch import FileChange
 from tugline.sandbox.base import Mount, Sandbox
-from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
 
 pytestmark = pytest.mark.timeout(600)

@@ -15,8 +15,8 @@ from tugline.evaluators.filters import (
     filter_patch,
     find_match,
 )
+from tugline.patch import FileChange, Patch
 from tugline.sandbox.base import Mount
-from tugline.sandbox.patch import FileChange, Patch
 from tugline.schema import read_values
 
 RULES = Rules(

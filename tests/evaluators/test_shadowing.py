@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support import evaluation
 from support.sandbox import WITH_PYTHON, Driver
 from tugline.evaluators.tests import TestsEvaluator
-from tugline.sandbox.patch import FileChange
+from tugline.patch import FileChange
 from tugline.types import Workspace
 
 CALC = {"src/calc.py": "def total(a, b):\n    return a - b\n", "src/random.py": "SEED = 1\n"}

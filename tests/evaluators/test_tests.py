@@ -19,9 +19,9 @@ from support.sandbox import WITH_PYTHON, Driver
 from tugline.errors import EvaluatorError, SandboxError
 from tugline.evaluators.own_pytest import find_tests
 from tugline.evaluators.tests import TestsEvaluator
+from tugline.patch import FileChange
 from tugline.sandbox.base import Exit
 from tugline.sandbox.local import LocalSandbox
-from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
 
 BILL = "def total(a, b):\n    return a - b\n"

@@ -23,7 +23,7 @@ from support.failing_plugins import Ending
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.verdict import MAX_VALUES, evaluate, make_plain
-from tugline.sandbox.patch import Patch
+from tugline.patch import Patch
 from tugline.types import Boundary, Failure, Reward, Status
 
 

@@ -48,7 +48,7 @@ def open_session(calls: list[Call]) -> SessionExport:
     done = RecordedResult(
         status=Status.COMPLETED, builder=builder, ledger=Ledger(), reward=Reward(1.0)
     )
-    recording = Recording(make_header(), tuple(calls), result=done)
+    recording = Recording(make_header(), tuple(calls), results=(done,))
     place = (0, 0, 0.5)
     builder = PrefixMerging()
     return SessionExport(make_header(), recording, "prefix_merging", builder, TraceFilter(), *place)

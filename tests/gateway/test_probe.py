@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from support.commands import run_command
 from support.engine import RENDERING, reply_with
+from tugline.chat.templates.rendering import find_template
 from tugline.errors import EngineError, UsageError
 from tugline.gateway.app import Gateway
 from tugline.gateway.probe import CheckOutcome, EngineReport, connect, probe
@@ -297,7 +298,29 @@ async def test_the_doctor_command_prints_text_or_json() -> None:
     async with serve(Stub().app()) as url:
         code, text = await run("--engine", url, "--json")
         assert (code, json.loads(text)["mode"]) == (0, "exact")
+        start = f"tugline up --engine {url}"
+        exact = f"{start} --tokenizer MODEL/tokenizer.json --renderer TEMPLATE"
+        assert json.loads(text)["next"] == exact
+        code, text = await run("--engine", url, "--mode", "text")
+        assert f"next: {start} --messages-only" in text
         code, text = await run("--engine", url)
         lines = [" ".join(line.split()) for line in text.splitlines() if "usable " in line]
         unsafe = [line for line in lines if "special tokens in them included" in line]
         assert [line for line in lines if "exact" not in line] == unsafe != []
+
+
+@pytest.mark.parametrize(
+    ("model", "template"),
+    [
+        ("Qwen/Qwen3-8B", "qwen3"),
+        ("/models/qwen3-8b/", "qwen3"),
+        ("Qwen3-8B", "qwen3"),
+        ("mine/Qwen3-8B-tuned", None),
+        ("", None),
+    ],
+)
+def test_a_template_is_found_by_the_name_of_a_published_model(
+    model: str, template: str | None
+) -> None:
+    """Folders of that name count as well; other names are not guessed."""
+    assert find_template(model) == template

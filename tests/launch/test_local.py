@@ -86,6 +86,21 @@ async def test_results_are_in_task_order(config: Path, monkeypatch: pytest.Monke
     assert not list(config.parent.glob("tugline-*"))
 
 
+async def test_the_function_runs_in_a_running_event_loop(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a notebook: the call blocks, returns the results and shows progress as lines."""
+    async with serve(create_engine()) as url:
+
+        async def run_cell() -> list[Result]:
+            changes = {"node.slots": 1}
+            return tugline.run(make("a", samples=2), engine=url, config=config, changes=changes)
+
+        results = await asyncio.to_thread(asyncio.run, run_cell())
+    assert [(each.view.session, each.view.reward) for each in results] == [("a-0", 1), ("a-1", 1)]
+    assert "2 of 2 sessions, mean reward 1" in capsys.readouterr().err
+
+
 async def test_a_wrong_option_is_named() -> None:
     """The error has the option's name in the configuration or on the command line."""
     with pytest.raises(tugline.UsageError, match=r"node\.slots is 0, must be"):

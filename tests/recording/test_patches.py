@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tugline.errors import CaptureError
+from tugline.patch import FileChange, Patch, pack_patch, unpack_patch
 from tugline.recording.folder import patch_name
 from tugline.recording.patches import load_patch, save_patch
-from tugline.sandbox.patch import FileChange, Patch, pack_patch, unpack_patch
 
 CHANGES = st.builds(FileChange, st.binary(), st.booleans(), st.booleans(), st.booleans())
 PATCHES = st.builds(

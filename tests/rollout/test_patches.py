@@ -10,11 +10,11 @@ from rollout.test_rollout import ONCE, a_task, gateway, run_task, shell
 from support.deployment import CALL
 from tugline.evaluators.base import SessionOutcome
 from tugline.gateway.app import Gateway
+from tugline.patch import FileChange, Patch, unpack_patch
 from tugline.recording.file import read
 from tugline.recording.folder import PATCH
 from tugline.recording.patches import describe_no_patch, load_patch
 from tugline.recording.trajectories import rebuild
-from tugline.sandbox.patch import FileChange, Patch, unpack_patch
 from tugline.types import Limits, PluginSpec, Task, Trajectory
 
 __all__ = ["gateway"]

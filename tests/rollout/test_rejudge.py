@@ -14,11 +14,11 @@ from support.deployment import CALL
 from support.recorded import FILES, REPAIRED, WORKS, function, record
 from tugline.evaluators.base import Verdict
 from tugline.gateway.app import Gateway
+from tugline.patch import Patch, unpack_patch
 from tugline.recording.file import read
 from tugline.recording.patches import load_patch
 from tugline.rollout.parts import Parts
 from tugline.rollout.rejudge import judge_again, refuse_evaluator, refuse_session
-from tugline.sandbox.patch import Patch, unpack_patch
 from tugline.types import Limits, PluginSpec, Reward, Status, Task, Trajectory
 
 __all__ = ["gateway"]
@@ -102,11 +102,11 @@ def test_a_refused_session_says_why(tmp_path: Path) -> None:
     early = read(record(tmp_path, "early-0", Patch(), seconds={"run": 1.0}))
     assert "was not evaluated" in refuse_session(early)
     running = read(record(tmp_path, "running-0", Patch()))
-    running.result = None
+    running.results = ()
     assert refuse_session(running) == "no result is recorded"
     cancelled = read(record(tmp_path, "cancelled-0", Patch()))
     assert cancelled.result is not None
-    cancelled.result = replace(cancelled.result, status=Status.CANCELLED)
+    cancelled.results = (replace(cancelled.result, status=Status.CANCELLED),)
     assert "cancelled" in refuse_session(cancelled)
     assert not refuse_session(read(record(tmp_path, "fine-0", Patch())))
     evaluator = Parts().evaluator(OWN)

@@ -9,10 +9,10 @@ import pytest
 
 from support.sandbox import Driver, read_log, run_shell
 from tugline.errors import ImageError
+from tugline.patch import FileChange, Patch
 from tugline.sandbox.apptainer import Apptainer
 from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.overlay import unmount_all
-from tugline.sandbox.patch import FileChange, Patch
 from tugline.types import Workspace
 
 EACH = pytest.mark.parametrize("driver", ["stand-in", "apptainer"], indirect=True)

@@ -36,9 +36,9 @@ from support.sandbox import (
 from support.sockets import serve
 from tugline.aio import PausableTimeout, run_beside
 from tugline.errors import SandboxError, UsageError
+from tugline.patch import FileChange
 from tugline.sandbox.base import OUTPUT_BYTES, Exit, Mount, ProgramTimeout, Sandbox
 from tugline.sandbox.limits import RECORD, Cgroup, find_cgroup_parent
-from tugline.sandbox.patch import FileChange
 from tugline.types import Cause
 
 ISOLATED = pytest.mark.parametrize("driver", DRIVERS[1:], indirect=True)

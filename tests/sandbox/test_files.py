@@ -13,8 +13,8 @@ import pytest
 from support.commands import run_program
 from support.sandbox import dig, open_files
 from tugline.errors import DiskFull, SandboxError, UsageError
+from tugline.patch import FileChange
 from tugline.sandbox.files import open_folder, read_file, remove, write_files
-from tugline.sandbox.patch import FileChange
 
 
 @pytest.fixture

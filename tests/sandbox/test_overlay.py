@@ -11,10 +11,11 @@ import pytest
 
 from support.commands import run_program
 from support.sandbox import dig
+from tugline.patch import FileChange, Patch
 from tugline.sandbox import overlay
 from tugline.sandbox.files import write_files
 from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
-from tugline.sandbox.patch import FileChange, Patch, PatchLimits
+from tugline.sandbox.patch import PatchLimits
 
 FILES = {"task.md": "do it\n", "pkg/given.py": "g = 1\n"}
 """Initial files over the base."""

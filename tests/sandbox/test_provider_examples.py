@@ -30,8 +30,9 @@ from support.sandbox import (
 )
 from tugline import plugins
 from tugline.errors import SandboxError, UsageError
+from tugline.patch import FileChange
 from tugline.sandbox.base import Mount, Runtime, SandboxSpec
-from tugline.sandbox.patch import FileChange, PatchLimits
+from tugline.sandbox.patch import PatchLimits
 from tugline.types import PluginSpec, Workspace
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

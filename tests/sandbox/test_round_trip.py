@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.sandbox import Driver, read_log, run_shell
-from tugline.evaluators.script import format_patch
+from tugline.patch import FileChange, Patch, format_patch
 from tugline.sandbox import overlay
 from tugline.sandbox.base import Sandbox
 from tugline.sandbox.files import write_files
 from tugline.sandbox.overlay import OverlayWorkspace
-from tugline.sandbox.patch import FileChange, Patch
 
 ODD = [
     "a",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from support.tasks import make_task
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.patch import FileChange, Patch
 from tugline.sandbox.base import Content, Exit, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
-from tugline.sandbox.patch import FileChange, Patch
 from tugline.types import Task, Workspace
 
 DONE = Exit(0, timed_out=False, seconds=1.0)

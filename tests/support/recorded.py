@@ -9,10 +9,10 @@ from typing import Any
 
 from support.calls import make_call, make_header
 from tugline.evaluators.base import SessionOutcome
+from tugline.patch import FileChange, Patch, pack_patch
 from tugline.recording.file import Writer
 from tugline.recording.patches import save_patch
 from tugline.recording.records import RecordedExit, RecordedResult
-from tugline.sandbox.patch import FileChange, Patch, pack_patch
 from tugline.types import Ledger, PluginSpec, Reward, Status
 
 FILES = {

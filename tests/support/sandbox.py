@@ -24,10 +24,10 @@ import pytest
 
 from support.containers import DEBIAN, host_programs, list_leftovers
 from support.polling import until
+from tugline.patch import FileChange, Patch
 from tugline.plugins import find
 from tugline.sandbox.base import Exit, Mount, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.limits import RECORD
-from tugline.sandbox.patch import FileChange, Patch
 from tugline.types import Workspace
 
 DRIVERS = [

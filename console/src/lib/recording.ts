@@ -50,6 +50,7 @@ export interface SessionEvent {
 
 /** What the recording says of its session, its turns and its end: the format of `tugline view --json`. */
 interface SessionView {
+  diff: string;
   /** Path of the recording. */
   recording: string;
   damage: string;

@@ -7,6 +7,7 @@ request that the server rejects); 1: any other failure; 130: interrupted. The mo
 imported when the command is called, so that ``--help`` is fast and a killed server restarts fast.
 """
 
+import difflib
 import io
 import os
 import sys
@@ -93,7 +94,9 @@ def main() -> None:
 def _run(called: str) -> None:
     app = make_app()
     if called not in app:  # the error of cyclopts would import all commands
-        raise UsageError(f"unknown command {called!r}; see tugline --help")
+        close = difflib.get_close_matches(called, app, n=1)
+        hint = f"did you mean {close[0]!r}? See" if close else "see"
+        raise UsageError(f"unknown command {called!r}; {hint} tugline --help")
     if called in COMMANDS:
         from tugline import log  # noqa: PLC0415 - start-up: --help does not log
 

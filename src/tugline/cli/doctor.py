@@ -1,18 +1,23 @@
-"""``tugline doctor``: check an engine, this machine's runtimes or a server.
+"""``tugline doctor``: check this machine, an engine or a server.
 
 ``--engine`` reports the modes that the engine supports and the flags to change, ``--runtimes`` the
-usable runtimes and their weaknesses; without them the server, its nodes and engines are checked.
-The exit code is 0 if all checks pass (with ``--engine``: if the requested mode is usable), else 1.
+usable runtimes and their weaknesses. Without them the server, its nodes and engines are checked if
+there is one, else this machine. The exit code is 0 if all checks pass (with ``--engine``: if the
+requested mode is usable), else 1.
 """
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from rich.text import Text
 
+from tugline.chat.templates.rendering import find_template
+from tugline.cli.machine import check_machine, suggest_next
 from tugline.cli.options import DEFAULT_SERVER, LOOK_S, Json, Remote
 from tugline.cli.output import COLOURS, make_table, print_report, print_text
-from tugline.client.overview import examine
+from tugline.client.overview import HealthCheck, examine
 from tugline.errors import UsageError
 from tugline.gateway.probe import EngineReport, probe
 from tugline.gateway.probe_reports import ModelFacts
@@ -36,7 +41,7 @@ async def doctor(
     remote: Remote = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Check an engine's modes and flags, this machine's runtimes, or a server.
+    """Check this machine, an engine's modes and flags, or a server.
 
     Args:
         engine: Address, such as http://127.0.0.1:8000.
@@ -49,7 +54,10 @@ async def doctor(
         _list_runtimes(as_json=as_json)
         return
     if engine is None:
-        await _examine(remote, as_json=as_json)
+        if remote.is_known:
+            await _examine(remote, as_json=as_json)
+        else:
+            _check_this_machine(as_json=as_json)
         return
     facts = ModelFacts() if tokenizer is None else ModelFacts.read(tokenizer)
     report = await probe(_check_address(engine), model, facts=facts)
@@ -58,8 +66,26 @@ async def doctor(
         report.wire(mode)
     except UsageError as error:
         refusal = str(error)
-    values = report.to_dict() | {"refused": refusal}
-    print_report(values, lambda: _show(report, refusal), as_json=as_json, failed=bool(refusal))
+    command = "" if refusal else suggest_up(report, mode, tokenizer)
+    values = report.to_dict() | {"refused": refusal, "next": command}
+
+    def show() -> None:
+        _show(report, refusal)
+        if command:
+            print_text(f"next: {command}")
+
+    print_report(values, show, as_json=as_json, failed=bool(refusal))
+
+
+def suggest_up(report: EngineReport, mode: Mode | None, tokenizer: Path | None) -> str:
+    """Return the command that serves the engine; words in capitals are not known here."""
+    words = ["tugline", "up", "--engine", report.url]
+    if mode is Mode.TEXT:
+        words.append("--messages-only")
+    elif mode is not Mode.OBSERVED and Mode.EXACT in report.routes.values():
+        file = (tokenizer or Path("MODEL")) / "tokenizer.json"
+        words += ["--tokenizer", str(file), "--renderer", find_template(report.model) or "TEMPLATE"]
+    return shlex.join(words)
 
 
 def _check_address(url: str) -> str:
@@ -93,14 +119,30 @@ def _list_runtimes(*, as_json: bool) -> None:
     print_report(states, lambda: print_text(table), as_json=as_json)
 
 
+def _check_this_machine(*, as_json: bool) -> None:
+    checks = check_machine(Path.cwd())
+    command = suggest_next(checks)
+
+    def show() -> None:
+        _show_checks(checks)
+        print_text(f"next: {command}")
+
+    values = {"checks": [check._asdict() for check in checks], "next": command}
+    print_report(values, show, as_json=as_json, failed=not all(each.healthy for each in checks))
+
+
+def _show_checks(checks: Sequence[HealthCheck]) -> None:
+    signs = {True: ("healthy", "green"), False: ("unhealthy", "red")}
+    rows = ((check.component, Text(*signs[check.healthy]), check.detail) for check in checks)
+    print_text(make_table(("component", "", "detail"), rows))
+
+
 async def _examine(remote: Remote, *, as_json: bool) -> None:
     async with remote.connect(LOOK_S) as client:
         checks = await examine(client)
-    signs = {True: ("healthy", "green"), False: ("unhealthy", "red")}
-    rows = ((check.component, Text(*signs[check.healthy]), check.detail) for check in checks)
     print_report(
         [check._asdict() for check in checks],
-        lambda: print_text(make_table(("component", "", "detail"), rows)),
+        lambda: _show_checks(checks),
         as_json=as_json,
         failed=not all(check.healthy for check in checks),
     )

@@ -16,7 +16,7 @@ from tugline.cli.options import DEMO_MODEL, Changes
 from tugline.cli.output import echo
 from tugline.datasets.files import SetFile
 from tugline.errors import UsageError
-from tugline.launch.settings import Flags, Settings, load_settings
+from tugline.launch.settings import Flags, Settings, load_settings, name_model
 from tugline.types import Mode
 
 Processes = int | Literal["auto"] | None
@@ -73,11 +73,7 @@ class NodeOptions:
         settings = load_settings(
             self.config, server=server or {}, node=node, engine=engine, changes=changes
         )
-        if self.model is None:
-            return settings
-        if settings.engine.urls:
-            return replace(settings, engine=replace(settings.engine, served_name=self.model))
-        return replace(settings, engine=replace(settings.engine, model=Path(self.model)))
+        return settings if self.model is None else name_model(settings, self.model)
 
     @property
     def task_changes(self) -> Mapping[str, Any]:

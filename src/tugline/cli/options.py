@@ -1,6 +1,7 @@
 """Options shared by commands, and the client that they configure."""
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from cyclopts.validators import Number
 
 from tugline.client.api import Client
 from tugline.client.sync import SyncClient
+from tugline.client.transport import SERVER
 from tugline.errors import Missing, ServerError, UsageError
 from tugline.protocol import SessionView, TaskView
 from tugline.recording.folder import list_recordings, resolve
@@ -47,6 +49,12 @@ class Remote:
     """Token of the server (default: TUGLINE_TOKEN, else --dir)."""
     folder: Annotated[Path | None, Parameter("--dir")] = None
     """Folder of `tugline up` (default: tugline-data)."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a server is named, or one was started in the folder."""
+        named = self.server or self.folder or os.environ.get(SERVER)
+        return bool(named) or (DATA / "server.json").exists()
 
     def connect(self, deadline_s: float = _DEADLINE_S) -> Client:
         """Create the client of a command, an async context manager."""

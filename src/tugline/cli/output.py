@@ -6,19 +6,15 @@ import os
 import queue
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TextIO
 
 import msgspec
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Column, Table
 from rich.text import Text
-
-from tugline.types import is_pass
 
 COLOURS = {
     "pass": "green",
@@ -30,8 +26,6 @@ COLOURS = {
 """Colours of the results of checks."""
 _FILE_WIDTH = 1 << 16
 """Width of output that is not a terminal, in columns."""
-_REPORT_EVERY_S = 10.0
-"""Seconds between two lines of progress, without a terminal."""
 
 
 class _BackgroundFile(io.TextIOBase):
@@ -120,57 +114,10 @@ def format_counts(counts: Mapping[Any, int]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
 
 
-def make_bar(console: Console) -> Progress:
-    """Create a progress bar with count, summary and time; it is shown only on a terminal."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[summary]}"),
-        console=console,
-        disable=not console.is_terminal,
-    )
-
-
 def make_progress() -> Progress:
     """Create a progress bar that disappears at its end; it is shown only on a terminal."""
     console = Console(stderr=True)
     return Progress(console=console, transient=True, disable=not console.is_terminal)
-
-
-class SessionProgress:
-    """Progress of sessions, as a bar or, without a terminal, as lines."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        self.first_failure = ""
-        self.bar = make_bar(console)
-        self._line = self.bar.add_task("sessions", total=total, summary="")
-        self._rewards: dict[str, float | None] = {}
-        self._failed = 0
-        self._reported = 0.0
-
-    def add(self, session: str, reward: float | None, failure: str) -> None:
-        """Count a result; `failure` is empty for a session that did not fail."""
-        self._rewards[session] = reward
-        self._failed += bool(failure)
-        self.first_failure = self.first_failure or (failure and f"{session}: {failure}")
-        done = len(self._rewards)
-        summary = self.summarize()
-        now = time.monotonic()
-        self.bar.update(self._line, completed=done, summary=summary)
-        total = self.bar.tasks[0].total
-        due = now - self._reported >= _REPORT_EVERY_S or done == total
-        if due and not self.bar.console.is_terminal:
-            self._reported = now
-            self.bar.console.print(f"{done} of {total:.0f} sessions, {summary}")
-
-    def summarize(self) -> str:
-        """Return the mean reward and the numbers of passed and failed sessions as text."""
-        rewards = [reward for reward in self._rewards.values() if reward is not None]
-        passed = f"{sum(map(is_pass, rewards))} of {len(rewards)} passed"
-        text = f"mean reward {fmean(rewards):.3g}, {passed}" if rewards else "no reward"
-        return f"{text}, {self._failed} failed" if self._failed else text
 
 
 def save_report(path: Path, report: object, *, as_json: bool) -> None:

@@ -6,30 +6,41 @@ if a session could not be judged because of an error.
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean
+from typing import Literal
 
 import msgspec
 from rich.console import Console
 
 from tugline.aio import handle_signals
 from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote
-from tugline.cli.output import SessionProgress, make_table, print_report, print_text
+from tugline.cli.output import make_table, print_report, print_text
 from tugline.cli.process import keep_running
-from tugline.cli.rejudge_server import RejudgeOptions, judge_on_server
+from tugline.cli.rejudge_server import RejudgeOptions, judge_on_server, use_recorded
 from tugline.errors import UsageError
 from tugline.launch.folder_lock import folder_lock
+from tugline.launch.progress import SessionProgress
 from tugline.node.housekeeping import Housekeeping
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats
+from tugline.plugins import import_beside
 from tugline.recording.folder import list_recordings, parse_name
 from tugline.recording.trajectories import find_superseded
-from tugline.recording.verdicts import VERDICTS
+from tugline.recording.verdicts import VERDICTS, VerdictEntry, put_in_force
 from tugline.rollout.rejudge import Rejudger, SessionVerdicts
 from tugline.schema import decode, read_values
-from tugline.trainers.evaluation import Agreement, compare_verdicts, format_estimate, is_other
-from tugline.types import PluginSpec
+from tugline.trainers.evaluation import (
+    Agreement,
+    Estimate,
+    compare_verdicts,
+    format_estimate,
+    is_other,
+)
+from tugline.types import PluginSpec, is_pass
 
 FOLDER = "verdicts"
 """Folder of the history in that of the run, by default."""
@@ -45,6 +56,24 @@ class ChangedReward(msgspec.Struct, frozen=True):
     now: float | None
 
 
+class Verifier(msgspec.Struct, frozen=True):
+    """An evaluator in the history, and its first verdicts on the selected sessions."""
+
+    name: str
+    evaluated: int
+    solved: int
+    reward: float
+    """Mean reward."""
+
+
+class VerifierPair(msgspec.Struct, frozen=True):
+    """Two evaluators on the sessions that both have judged."""
+
+    first: str
+    second: str
+    agreement: Agreement
+
+
 class RejudgeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Summary of the verdicts of one call, those of earlier calls with its evaluator included."""
 
@@ -58,6 +87,11 @@ class RejudgeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Sessions whose two verdicts of ``--twice`` differ."""
     agreement: Agreement | None
     """None if no session has both rewards."""
+    verifiers: tuple[Verifier, ...]
+    """All evaluators of the history; `recorded` is that of the rollouts."""
+    pairs: tuple[VerifierPair, ...]
+    put_in_force: int
+    """Sessions whose verdict in force is another one now."""
     refused: dict[str, str]
     """Reasons by session."""
     errors: dict[str, str]
@@ -72,7 +106,7 @@ def rejudge(
     select: list[str] | None = None,
     out: Path | None = None,
     twice: bool = False,
-    use: bool = False,
+    use: Literal["new", "recorded"] | None = None,
     slots: Count | None = None,
     remote: Remote = DEFAULT_SERVER,
     as_json: Json = False,
@@ -86,13 +120,17 @@ def rejudge(
         select: Only sessions or tasks whose id matches this pattern, such as fix-*; repeatable.
         out: Folder of the history of verdicts (default: RUN/verdicts).
         twice: Judge everything twice, and list sessions whose two verdicts differ.
-        use: Put the (first) verdicts in force, for all consumers; only with --server or --dir.
+        use: Verdicts to put in force, from which exports and trainers take rewards: those of
+            this command, or again those recorded by the rollouts, which judges nothing.
         slots: Number of sessions that are judged at once (default: one per processor).
     """
+    if use == "recorded" and (evaluator or twice):
+        raise UsageError("--use recorded judges nothing; leave out --evaluator and --twice")
     wanted = RejudgeOptions(
         run=run,
         select=select or (),
         evaluator=_read_evaluator(evaluator) if evaluator else None,
+        name=evaluator.stem if evaluator else "",
         rounds=2 if twice else 1,
         use=use,
     )
@@ -100,41 +138,50 @@ def rejudge(
     if remote.server is not None or remote.folder is not None:
         if out is not None or slots is not None:
             raise UsageError("--out and --slots are for a run on this machine, without a server")
-        outcomes, history = asyncio.run(_judge_remotely(remote, wanted, console))
+        report = asyncio.run(_judge_remotely(remote, wanted, console))
     else:
-        if use:
-            raise UsageError("--use needs --server or --dir, the server whose consumers get it")
-        outcomes, history = _judge_locally(wanted, out, slots, console)
-    report = _summarize(outcomes, history)
+        report = _judge_locally(wanted, out, slots, console)
+    if isinstance(report, int):
+        line = f"the recorded verdicts are in force again: {report} sessions had another"
+        print_report({"put_in_force": report}, lambda: print_text(line), as_json=as_json)
+        return
     print_report(report, lambda: _show(report), as_json=as_json, failed=bool(report.errors))
 
 
 async def _judge_remotely(
     remote: Remote, wanted: RejudgeOptions, console: Console
-) -> tuple[list[SessionVerdicts], str]:
-    """Judge on a server's nodes; return the outcomes, and where all verdicts are."""
+) -> RejudgeReport | int:
+    """Judge on a server's nodes, or return how many recorded verdicts are in force again."""
     try:
         async with remote.connect() as client:
-            outcomes = await judge_on_server(client, wanted, console)
-            return outcomes, f"{client.url}/v1/sessions/SESSION/verdicts"
+            if wanted.use == "recorded":
+                return await use_recorded(client, wanted)
+            outcomes, changed = await judge_on_server(client, wanted, console)
+            history = f"{client.url}/v1/sessions/SESSION/verdicts"
     except asyncio.CancelledError:
         console.print("the work continues on the server; the same command shows it")
         raise
+    return _summarize(outcomes, history, (e for each in outcomes for e in each.entries), changed)
 
 
 def _judge_locally(
     wanted: RejudgeOptions, out: Path | None, slots: int | None, console: Console
-) -> tuple[list[SessionVerdicts], str]:
-    """Judge on this machine; return the outcomes, and where all verdicts are."""
+) -> RejudgeReport | int:
+    """Judge on this machine, or return how many recorded verdicts are in force again."""
     run = Path(wanted.run)
     if not (wanted.run and run.is_dir()):
         raise UsageError(f"{wanted.run!r} is not a folder; give the folder of a run")
     paths = _select(run, wanted.select)
+    if wanted.use == "recorded":
+        return sum(put_in_force(path, None) for path in paths)
     folder = out or run / FOLDER
     with folder_lock(folder, instead="choose another --out"):
-        rejudger = Rejudger(run, folder, wanted.evaluator, wanted.rounds)
+        rejudger = Rejudger(run, folder, wanted.evaluator, wanted.rounds, wanted.name)
         outcomes = _judge_all(rejudger, paths, slots or os.cpu_count() or 1, console)
-    return outcomes, str(folder / VERDICTS)
+        changed = sum(_use(run, outcomes)) if wanted.use else 0
+    names = {path.relative_to(run).as_posix() for path in paths}
+    entries = [each for each in rejudger.history.verdicts.values() if each.recording in names]
+    return _summarize(outcomes, str(folder / VERDICTS), entries, changed)
 
 
 def _select(run: Path, patterns: Sequence[str]) -> list[Path]:
@@ -157,6 +204,7 @@ def _select(run: Path, patterns: Sequence[str]) -> list[Path]:
 
 def _read_evaluator(path: Path) -> PluginSpec:
     """Read the file of an evaluator. Raises `ConfigError`."""
+    import_beside(path)
     values = read_values(path)
     if isinstance(values, dict) and list(values) == ["evaluator"]:  # as in a task file
         values = values["evaluator"]
@@ -198,9 +246,22 @@ def _judge_all(
     return outcomes
 
 
+def _use(run: Path, outcomes: Iterable[SessionVerdicts]) -> Iterator[bool]:
+    """Put the first verdict of each session in force; yield whether another one was."""
+    for outcome in outcomes:
+        if outcome.entries and not outcome.entries[0].error:
+            yield put_in_force(run / outcome.entries[0].recording, outcome.entries[0])
+
+
 # --------------------------------------------------------------------------- the report
-def _summarize(outcomes: Sequence[SessionVerdicts], history: str) -> RejudgeReport:
+def _summarize(
+    outcomes: Sequence[SessionVerdicts],
+    history: str,
+    entries: Iterable[VerdictEntry],
+    put_in_force: int,
+) -> RejudgeReport:
     """Compare the first verdict of each session with the recorded one, and with the second."""
+    verdicts = _group(entries)
     errors = {
         each.session: entry.error for each in outcomes for entry in each.entries if entry.error
     }
@@ -219,9 +280,48 @@ def _summarize(outcomes: Sequence[SessionVerdicts], history: str) -> RejudgeRepo
         changed=tuple(each for each in changes if is_other(each.before, each.now)),
         flipped=tuple(each for each in repeats if is_other(each.before, each.now)),
         agreement=compare_verdicts(pairs) if pairs else None,
+        verifiers=tuple(_count(name, rewards) for name, rewards in verdicts.items()),
+        pairs=tuple(_compare(verdicts)),
+        put_in_force=put_in_force,
         refused={each.session: each.refused for each in outcomes if each.refused},
         errors=errors,
     )
+
+
+_Verdicts = Mapping[str, tuple[str, float]]
+"""Task and reward by session."""
+
+
+def _group(entries: Iterable[VerdictEntry]) -> dict[str, _Verdicts]:
+    """Return the first verdicts of each evaluator by a unique name; first the recorded ones."""
+    recorded: dict[str, tuple[str, float]] = {}
+    groups: dict[tuple[str, str], dict[str, tuple[str, float]]] = {}
+    for entry in entries:
+        if entry.round == 1 and entry.reward is not None:
+            key = entry.name, entry.digest if entry.name else ""
+            session = f"{entry.recording} {entry.session}"
+            groups.setdefault(key, {})[session] = entry.task, entry.reward.value
+            if entry.before is not None:
+                recorded.setdefault(session, (entry.task, entry.before))
+    names = [name for name, _ in groups]
+    unique = {
+        (name or "each task's own") + (f" ({digest[:8]})" if names.count(name) > 1 else ""): own
+        for (name, digest), own in groups.items()
+    }
+    return {"recorded": recorded, **unique}
+
+
+def _count(name: str, verdicts: _Verdicts) -> Verifier:
+    rewards = [reward for _, reward in verdicts.values()]
+    return Verifier(name, len(rewards), sum(map(is_pass, rewards)), fmean(rewards or [0.0]))
+
+
+def _compare(verdicts: Mapping[str, _Verdicts]) -> Iterator[VerifierPair]:
+    """Compare every two evaluators on the sessions that both have judged."""
+    for (first, before), (second, now) in combinations(verdicts.items(), 2):
+        both = [(before[each][0], before[each][1], now[each][1]) for each in before if each in now]
+        if both:
+            yield VerifierPair(first, second, compare_verdicts(both))
 
 
 def _show(report: RejudgeReport) -> None:
@@ -233,14 +333,38 @@ def _show(report: RejudgeReport) -> None:
         ("changed rewards", str(len(report.changed))),
         *_list_agreement(report.agreement),
     ]
+    if report.put_in_force:
+        rows.append(("put in force", f"{report.put_in_force} sessions"))
     table = make_table(("", ""), rows)
     table.show_header = False
     print_text(table)
+    if len(report.verifiers) > 2:
+        _show_verifiers(report)
     for title, rewards in (("changed", report.changed), ("flipped by itself", report.flipped)):
         _show_some(title, [f"{r.session} {_format(r.before)} -> {_format(r.now)}" for r in rewards])
     for title, reasons in (("refused", report.refused), ("error", report.errors)):
         _show_some(title, [f"{session}: {reason}" for session, reason in reasons.items()])
     print_text(f"all verdicts are in {report.history}")
+
+
+def _show_verifiers(report: RejudgeReport) -> None:
+    """Print the evaluators of the history, and how every two of them differ."""
+    counts = [
+        (v.name, str(v.evaluated), str(v.solved), f"{v.reward:.3f}") for v in report.verifiers
+    ]
+    print_text(make_table(("evaluator", "judged", "solved", "mean reward"), counts))
+    rows = [
+        (
+            f"{pair.first} -> {pair.second}",
+            str(pair.agreement.sessions),
+            format_estimate(pair.agreement.same),
+            format_estimate(pair.agreement.difference),
+            _format_difference(pair.agreement.reward_difference),
+        )
+        for pair in report.pairs
+    ]
+    heads = ("evaluators", "sessions", "same verdict", "change of pass@1", "change of reward")
+    print_text(make_table(heads, rows))
 
 
 def _list_agreement(agreement: Agreement | None) -> Iterator[tuple[str, str]]:
@@ -250,10 +374,13 @@ def _list_agreement(agreement: Agreement | None) -> Iterator[tuple[str, str]]:
     before, now = agreement.solved
     yield "solved", f"{before} before, {now} now, of {agreement.sessions}"
     yield "change of pass@1", format_estimate(agreement.difference)
-    mean = agreement.reward_difference
     rewards = f"{agreement.reward[0]:.3f} before, {agreement.reward[1]:.3f} now"
     yield "mean reward", rewards
-    yield "change of reward", f"{mean.value:+.3f} ({mean.low:+.3f} to {mean.high:+.3f})"
+    yield "change of reward", _format_difference(agreement.reward_difference)
+
+
+def _format_difference(mean: Estimate) -> str:
+    return f"{mean.value:+.3f} ({mean.low:+.3f} to {mean.high:+.3f})"
 
 
 def _show_some(title: str, lines: Sequence[str]) -> None:

@@ -4,15 +4,15 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from rich.console import Console
 
-from tugline.cli.output import SessionProgress
 from tugline.client.api import Client
 from tugline.client.runs import BATCH
 from tugline.errors import UsageError
+from tugline.launch.progress import SessionProgress
 from tugline.protocol import Rejudging, RunKind, SessionView, TaskState, VerdictView
 from tugline.recording.verdicts import VerdictEntry
 from tugline.rollout.rejudge import SessionVerdicts, name_user
@@ -26,15 +26,19 @@ class RejudgeOptions(NamedTuple):
     """Folder of a run, or its name at a server; empty: sessions of all runs."""
     select: Sequence[str]
     evaluator: PluginSpec | None
+    name: str
+    """Name of the evaluator's file without suffix; empty for the evaluator of each task."""
     rounds: int
-    use: bool
-    """Whether the first verdicts of this evaluator are put in force."""
+    use: Literal["new", "recorded"] | None
+    """Verdicts to put in force: the first ones of this evaluator, or those of the rollouts."""
 
 
 async def judge_on_server(
     client: Client, wanted: RejudgeOptions, console: Console
-) -> list[SessionVerdicts]:
-    """Judge sessions on the server's nodes; the same call continues after an interruption.
+) -> tuple[list[SessionVerdicts], int]:
+    """Judge sessions on the server's nodes; also return the number of revised rewards.
+
+    The same call continues after an interruption.
 
     Raises `UsageError` if no session is selected, and the errors of `Client.rejudge`.
     """
@@ -52,11 +56,20 @@ async def judge_on_server(
     )
     console.print(f"run {name}: {len(work.tasks)} sessions, {len(work.refused)} refused")
     errors = await _wait(client, work, console)
-    outcomes = [await _read(client, view, work, errors) for view in views]
-    if wanted.use:
-        await _use(client, views, work, console)
+    outcomes = [await _read(client, view, work, errors, wanted.name) for view in views]
+    revised = await _use(client, views, work) if wanted.use else 0
     await client.end_run(name)
-    return outcomes
+    return outcomes, revised
+
+
+async def use_recorded(client: Client, wanted: RejudgeOptions) -> int:
+    """Put the verdicts of the rollouts in force again; return the number of revised rewards."""
+    groups: dict[str, dict[str, int]] = {}
+    for view in await _select(client, wanted):
+        history = await client.verdicts(view.id)
+        if history and not history[0].in_force:
+            groups.setdefault(view.task, {})[view.id] = history[0].number
+    return await _put_in_force(client, groups)
 
 
 async def _select(client: Client, wanted: RejudgeOptions) -> list[SessionView]:
@@ -109,7 +122,7 @@ async def _wait(client: Client, work: Rejudging, console: Console) -> Mapping[st
 
 
 async def _read(
-    client: Client, view: SessionView, work: Rejudging, errors: Mapping[str, str]
+    client: Client, view: SessionView, work: Rejudging, errors: Mapping[str, str], name: str
 ) -> SessionVerdicts:
     """Return the verdicts on a session, or why there are none."""
     if view.id in work.refused:
@@ -126,6 +139,7 @@ async def _read(
             at=verdict.at if verdict else 0.0,
             by=verdict.by if verdict else "",
             evaluator=verdict.evaluator if verdict else "",
+            name=name,
             digest=work.digests[view.id],
             round=number,
             patch="",
@@ -144,16 +158,19 @@ def _find(history: Sequence[VerdictView], digest: str, number: int) -> VerdictVi
     return found[-1] if found else None
 
 
-async def _use(
-    client: Client, views: Sequence[SessionView], work: Rejudging, console: Console
-) -> None:
-    """Put the verdicts of the first round in force, those of a task together."""
+async def _use(client: Client, views: Sequence[SessionView], work: Rejudging) -> int:
+    """Put the verdicts of the first round in force; return the number of revised rewards."""
     groups: dict[str, dict[str, int]] = {}
     for view in views:
         if view.id in work.tasks:
             verdict = _find(await client.verdicts(view.id), work.digests[view.id], 1)
             if verdict is not None:
                 groups.setdefault(view.task, {})[view.id] = verdict.number
+    return await _put_in_force(client, groups)
+
+
+async def _put_in_force(client: Client, groups: Mapping[str, Mapping[str, int]]) -> int:
+    """Put verdicts in force by their numbers, those of a task together."""
     batch: dict[str, int] = {}
     revised = 0
     for numbers in (*groups.values(), {}):
@@ -161,6 +178,4 @@ async def _use(
             revised += sum(view.revision > 0 for view in await client.use_verdicts(batch))
             batch = {}
         batch |= numbers
-    console.print(
-        f"{sum(map(len, groups.values()))} verdicts are in force, {revised} rewards revised"
-    )
+    return revised

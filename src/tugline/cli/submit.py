@@ -12,11 +12,12 @@ from pathlib import Path
 from rich.console import Console
 
 from tugline.cli.options import DEFAULT_SERVER, Json, Remote
-from tugline.cli.output import SessionProgress, print_json, print_text
+from tugline.cli.output import print_json, print_text
 from tugline.cli.tables import make_tasks_table
 from tugline.cli.task import Paths, read_checked
 from tugline.client.api import Client
 from tugline.client.overview import find_failure
+from tugline.launch.progress import SessionProgress
 from tugline.protocol import Accepted, EventKind, TaskState, TaskView
 from tugline.types import TERMINAL
 
@@ -51,6 +52,11 @@ async def submit(
             sessions = sum(len(each.sessions) for each in accepted)
             text = f"{len(accepted)} ({known} already submitted)" if known else len(accepted)
             console.print(f"accepted tasks: {text}, sessions: {sessions}")
+            if wait and not (await client.status()).nodes:
+                console.print(
+                    "no node is live, so the sessions wait for one: start `tugline node`, or see"
+                    " `tugline doctor`"
+                )
             if wait:
                 progress = SessionProgress(console, sessions)
                 await _follow(client, accepted, before, progress)

@@ -21,10 +21,11 @@ from rich.console import Console
 from rich.text import Text
 
 from tugline.cli.options import Count, Json, Required
-from tugline.cli.output import make_bar, make_table, print_json, print_report, print_text
+from tugline.cli.output import make_table, print_json, print_report, print_text
 from tugline.datasets.base import INSTANCE
 from tugline.datasets.files import SelectedTasks, gather, load_tasks
 from tugline.errors import ConfigError, Invalid, TuglineError, UsageError
+from tugline.launch.progress import make_bar
 from tugline.rollout.parts import Parts
 from tugline.rollout.task_validation import TaskValidation, fingerprint, validate_task
 from tugline.server.validation import check_task

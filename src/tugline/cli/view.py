@@ -8,15 +8,14 @@ from rich.console import Console
 from tugline.cli.options import DEFAULT_SERVER, Json, Remote
 from tugline.cli.output import print_json, print_text
 from tugline.errors import UsageError
-from tugline.evaluators.script import format_patch, has_base
 from tugline.log import visible
+from tugline.patch import format_patch, unpack_patch
 from tugline.recording.file import Recording, read
 from tugline.recording.patches import describe_no_patch, load_patch
 from tugline.recording.tokenizer_file import load_tokenizer
 from tugline.recording.view.html_page import render_page, write_run
 from tugline.recording.view.session_view import TokenText, ViewedSession, encode_json, view_session
 from tugline.recording.view.terminal import Terminal
-from tugline.sandbox.patch import unpack_patch
 
 _WIDTH = 120
 """Width of a session's lines if the output is not a terminal."""
@@ -86,7 +85,7 @@ def _print_patch(path: Path, recording: Recording, *, as_json: bool) -> None:
     if as_json:
         print_json(changes)
         return
-    if has_base(task.workspace):
+    if task.workspace.has_base:
         print_text("files of the workspace are shown whole, as the agent left them", stderr=True)
     text = format_patch(task.files, changes) or "the agent changed nothing\n"
     if sys.stdout.isatty():  # an agent wrote it, and its escape sequences must not reach a terminal

@@ -19,7 +19,7 @@ import msgspec
 from tugline.config import NO_CHANGES, change
 from tugline.datasets.base import INSTANCE, SPLIT, TASKSET, Solution, TaskSet, TaskTemplate, task_id
 from tugline.errors import ConfigError, UsageError
-from tugline.plugins import make
+from tugline.plugins import import_beside, make
 from tugline.recording.trajectories import read_results
 from tugline.schema import PositiveFloat, PositiveInt, decode, read_values
 from tugline.task_files import find_files, read_tasks
@@ -238,6 +238,7 @@ def _read_files(
 ) -> Iterator[tuple[str, Task, SelectedTasks | None]]:
     """Yield the tasks of files, each with its source for messages."""
     for file in find_files(path):
+        import_beside(file)
         selected = read_set(file, changes)
         if selected is None:
             yield from ((where, task, None) for where, task in read_tasks(file))

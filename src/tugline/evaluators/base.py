@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from tugline.patch import Patch
 from tugline.sandbox.base import Content, Exit, Mount, ProgramTimeout, Sandbox
-from tugline.sandbox.patch import Patch
 from tugline.types import Call, Reward, SpentLimit, Task, Trace
 
 

@@ -29,8 +29,8 @@ from tugline.evaluators.pytest_settings import (
     find_plugins,
     list_plugin_files,
 )
+from tugline.patch import FileChange, Patch
 from tugline.sandbox.base import Content, Mount
-from tugline.sandbox.patch import FileChange, Patch
 from tugline.schema import read_values
 
 _PATTERNS = read_values(Path(__file__).with_name("patterns.toml"))

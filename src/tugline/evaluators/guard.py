@@ -12,8 +12,9 @@ import msgspec
 
 from tugline.evaluators.filters import filter_patch
 from tugline.evaluators.script import ScriptRunner
+from tugline.patch import Patch
 from tugline.sandbox.base import Content
-from tugline.sandbox.patch import Patch, PatchLimits
+from tugline.sandbox.patch import PatchLimits
 
 LIMITS = PatchLimits(files=20_000, seen_files=200_000, file_bytes=128 << 20, total_bytes=512 << 20)
 """Limits of a search for what programs of an evaluation wrote."""

@@ -33,8 +33,8 @@ from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.filters import Patterns, Rules
 from tugline.evaluators.isolation import serve_programs
 from tugline.evaluators.script import TAIL, ScriptRunner, allow_network, open_runner
+from tugline.patch import FileChange, Patch
 from tugline.sandbox.base import Exit, Mount, Sandbox, check_variables, expand_variables
-from tugline.sandbox.patch import FileChange, Patch
 from tugline.schema import PositiveFloat
 from tugline.types import Reward, Task
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from tugline.evaluators.script import ScriptRunner
-from tugline.sandbox.patch import FileChange
+from tugline.patch import FileChange
 
 _PROGRAM = ".judged"
 _CLIENT = Path(__file__).with_name("judged.sh").read_bytes()

@@ -25,7 +25,7 @@ import msgspec
 from tugline import log
 from tugline.errors import ConfigError, EvaluatorError, is_temporary
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
-from tugline.evaluators.script import diff_work, has_base
+from tugline.evaluators.script import diff_work
 from tugline.schema import PositiveFloat, PositiveInt
 from tugline.types import Call, Message, Reward, Role
 from tugline.web.engine_http import EngineHttp
@@ -282,7 +282,7 @@ def _format_message(message: Message) -> str:
 
 async def _diff_work(outcome: SessionOutcome) -> str:
     """Return the agent's changes; a repository's own files are read in a fresh sandbox."""
-    if outcome.patch.files and has_base(outcome.task.workspace):
+    if outcome.patch.files and outcome.task.workspace.has_base:
         async with outcome.open_sandbox({}) as sandbox:
             return await diff_work(outcome, sandbox)
     return await diff_work(outcome, None)

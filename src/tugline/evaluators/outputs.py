@@ -15,8 +15,8 @@ import msgspec
 from tugline.evaluators.filters import filter_patch
 from tugline.evaluators.guard import LIMITS
 from tugline.evaluators.script import ScriptRunner, inspect_tree, put_work, run_on_paths
+from tugline.patch import FileChange, Patch
 from tugline.sandbox.base import Content
-from tugline.sandbox.patch import FileChange, Patch
 
 _MAX_NAMED = 50
 """Maximum number of paths named in a report."""

@@ -13,7 +13,6 @@ import msgspec
 from tugline.errors import EvaluatorError
 from tugline.evaluators.pytest_settings import PYTEST_CONFIGS
 from tugline.evaluators.scoring import ExpectedTests
-from tugline.evaluators.script import has_base
 from tugline.types import Task
 
 _START = "import sys, pytest; sys.path.insert(0, '.'); sys.exit(pytest.main(sys.argv[1:]))"
@@ -46,7 +45,7 @@ def find_pytest_files(task: Task, files: Mapping[str, str]) -> dict[str, str]:
     trusted = {path: task.files[path] for path in _find_test_files(task.files)} | dict(files)
     merged = {**task.files, **trusted}
     configured = any(p in merged and section in merged[p] for p, section in PYTEST_CONFIGS.items())
-    if not configured and not has_base(task.workspace):
+    if not configured and not task.workspace.has_base:
         # Without this file, pytest would search the parent folders for a configuration.
         trusted["pytest.ini"] = "[pytest]\n"
     return trusted

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
-from tugline.sandbox.patch import FileChange
+from tugline.patch import FileChange
 from tugline.schema import read_values
 
 _PATTERNS = read_values(Path(__file__).with_name("patterns.toml"))

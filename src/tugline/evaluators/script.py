@@ -7,7 +7,6 @@ deadline, without network unless `allow_network` was called, and write logs outs
 
 import asyncio
 import contextlib
-import difflib
 import sys
 import tempfile
 import time
@@ -23,11 +22,10 @@ from tugline.errors import EvaluatorError, SandboxError
 from tugline.evaluators.base import SessionOutcome
 from tugline.evaluators.filters import FreshTree, Rules, apply_patch, filter_patch
 from tugline.evaluators.pytest_settings import PYTEST_CONFIGS
+from tugline.patch import Patch, format_patch
 from tugline.sandbox.base import Content, Exit, ProgramTimeout, Sandbox
 from tugline.sandbox.files import read_ends
-from tugline.sandbox.patch import Patch, format_path
 from tugline.sandbox.processes import run_command
-from tugline.types import Workspace
 
 TAIL = 2000
 """Size of the end of a program's output that reports show."""
@@ -41,10 +39,6 @@ _MAX_TREES = 200
 _MAX_ASKED = 2000
 _MAX_TREE = 32 << 20
 """Maximum bytes read of the list of a fresh copy's paths."""
-_MAX_CHARACTERS = 1 << 20
-"""Maximum length of a diff; a file's diff is completed."""
-_MAX_LINES = 2000
-"""Maximum lines of a file, before or after, for showing its diff."""
 _MAX_FILES = 100
 """Maximum number of workspace files that are read for a diff."""
 _MAX_FILE_BYTES = 256 << 10
@@ -301,49 +295,12 @@ async def parse_apart(code: str, data: bytes, given: Any, cpu_s: int = _PARSE_S)
 
 
 # --------------------------------------------------------------------------- diffs
-def has_base(workspace: Workspace) -> bool:
-    """Return whether a workspace has files besides `Task.files`."""
-    return any((workspace.image, workspace.build, workspace.repo, workspace.folder))
-
-
 async def diff_work(outcome: SessionOutcome, sandbox: Sandbox | None) -> str:
     """Return the diff of an agent's work; `sandbox`, if any, has the unchanged workspace."""
     before = dict(outcome.task.files)
-    if sandbox is not None and has_base(outcome.task.workspace):
+    if sandbox is not None and outcome.task.workspace.has_base:
         for path in [path for path in outcome.patch.files if path not in before][:_MAX_FILES]:
             data = await sandbox.get(sandbox.workdir / path, max_bytes=_MAX_FILE_BYTES)
             if data is not None:
                 before[path] = data.decode(errors="replace")
     return await asyncio.to_thread(format_patch, before, outcome.patch)
-
-
-def format_patch(before: Mapping[str, str], patch: Patch) -> str:
-    """Return a unified diff of a patch, followed by its notes."""
-    parts: list[str] = []
-    size = 0
-    for path, change in sorted(patch.files.items()):
-        text = "" if change is None else change.text
-        shown = format_path(path)
-        if text is None:
-            kind = "an empty folder" if change is not None and change.folder else "not text"
-            parts.append(f"{shown}: {kind}\n")
-            continue
-        if size > _MAX_CHARACTERS:
-            parts.append(f"{shown}: not shown, because the diff is too long\n")
-            continue
-        old = before.get(path, "").splitlines(keepends=True)
-        new = text.splitlines(keepends=True)
-        if max(len(old), len(new)) > _MAX_LINES:
-            parts.append(f"{shown}: {len(old)} lines became {len(new)}; too long to show\n")
-            continue
-        names = (
-            "/dev/null" if path not in before else format_path(f"a/{path}"),
-            "/dev/null" if change is None else format_path(f"b/{path}"),
-        )
-        diff = "".join(
-            line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
-            for line in difflib.unified_diff(old, new, *names)
-        )
-        parts.append(diff)
-        size += len(diff)
-    return "".join(parts) + "".join(f"# {note}\n" for note in patch.notes)

@@ -27,16 +27,9 @@ from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.filters import PYTHON, Patterns, Rules
 from tugline.evaluators.isolation import serve_programs
-from tugline.evaluators.script import (
-    TAIL,
-    ScriptRunner,
-    allow_network,
-    format_patch,
-    open_runner,
-    parse_apart,
-)
+from tugline.evaluators.script import TAIL, ScriptRunner, allow_network, open_runner, parse_apart
+from tugline.patch import Patch, format_patch
 from tugline.sandbox.base import Exit, check_path
-from tugline.sandbox.patch import Patch
 from tugline.schema import PositiveFloat
 from tugline.types import Reward, Task
 

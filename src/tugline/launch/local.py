@@ -12,6 +12,7 @@ import re
 import secrets
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,21 @@ import msgspec
 import structlog
 import uvloop
 from msgspec.structs import replace
+from rich.console import Console
 
 from tugline import log
 from tugline.atomic import read_or_make
 from tugline.client.streams import Result
+from tugline.config import NO_CHANGES
 from tugline.errors import Missing, ServerError
 from tugline.launch.engine import EngineConnection, open_engine, share_engine
 from tugline.launch.folder_lock import folder_lock
 from tugline.launch.garbage import managed_gc
 from tugline.launch.node import RECORDINGS, open_node
 from tugline.launch.processes import NODES, divide, keep_nodes
+from tugline.launch.progress import SessionProgress
 from tugline.launch.server import open_control_plane, serve_control_plane
-from tugline.launch.settings import Settings, load_settings
+from tugline.launch.settings import Settings, load_settings, name_model
 from tugline.launch.tokens import load_tokens
 from tugline.protocol import Control, ResultQuery, ResultView, RunKind, RunStart, RunView
 from tugline.recording import file as recordings
@@ -42,7 +46,7 @@ from tugline.server.store import nodes, results, runs, sessions
 from tugline.server.store.base import Tx
 from tugline.server.store.sessions import SessionRow
 from tugline.server.store.tasks import pack, raise_samples
-from tugline.types import Call, Task, Trajectory
+from tugline.types import Call, Mode, Task, Trajectory
 from tugline.web.serve import raise_file_limit
 
 _STOP_S = 30.0
@@ -246,34 +250,70 @@ async def _open_with_processes(
 
 
 def run(tasks: Task | Sequence[Task], **options: Any) -> list[Result]:
-    """Run tasks in this process until all are done; `options` are those of `run_async`."""
-    return uvloop.run(run_async(tasks, **options))
+    """Run tasks until all are done; `options` are those of `run_async`.
+
+    In a notebook, and wherever else an event loop runs, the work is done in a thread of its own,
+    which the caller waits for.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return uvloop.run(run_async(tasks, **options))
+    with ThreadPoolExecutor(1, "tugline-run") as thread:
+        return thread.submit(lambda: uvloop.run(run_async(tasks, **options))).result()
 
 
-async def run_async(
+async def run_async(  # noqa: PLR0913 - the options of the command
     tasks: Task | Sequence[Task],
     *,
-    engine: str | None = None,
+    engine: str | Sequence[str] | None = None,
+    model: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    renderer: str | None = None,
+    api_key_env: str | None = None,
+    messages_only: bool = False,
     slots: int | None = None,
     config: Path | str | None = None,
+    changes: Mapping[str, Any] = NO_CHANGES,
     out: Path | str | None = None,
+    progress: bool = True,
 ) -> list[Result]:
     """Run tasks in this process; return the results in order of tasks and samples.
 
-    `engine` is the engine's address, `config` a file with any setting. Without `out` the run uses a
-    temporary folder. Warnings go to stderr, unless the program has configured structlog. Raises the
-    errors of `run_in_folder`, and `EngineError`.
+    The arguments are the options of `tugline run`: `engine` has the engine's address or those of
+    its replicas, `model` its served name (without `engine`: a model folder to serve here),
+    `tokenizer` and `renderer` are for exact mode, `config` is a file with any setting, and
+    `changes` replace settings by dotted key. Without `out` the run uses a temporary folder.
+    Progress and warnings go to stderr. Raises the errors of `run_in_folder`, and `EngineError`.
     """
     if not structlog.is_configured():
         log.configure()
     tasks = [tasks] if isinstance(tasks, Task) else tasks
-    file = None if config is None else Path(config)
-    urls = None if engine is None else [engine]
-    settings = load_settings(file, server={}, node={"slots": slots}, engine={"urls": urls})
+    settings = load_settings(
+        None if config is None else Path(config),
+        server={},
+        node={"slots": slots},
+        engine={
+            "urls": [engine] if isinstance(engine, str) else engine,
+            "tokenizer": None if tokenizer is None else str(tokenizer),
+            "renderer": renderer,
+            "api_key_env": api_key_env,
+            "mode": Mode.TEXT.value if messages_only else None,
+        },
+        changes=changes,
+    )
+    if model is not None:
+        settings = name_model(settings, str(model))
     order = {task.id: number for number, task in enumerate(tasks)}
-    with tempfile.TemporaryDirectory(prefix="tugline-") as temporary:
+    console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not progress)
+    shown = SessionProgress(console, sum(task.samples for task in tasks))
+
+    def add(view: ResultView, _total: int) -> None:
+        shown.add(view.session, view.reward, view.failure.message if view.failure else "")
+
+    with tempfile.TemporaryDirectory(prefix="tugline-") as temporary, shown.bar:
         folder = Path(out or temporary)
-        views = await run_in_folder(tasks, settings, folder, lambda _view, _total: None)
+        views = await run_in_folder(tasks, settings, folder, add)
         path = ResultFolder(folder).path
         return [
             Result(view, path(view.session).read_bytes() if view.bytes else b"")

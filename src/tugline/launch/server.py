@@ -106,6 +106,11 @@ async def run_server(
     raise_file_limit()
     async with open_server(settings.server, folder, echo, hint="; no node has joined yet"):
         freeze_gc()
+        if not cluster:
+            echo(
+                f"join a node: TUGLINE_JOIN_TOKEN=... tugline node --server {read_url(folder)}"
+                f" --engine URL, with `join` of {folder / TOKENS} as the token"
+            )
         stopped = asyncio.Event()
         with handle_signals(stopped.set):
             if cluster:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
+from msgspec.structs import replace
 
-from tugline.config import NO_CHANGES, Config, change, from_mapping
+from tugline.config import NO_CHANGES, Config, anchor_paths, change, from_mapping
 from tugline.node.settings import NodeSettings
 from tugline.schema import NonNegativeFloat, Port, PositiveFloat, PositiveInt, read_values
 from tugline.server.settings import ServerSettings
@@ -104,10 +105,14 @@ def load_settings(
 ) -> Settings:
     """Load the file at `config`, if any, and override it. Raises `ConfigError`.
 
+    Paths in the file are relative to its folder, other paths to the current directory.
+
     `changes` override values by dotted key, then flags those of their tables.
     """
     values = (read_values(config) if config else None) or {}
     from_mapping(values, Settings, source=str(config))
+    if config is not None:
+        values = anchor_paths(values, Settings, config.parent)
     if changes:
         values = change(values, changes)
         from_mapping(values, Settings, source="--set")
@@ -116,6 +121,14 @@ def load_settings(
         flags = {key: value for key, value in overrides.items() if value is not None}
         merged.setdefault(table, {}).update(flags)
     return from_mapping(merged, Settings, source="options")
+
+
+def name_model(settings: Settings, model: str) -> Settings:
+    """Set the served name of an engine elsewhere, or the folder of the model to serve here."""
+    engine = settings.engine
+    if engine.urls:
+        return replace(settings, engine=replace(engine, served_name=model))
+    return replace(settings, engine=replace(engine, model=Path(model)))
 
 
 def encode_path(path: Path) -> str:

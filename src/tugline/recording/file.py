@@ -51,14 +51,25 @@ class Recording:
     calls: tuple[Call, ...] = ()
     """Calls with read-only arrays; ids of calls that extend each other share memory."""
     events: tuple[RecordedEvent, ...] = ()
-    result: RecordedResult | None = None
-    """The last result, if there are several."""
+    results: tuple[RecordedResult, ...] = ()
+    """Results in the order in which they were written: verdicts that were in force, and the last.
+    """
     images: dict[str, str] = field(default_factory=dict)
     """URL of every image in the calls, by its `Image.digest`."""
     torn_bytes: int = 0
     """Length of a torn tail that was ignored."""
     damage: str = ""
     """Offset and reason at which a salvaging read stopped; empty if it reached the end."""
+
+    @property
+    def result(self) -> RecordedResult | None:
+        """The result in force: the last one, or None without any."""
+        return self.results[-1] if self.results else None
+
+    @property
+    def own_result(self) -> RecordedResult | None:
+        """The result with the verdict of the session's own evaluation."""
+        return next((each for each in reversed(self.results) if each.verdict is None), None)
 
     def describe_gaps(self) -> Iterator[str]:
         """Yield a line for each missing part."""
@@ -79,6 +90,7 @@ def read(path: Path, *, salvage: bool = False) -> Recording:
     recording = Recording()
     unpacker = Unpacker()
     events: list[RecordedEvent] = []
+    results: list[RecordedResult] = []
     good_end = 0
     try:
         for frame in read_frames(path, data):
@@ -88,7 +100,7 @@ def read(path: Path, *, salvage: bool = False) -> Recording:
             elif isinstance(record, Header):
                 recording.header = recording.header or record
             elif record is not None:
-                recording.result = record
+                results.append(record)
             good_end = frame.end
         recording.torn_bytes = len(data) - good_end
     except CaptureError as error:
@@ -97,6 +109,7 @@ def read(path: Path, *, salvage: bool = False) -> Recording:
         recording.damage = str(error)
     recording.calls = unpacker.calls()
     recording.events = tuple(events)
+    recording.results = tuple(results)
     recording.images = unpacker.images
     return recording
 

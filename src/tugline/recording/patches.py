@@ -1,7 +1,6 @@
 """Store what agents changed beside the recordings: each patch once, in a file named by its digest.
 
-A result names its patch by the digest. What the bytes of a patch mean is known to
-`tugline.sandbox.patch`.
+A result names its patch by the digest.
 """
 
 import hashlib
@@ -15,7 +14,9 @@ import zstandard
 
 from tugline.atomic import write_file
 from tugline.errors import CaptureError
+from tugline.patch import format_patch, unpack_patch
 from tugline.recording.folder import patch_name
+from tugline.recording.records import Header, RecordedResult
 from tugline.types import Failure, Status
 
 
@@ -77,6 +78,24 @@ def refuse_result(result: EndedSession) -> str:
         reason = result.failure.message if result.failure else f"it was {result.status.value}"
         return f"it was not evaluated: {reason}"
     return "" if result.patch else describe_no_patch(result)
+
+
+def read_diff(recording: Path, header: Header | None, result: RecordedResult | None) -> str:
+    """Return what the agent changed as a unified diff, or the reason why there is none.
+
+    Of a task with a base, changed files are whole, as the agent left them.
+    """
+    if header is None or result is None or not result.patch:
+        return f"# no patch is stored: {describe_no_patch(result)}\n"
+    try:
+        patch = unpack_patch(load_patch(recording, result.patch))
+    except CaptureError as error:
+        return f"# no patch is shown: {error}\n"
+    if not patch.files and not patch.notes:
+        return "# the agent changed nothing\n"
+    whole = "# files of the workspace are shown whole, as the agent left them\n"
+    prefix = whole if header.task.workspace.has_base else ""
+    return prefix + format_patch(header.task.files, patch)
 
 
 def describe_no_patch(result: EndedSession | None) -> str:

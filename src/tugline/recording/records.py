@@ -112,6 +112,18 @@ class RecordedExit(msgspec.Struct, frozen=True):
     """Set if the sandbox's memory or disk limit was exceeded."""
 
 
+class RecordedVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Origin of a verdict that `tugline rejudge` put in force."""
+
+    at: float
+    """Unix seconds of the evaluation."""
+    by: str
+    """User and machine."""
+    evaluator: str
+    digest: str
+    """Digest of the evaluator's options and of the files that they name."""
+
+
 class RecordedResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     """The outcome of a session: a trajectory without traces, which a builder can rebuild."""
 
@@ -130,6 +142,8 @@ class RecordedResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     session ended before, and in recordings before this field."""
     exit: RecordedExit | None = None
     """None if there is no patch."""
+    verdict: RecordedVerdict | None = None
+    """None for the verdict of the session's own evaluation."""
 
 
 # --------------------------------------------------------------------------- answers

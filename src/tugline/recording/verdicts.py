@@ -1,16 +1,21 @@
 """History of the verdicts on recorded sessions: who judged when, by which evaluator, and how.
 
-Lines are only added, so no verdict is lost; the recordings keep their own. Each line is on disk
-before the next session is judged, so a killed command continues after it (I3).
+Lines are only added, so no verdict is lost. Each line is on disk before the next session is judged,
+so a killed command continues after it (I3). A verdict that is put in force is added to the
+recording as another result, of which the last one counts.
 """
 
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from tugline.atomic import append_line, read_whole_lines
-from tugline.errors import UsageError
+from tugline.errors import CaptureError, UsageError
+from tugline.recording.file import read, write_result
+from tugline.recording.records import RecordedVerdict
+from tugline.schema import copy_fields
 from tugline.types import Reward
 
 VERDICTS = "verdicts.jsonl"
@@ -31,6 +36,8 @@ class VerdictEntry(msgspec.Struct, frozen=True, kw_only=True):
     """User and machine."""
     evaluator: str
     """Name of the evaluator."""
+    name: str = ""
+    """Name of the evaluator's file without suffix; empty for the evaluator of each task."""
     digest: str
     """Digest of its options and of the files that they name."""
     round: int = 1
@@ -76,3 +83,24 @@ class VerdictHistory:
     def _take(self, entry: VerdictEntry) -> None:
         if not entry.error:
             self.verdicts[entry.key] = entry
+
+
+def put_in_force(path: Path, entry: VerdictEntry | None) -> bool:
+    """Put a verdict in force for the recording at `path`; return whether another one was.
+
+    None is the verdict of the session's own evaluation. Raises `CaptureError` if the recording has
+    no result, or cannot be read or written.
+    """
+    recording = read(path)
+    now = recording.result
+    own = recording.own_result
+    if now is None or own is None:
+        raise CaptureError(f"{path} has no result")
+    result = own
+    if entry is not None:
+        verdict = copy_fields(RecordedVerdict, entry)
+        result = replace(own, reward=entry.reward, report=entry.report, verdict=verdict)
+    if result.verdict == now.verdict:
+        return False
+    write_result(path, result)
+    return True

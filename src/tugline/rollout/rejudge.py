@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from tugline.errors import CaptureError, UsageError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.patch import Patch, unpack_patch
 from tugline.recording.file import Recording, read
 from tugline.recording.folder import file_name, parse_name
 from tugline.recording.patches import describe_no_patch, load_patch, refuse_result
@@ -32,7 +33,6 @@ from tugline.rollout.stages import StageSlots
 from tugline.rollout.task_validation import fingerprint_evaluator
 from tugline.sandbox.base import Exit
 from tugline.sandbox.files import remove
-from tugline.sandbox.patch import Patch, unpack_patch
 from tugline.schema import copy_fields
 from tugline.types import Ledger, PluginSpec, Session, Status, Task, Trajectory
 
@@ -172,8 +172,12 @@ class SessionVerdicts(NamedTuple):
 class Rejudger:
     """Judges the recordings of a run again, and keeps the history of the verdicts in a folder."""
 
-    def __init__(self, run: Path, folder: Path, spec: PluginSpec | None, rounds: int) -> None:
+    def __init__(
+        self, run: Path, folder: Path, spec: PluginSpec | None, rounds: int, name: str = ""
+    ) -> None:
         """`spec` is the evaluator; None uses that of each task. Each session has `rounds` verdicts.
+
+        `name` is the name of the evaluator's file in the history.
 
         Raises `UsageError` if `folder` has another kind of history, and for an evaluator that is
         unknown, has invalid options, or cannot judge recorded sessions.
@@ -182,7 +186,8 @@ class Rejudger:
         self.work = folder / "work"
         """Folder of the sandboxes."""
         self._run = run
-        self._history = VerdictHistory(folder)
+        self.history = VerdictHistory(folder)
+        self._name = name
         self._spec = spec
         self._rounds = range(1, rounds + 1)
         self._by = name_user()
@@ -218,7 +223,7 @@ class Rejudger:
     ) -> VerdictEntry | str:
         """Return the verdict of a round, or the reason why the session is refused."""
         header = recording.header
-        result = recording.result
+        result = recording.own_result
         if header is None or result is None:
             raise CaptureError(f"{path} is incomplete")
         spec = self._spec or header.task.evaluator
@@ -227,6 +232,7 @@ class Rejudger:
             header.session.id,
             task=header.task.id,
             evaluator=spec.name,
+            name=self._name,
             round=number,
             patch=result.patch,
             before=result.reward.value if result.reward else None,
@@ -234,7 +240,7 @@ class Rejudger:
         began = time.monotonic()
         try:
             entry = replace(entry, digest=await self._digest(spec))
-            if (known := self._history.verdicts.get(entry.key)) is not None:
+            if (known := self.history.verdicts.get(entry.key)) is not None:
                 return known
             if reason := refuse_evaluator(spec, self.parts.evaluator(spec)):
                 return reason
@@ -246,7 +252,7 @@ class Rejudger:
             entry = replace(entry, reward=verdict.reward, report=verdict.report)
         entry = replace(entry, at=time.time(), seconds=time.monotonic() - began)
         async with self._adding:
-            await asyncio.to_thread(self._history.add, entry)
+            await asyncio.to_thread(self.history.add, entry)
         return entry
 
     async def _judge_in_folder(

@@ -21,6 +21,7 @@ from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.gateway.app import Gateway
 from tugline.gateway.terms import Opened, SessionTerms
 from tugline.harnesses.base import Launch, LaunchContext, prepare
+from tugline.patch import Patch, pack_patch
 from tugline.plugins import ENDINGS, refuse_endings
 from tugline.recording import file as recordings
 from tugline.recording.patches import save_patch
@@ -39,7 +40,6 @@ from tugline.rollout.stage_runner import OnStage, StageRunner
 from tugline.rollout.stages import StageSlots
 from tugline.sandbox.base import Exit, Sandbox
 from tugline.sandbox.files import collect_artifacts
-from tugline.sandbox.patch import Patch, pack_patch
 from tugline.schema import copy_fields
 from tugline.traces.base import Built, count_session
 from tugline.types import (
@@ -221,7 +221,7 @@ class _Rollout:
         if not self.calls:
             ending = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
             msg = f"{name} {ending} and made no model call: {tail}"
-            raise EarlyEnd(make_failure(Cause.CRASH, msg))
+            raise EarlyEnd(make_failure(Cause.NO_MODEL_CALL, msg))
 
     async def evaluate(self) -> None:
         """Run EVAL, with one repetition if the first evaluation gave no verdict."""

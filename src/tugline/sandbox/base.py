@@ -23,7 +23,8 @@ import msgspec
 
 from tugline.aio import PausableTimeout
 from tugline.errors import ConfigError, UsageError
-from tugline.sandbox.patch import FileChange, Patch, PatchLimits
+from tugline.patch import FileChange, Patch
+from tugline.sandbox.patch import PatchLimits
 from tugline.types import Cause, Workspace
 
 WORKDIR = PurePosixPath("/workspace")

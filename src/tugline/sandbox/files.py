@@ -19,8 +19,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from tugline.errors import DiskFull, SandboxError, UsageError
+from tugline.patch import FileChange
 from tugline.sandbox.base import MAX_READ_BYTES, Content, check_path
-from tugline.sandbox.patch import FileChange, read_change
+from tugline.sandbox.patch import read_change
 
 ARTIFACTS = "home"
 """Destination of `collect_artifacts` in a sandbox's log folder."""

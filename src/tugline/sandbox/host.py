@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from tugline.aio import PausableTimeout, finish
 from tugline.errors import SandboxError, TuglineError, UsageError
+from tugline.patch import Patch
 from tugline.sandbox import base, files
 from tugline.sandbox.cache import Fill, WorkspaceCache
 from tugline.sandbox.limits import (
@@ -27,7 +28,7 @@ from tugline.sandbox.limits import (
 )
 from tugline.sandbox.network import AllowList, PortForwards
 from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
-from tugline.sandbox.patch import Patch, PatchLimits
+from tugline.sandbox.patch import PatchLimits
 from tugline.sandbox.repos import end_history
 from tugline.sandbox.resource_monitor import ResourceMonitor, credit_waits
 from tugline.sandbox.runner import Guard, Runner

@@ -24,16 +24,9 @@ from pathlib import Path, PurePosixPath
 
 from tugline import log
 from tugline.errors import DiskFull, SandboxError
+from tugline.patch import FileChange, Patch
 from tugline.sandbox.files import is_executable, remove, translate_errors, write_files
-from tugline.sandbox.patch import (
-    IGNORED,
-    ChangeCollector,
-    FileChange,
-    Patch,
-    PatchLimits,
-    collect_patch,
-    read_change,
-)
+from tugline.sandbox.patch import IGNORED, ChangeCollector, PatchLimits, collect_patch, read_change
 
 _OPAQUE = frozenset({"trusted.overlay.opaque", "user.overlay.opaque"})
 _WHITEOUT = frozenset({"trusted.overlay.whiteout", "user.overlay.whiteout"})

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 
 import msgspec
 
-from tugline.errors import CaptureError
+from tugline.patch import FileChange, Patch, format_path
 
 SKIPPED = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".git"})
 """Folders of caches and of git, left out without a note."""
@@ -38,45 +38,6 @@ class PatchLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Size of one file."""
     total_bytes: int = 16 << 20
     """Size of all files together."""
-
-
-class FileChange(msgspec.Struct, frozen=True):
-    """New content of a path."""
-
-    data: bytes
-    """Content of a regular file, or the target of a symbolic link; empty for a folder."""
-    executable: bool = False
-    link: bool = False
-    folder: bool = False
-    """Whether this is a folder without content."""
-
-    @property
-    def text(self) -> str | None:
-        """The content of a regular file, if it is UTF-8."""
-        try:
-            return None if self.link or self.folder else self.data.decode()
-        except UnicodeDecodeError:
-            return None
-
-
-class Patch(msgspec.Struct, frozen=True):
-    """Changed files (None if removed) by relative POSIX path, and notes on omitted changes."""
-
-    files: dict[str, FileChange | None] = {}
-    notes: tuple[str, ...] = ()
-
-
-def pack_patch(patch: Patch) -> bytes:
-    """Encode a patch as bytes to store."""
-    return msgspec.msgpack.encode(patch)
-
-
-def unpack_patch(data: bytes) -> Patch:
-    """Decode the bytes of a stored patch. Raises `CaptureError`."""
-    try:
-        return msgspec.msgpack.decode(data, type=Patch)
-    except msgspec.DecodeError as error:
-        raise CaptureError(f"a stored patch cannot be decoded: {error}") from error
 
 
 class _TooManyError(Exception):
@@ -214,11 +175,6 @@ def unusable_name(path: str) -> str | None:
     except UnicodeEncodeError:
         return "the name is not UTF-8"
     return None
-
-
-def format_path(path: str) -> str:
-    """Return a path as text of one line; one with a control character is quoted, with escapes."""
-    return path if path.isprintable() else ascii(path)
 
 
 def collect_patch(collector: ChangeCollector, collect: Callable[[ChangeCollector], None]) -> Patch:

@@ -19,7 +19,7 @@ from tugline.datasets.files import TaskSelection
 from tugline.errors import ConfigError, UsageError
 from tugline.launch.settings import EngineSettings, GatewaySettings
 from tugline.node.settings import NodeSettings
-from tugline.plugins import find
+from tugline.plugins import find, import_beside
 from tugline.protocol import PauseMode
 from tugline.schema import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, decode
 from tugline.trainers.grpo.config import GrpoConfig
@@ -212,6 +212,7 @@ def read_config(
 
     `changes` override values of the file by dotted key, `server` and `engines` its addresses.
     """
+    import_beside(path)
     config = load(path, TrainConfig, changes)
     folder = path.absolute().parent
     model = default_model if config.model is None else folder / config.model.expanduser()

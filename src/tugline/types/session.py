@@ -220,7 +220,9 @@ class Cause(StrEnum):
     INSTALL = "install"
     """The agent program cannot be installed or configured."""
     CRASH = "crash"
-    """The agent program crashed, according to its output and its recorded calls."""
+    """The agent program crashed, according to its output."""
+    NO_MODEL_CALL = "no_model_call"
+    """The agent program ended without a model call."""
     AGENT_TIMEOUT = "agent_timeout"
     """`Limits.agent_s` expired; recorded calls are built into traces and the work is evaluated."""
     TOTAL_TIMEOUT = "total_timeout"
@@ -265,6 +267,7 @@ HANDLING: dict[Cause, Handling] = {
     Cause.ENGINE_LOST: Handling(Boundary.ENGINE, None, elsewhere=True),
     Cause.INSTALL: Handling(Boundary.HARNESS, 1, elsewhere=True),
     Cause.CRASH: Handling(Boundary.HARNESS, 1),
+    Cause.NO_MODEL_CALL: Handling(Boundary.HARNESS, 1),
     Cause.AGENT_TIMEOUT: Handling(Boundary.AGENT, 0, evaluated=True),
     Cause.TOTAL_TIMEOUT: Handling(Boundary.AGENT, 0),
     Cause.AGENT_MEMORY: Handling(Boundary.AGENT, 0, evaluated=True),

@@ -62,6 +62,11 @@ class Workspace(msgspec.Struct, frozen=True):
     path: Path | None = None
     """Path of the files in the sandbox; None: the image's working directory, or ``/workspace``."""
 
+    @property
+    def has_base(self) -> bool:
+        """Whether there are files besides `Task.files`."""
+        return any((self.image, self.build, self.repo, self.folder))
+
 
 class Limits(msgspec.Struct, frozen=True):
     """Budgets of one session. Times are seconds of one stage; None means no limit."""

@@ -10,12 +10,12 @@ from msgspec.structs import replace
 from support.calls import make_call, make_header
 from tugline.chat.tokenizer import Tokenizer
 from tugline.demo import warm_start_model
+from tugline.patch import Patch, pack_patch
 from tugline.recording.file import Writer, read, write_result
 from tugline.recording.patches import save_patch
 from tugline.recording.records import RecordedEvent, RecordedEventKind, RecordedResult
 from tugline.recording.tokenizer_file import save_tokenizer
 from tugline.recording.view.session_view import ViewedSession, view_session
-from tugline.sandbox.patch import Patch, pack_patch
 from tugline.types import (
     Branch,
     Call,

@@ -101,7 +101,8 @@ def test_a_session_that_cannot_be_built_can_be_viewed(tmp_path: Path) -> None:
 def test_a_recording_without_its_header_can_be_viewed(tmp_path: Path) -> None:
     """The calls of a file that has lost its first record are shown."""
     recording = read(small(tmp_path))
-    recording.header = recording.result = None
+    recording.header = None
+    recording.results = ()
     session = view_session(tmp_path, recording).view
     assert (session.header, session.result, session.builder) == (None, None, "prefix_merging")
     assert len(session.turns) == 6

@@ -16,11 +16,11 @@ from aiodocker.containers import DockerContainer, DockerContainers
 
 from support.containers import BUSYBOX, DEBIAN, has_image, remove_images
 from tugline.errors import ImageError
+from tugline.patch import FileChange
 from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.container import Container
 from tugline.sandbox.container_engine import ContainerEngine, Docker, DockerError
 from tugline.sandbox.container_images import BUILT, build_name, find_image
-from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
 
 pytestmark = [

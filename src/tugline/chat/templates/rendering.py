@@ -8,7 +8,7 @@ part (I7).
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Self
 
 import msgspec
@@ -38,6 +38,16 @@ from tugline.types import Ids, MalformedCalls, Mask, Message, Role, Tool
 _CACHED = 64
 _CONTEXT = 24
 """Number of ids around a mark that a template may inspect."""
+
+
+def find_template(model: str) -> str | None:
+    """Return the chat template of a published model, by its name or that of a folder of it."""
+    known: Mapping[str, str] = MODEL_RENDERER_MAP
+    if model in known:
+        return known[model]
+    end = "/" + model.rstrip("/").rpartition("/")[2].lower()
+    found = {template for name, template in known.items() if name.lower().endswith(end)}
+    return found.pop() if len(found) == 1 else None
 
 
 class Rendering(AnswerSyntax):
@@ -84,8 +94,8 @@ class Rendering(AnswerSyntax):
         thinking_retention: str = "all",
         special_tokens_in_contents: str = "text",
     ) -> Self | None:
-        """Create the rendering of a published model by its exact name; None if unknown."""
-        renderer = MODEL_RENDERER_MAP.get(model_name)
+        """Create the rendering of a published model; None if `find_template` does not know it."""
+        renderer = find_template(model_name)
         if renderer is None:
             return None
         return cls(

@@ -226,7 +226,8 @@ def why_not_comparable(call: Call, scorer: Scorer) -> str:
         return ""
     if call.constrained:
         return "constrained by a grammar or banned ids, which the engine does not apply to a prompt"
-    if sampling.temperature == 0 and not call.logprobs.any():
+    greedy = sampling.temperature == 0 and len(call.logprobs) > 0
+    if greedy and not call.logprobs.any():
         return "captured greedily among one id, which engines do not leave when they recompute"
     if find_distribution(call).needs_kept:
         return (

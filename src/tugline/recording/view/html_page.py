@@ -136,7 +136,9 @@ def pack_recording(path: Path) -> bytes:
     """Read a recording, even if incomplete, and encode a page's data block."""
     recording = read(path, salvage=True)
     tokenizer = load_tokenizer(path, recording.header) if recording.header else None
-    return _encode_block(view_session(Path(path.name), recording), TokenText(tokenizer))
+    session = view_session(path, recording)
+    view = msgspec.structs.replace(session.view, recording=path.name)
+    return _encode_block(session._replace(view=view), TokenText(tokenizer))
 
 
 def _encode_block(session: ViewedSession, texts: TokenText) -> bytes:

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import CaptureError
 from tugline.recording.file import Recording
+from tugline.recording.patches import read_diff
 from tugline.recording.records import Header, RecordedEvent, RecordedResult
 from tugline.schema import copy_fields
 from tugline.traces.base import Built, count_calls, make_builder
@@ -121,6 +122,8 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
     """The recorded header, without the task's files; null if the first record is lost."""
     result: RecordedResult | None
     """The recorded result; null if there is none yet."""
+    diff: str
+    """What the agent changed, as a unified diff, or a comment with the reason why there is none."""
     turns: tuple[TurnView, ...]
     events: tuple[RecordedEvent, ...]
     """Events other than calls, with `at` in seconds since the start."""
@@ -147,6 +150,7 @@ def view_session(path: Path, recording: Recording, builder: str | None = None) -
         spec = PluginSpec(builder)
     calls = tuple(sorted(recording.calls, key=lambda call: call.number))
     built, build_error = _build(spec, calls)
+    diff = read_diff(path, header, recording.result)
     start = header.created if header else min((c.timings.received for c in calls), default=0.0)
     if header:
         header = replace(header, task=replace(header.task, files={}))
@@ -154,6 +158,7 @@ def view_session(path: Path, recording: Recording, builder: str | None = None) -
         SessionView,
         recording,
         recording=str(path),
+        diff=diff,
         started=start,
         header=header,
         turns=_view_turns(calls, built, start),
