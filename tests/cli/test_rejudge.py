@@ -301,7 +301,7 @@ async def test_mistakes_about_a_server_s_runs(shell: Shell) -> None:
         (("nothing", "--dir", "tugline-data"), "unknown run 'nothing'"),
         (("--dir", "tugline-data", "--select", "x"), "has no session that matches x"),
         (("x", "--dir", "tugline-data", "--out", "y"), "--out and --slots are for a run on this"),
-        (("x", "--use"), "--use needs --server or --dir"),
+        (("x", "--use", "new"), "'x' is not a folder"),
     ):
         done = await shell.run("rejudge", *options)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr

@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 from rich.console import Console
+from rich.table import Column
 
 from tugline.aio import handle_signals
 from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote
@@ -363,7 +364,8 @@ def _show_verifiers(report: RejudgeReport) -> None:
         )
         for pair in report.pairs
     ]
-    heads = ("evaluators", "sessions", "same verdict", "change of pass@1", "change of reward")
+    first = Column("evaluators", no_wrap=True)
+    heads = (first, "sessions", "same verdict", "change of pass@1", "change of reward")
     print_text(make_table(heads, rows))
 
 
