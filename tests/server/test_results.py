@@ -109,12 +109,15 @@ async def test_pages_use_an_index(tmp_path: Path) -> None:
     PostgreSQL plans by statistics, so that its plan for an empty table means nothing.
     """
     page = {"after": 1, "limit": 9}
+    run = {**page, "run": "a"}
     due = partial(events.claim_deliveries, host="h", for_s=1.0, limit=4)
     async with open_database(f"sqlite:{tmp_path / 'tugline.db'}") as database:
         for index, op in {
-            "results USING INDEX sqlite_autoindex": partial(results.page, **page),
+            "results_delivered (position>?)": partial(results.page, **page),
+            "results_of_run (run=? AND position>?)": partial(results.page, **run),
             "results_of_task (task=? AND position>?)": partial(results.page, **page, tasks=["a"]),
-            "tasks_released (released>?)": partial(results.groups, **page),
+            "tasks_delivered (released>?)": partial(results.groups, **page),
+            "tasks_released_of_run (run=? AND released>?)": partial(results.groups, **run),
             "outbox_due (host=? AND next_try<?)": due,
             "outbox_due (host>?)": events.next_tries,
         }.items():

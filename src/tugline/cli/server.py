@@ -14,7 +14,7 @@ from tugline.launch.server import STORE, locate_data
 from tugline.launch.settings import Settings, load_settings
 from tugline.recording.file import read
 from tugline.recording.folder import list_recordings
-from tugline.server.control import read_blob
+from tugline.server.blobs import read_blob
 from tugline.server.store.results import list_digests
 
 server = App(name="server")

@@ -9,29 +9,27 @@ import asyncio
 import contextlib
 import io
 import tarfile
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self
 
 import msgspec
 
 from tugline import protocol
 from tugline.client import streams
+from tugline.client.runs import BATCH, RunsClient
 from tugline.client.transport import Transport, find_server, quote_id, shift_index
 from tugline.errors import Missing, ServerError, UsageError
 from tugline.recording.trajectories import unpack
 from tugline.types import Status, Task, Trajectory
 
 DEADLINE_S = 60.0
-BATCH = 1000
-"""Maximum number of tasks in a request."""
 BATCH_BYTES = 32 << 20
 """Maximum number of bytes in a request."""
 
 
-class Client:
+class Client(RunsClient):
     """Client of a rollout server; an async context manager.
 
     `server` defaults to ``TUGLINE_SERVER``, else to the server of ``tugline up`` in `folder`.
@@ -58,16 +56,19 @@ class Client:
         await self._http.__aexit__(*exc)
 
     # ---------------------------------------------------------------------- tasks and sessions
-    async def submit(self, tasks: Task | Iterable[Task]) -> list[protocol.Accepted]:
+    async def submit(
+        self, tasks: Task | Iterable[Task], *, run: str | None = None
+    ) -> list[protocol.Accepted]:
         """Submit tasks durably, in batches; a batch is accepted completely or not at all.
 
-        Raises `Invalid`, `Conflict` or `QuotaExceeded`, whose `field` starts with the task's index.
+        `run` is a run of `start_run`. Raises `Invalid`, `Conflict` or `QuotaExceeded`, whose
+        `field` starts with the task's index, and `Missing` for an unknown run.
         """
         accepted: list[protocol.Accepted] = []
         for batch in _split_batches([tasks] if isinstance(tasks, Task) else tasks):
             try:
                 accepted += await self._http.ask(
-                    "POST", "/v1/tasks", list[protocol.Accepted], body=batch
+                    "POST", "/v1/tasks", list[protocol.Accepted], query={"run": run}, body=batch
                 )
             except ServerError as error:
                 shift_index(error, len(accepted))
@@ -88,9 +89,10 @@ class Client:
         state: protocol.TaskState | None = None,
         tenant: str | None = None,
         tag: str | None = None,
+        run: str | None = None,
     ) -> AsyncIterator[protocol.TaskView]:
         """List tasks in order of submission; `tag` is ``key=value``."""
-        query = {"state": state, "tenant": tenant, "tag": tag}
+        query = {"state": state, "tenant": tenant, "tag": tag, "run": run}
         async for page in self._list_pages("/v1/tasks", query):
             for view in page.tasks:
                 yield view
@@ -100,10 +102,15 @@ class Client:
         return await self._http.get(f"/v1/sessions/{quote_id(session)}", protocol.SessionView)
 
     async def sessions(
-        self, *, task: str | None = None, status: Status | None = None, node: str | None = None
+        self,
+        *,
+        task: str | None = None,
+        status: Status | None = None,
+        node: str | None = None,
+        run: str | None = None,
     ) -> AsyncIterator[protocol.SessionView]:
         """List sessions in order of submission."""
-        query = {"task": task, "status": status, "node": node}
+        query = {"task": task, "status": status, "node": node, "run": run}
         async for page in self._list_pages("/v1/sessions", query):
             for view in page.sessions:
                 yield view
@@ -164,6 +171,7 @@ class Client:
         *,
         after: int | None = None,
         tasks: Sequence[str] = (),
+        run: str | None = None,
         follow: bool = True,
         auto_ack: bool = False,
     ) -> AsyncGenerator[streams.Result, None]:
@@ -172,7 +180,7 @@ class Client:
         With `auto_ack`, a result is acknowledged when the next one is requested; else call `ack`.
         Without `follow` the stream ends at the newest result.
         """
-        query = protocol.ResultQuery(consumer=consumer, after=after, task=tuple(tasks))
+        query = protocol.ResultQuery(consumer=consumer, after=after, task=tuple(tasks), run=run)
         pages = streams.stream_pages(self._http, query, follow=follow)
         results = (found async for _, found in pages)
         return streams.read_items(results, consumer, self.ack if auto_ack else None)
@@ -183,11 +191,14 @@ class Client:
         *,
         after: int | None = None,
         tasks: Sequence[str] = (),
+        run: str | None = None,
         follow: bool = True,
         auto_ack: bool = False,
     ) -> AsyncGenerator[streams.GroupResults, None]:
         """Yield whole groups in order of release; see `results`."""
-        query = protocol.ResultQuery(consumer=consumer, after=after, task=tuple(tasks), groups=True)
+        query = protocol.ResultQuery(
+            consumer=consumer, after=after, task=tuple(tasks), run=run, groups=True
+        )
         pages = streams.stream_pages(self._http, query, follow=follow)
         groups = (streams.group_results(page, found) async for page, found in pages)
         return streams.read_items(groups, consumer, self.ack if auto_ack else None)
@@ -274,34 +285,6 @@ class Client:
     async def redeliver(self, delivery: int) -> protocol.Delivery:
         """Retry a webhook delivery. Raises `Missing`."""
         return await self._http.ask("POST", f"/v1/deliveries/{delivery}/retry", protocol.Delivery)
-
-    # ---------------------------------------------------------------------- trainers
-    async def report_step(
-        self,
-        run: str,
-        step: int,
-        figures: Mapping[str, float] = MappingProxyType({}),
-        *,
-        notes: Mapping[str, str] = MappingProxyType({}),
-        rewound: bool = False,
-    ) -> None:
-        """Report finite figures and notes of a step of a trainer, which the console shows.
-
-        Earlier reports of the step under other names stay. With `rewound`, later steps are deleted.
-        """
-        body = protocol.RunStep(
-            step=step, figures=dict(figures), notes=dict(notes), rewound=rewound
-        )
-        await self._http.ask("POST", f"/v1/runs/{quote_id(run)}/steps", type(None), body=body)
-
-    async def runs(self) -> list[protocol.RunView]:
-        """List the runs of trainers by their latest report, newest first."""
-        return await self._http.get("/v1/runs", list[protocol.RunView])
-
-    async def run_steps(self, run: str, *, after: int = -1) -> list[protocol.RunStep]:
-        """List up to 1,000 steps after the step `after`."""
-        path = f"/v1/runs/{quote_id(run)}/steps"
-        return await self._http.get(path, list[protocol.RunStep], query={"after": after})
 
     # ---------------------------------------------------------------------- weights
     async def weights(self) -> protocol.Control:

@@ -112,6 +112,10 @@ class SyncClient:
     released = _iterate(Client.released)
     wait = _block(Client.wait)
 
+    rejudge = _block(Client.rejudge)
+    verdicts = _block(Client.verdicts)
+    use_verdicts = _block(Client.use_verdicts)
+
     results = _iterate(Client.results)
     groups = _iterate(Client.groups)
     ack = _block(Client.ack)
@@ -131,6 +135,9 @@ class SyncClient:
     deliveries = _block(Client.deliveries)
     redeliver = _block(Client.redeliver)
 
+    start_run = _block(Client.start_run)
+    end_run = _block(Client.end_run)
+    run_view = _block(Client.run_view)
     report_step = _block(Client.report_step)
     runs = _block(Client.runs)
     run_steps = _block(Client.run_steps)

@@ -70,7 +70,9 @@ class Gateway:
             msg = f"engine format {upstream.wire.name!r} is {upstream.wire.mode}: it needs {wants}"
             raise errors.UsageError(msg)
         self.url = ""
-        self._upstream, self._folder = upstream, folder
+        self._upstream = upstream
+        self.folder = folder
+        """Folder of the recordings."""
         self._host, self._port = host, port
         self._flush_s = flush_s
         self._settings, self._clock = settings, clock
@@ -84,7 +86,7 @@ class Gateway:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._upstream)
             self._engine.card = await self._upstream.model()
-            await asyncio.to_thread(self._engine.keep_tokenizer, self._folder)
+            await asyncio.to_thread(self._engine.keep_tokenizer, self.folder)
             self.url = await stack.enter_async_context(serve(self.app, self._host, self._port))
             flusher = log.start_task(self._flush(), "flush-recordings")
             stack.callback(flusher.cancel)
@@ -168,7 +170,7 @@ class Gateway:
 
     def recording_path(self, session: Session) -> Path:
         """Return the path of an attempt's recording."""
-        return self._folder / file_name(session)
+        return self.folder / file_name(session)
 
     def read_calls(self, session: str) -> tuple[Call, ...]:
         """Read the calls of the session's last attempt. Raises `KeyError`."""

@@ -13,12 +13,15 @@ import msgspec
 
 from tugline.aio import handle_signals, run_beside
 from tugline.atomic import read_or_make, write_file
+from tugline.errors import Invalid
 from tugline.launch.cluster import keep_cluster
 from tugline.launch.folder_lock import folder_lock
 from tugline.launch.garbage import freeze_gc
 from tugline.launch.settings import Echo, Settings
 from tugline.launch.tokens import TOKENS, describe_console, follow_tokens, load_tokens
 from tugline.rollout.parts import Parts
+from tugline.rollout.rejudge import refuse_evaluator
+from tugline.rollout.task_validation import fingerprint_evaluator
 from tugline.server.blobs import Blobs, open_blobs
 from tugline.server.control import ControlPlane
 from tugline.server.http.app import Api, serve_api
@@ -50,7 +53,12 @@ def open_control_plane(settings: ServerSettings, folder: Path) -> ControlPlane:
     text = read_or_make(folder / CALLBACK_KEY, lambda: f"{new_secret()}\n", 0o600)
     secret = key_of(text.strip())
     return ControlPlane(
-        *data, folder=folder, settings=settings, check=check_runnable, secret=secret
+        *data,
+        folder=folder,
+        settings=settings,
+        check=check_runnable,
+        fingerprint=fingerprint_evaluator,
+        secret=secret,
     )
 
 
@@ -120,4 +128,9 @@ def read_url(folder: Path) -> str:
 def check_runnable(task: Task) -> None:
     """Check that a task can be run. Raises `Invalid`."""
     check_task(task)
-    Parts().check(task)  # not shared, so that a long-running server does not collect instances
+    parts = Parts()  # not shared, so that a long-running server does not collect instances
+    parts.check(task)
+    if task.judges is None:
+        return
+    if reason := refuse_evaluator(task.evaluator, parts.evaluator(task.evaluator)):
+        raise Invalid(reason, field="evaluator")

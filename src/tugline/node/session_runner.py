@@ -29,6 +29,7 @@ from tugline.protocol import CommitOutcome, HeldSession, Release, Stop, StopKind
 from tugline.recording.trajectories import pack, unpack
 from tugline.rollout.failures import describe, make_failure
 from tugline.rollout.parts import Parts
+from tugline.rollout.rejudge import run_judging
 from tugline.rollout.rollout import roll_out
 from tugline.sandbox.files import remove
 from tugline.types import Call, Cause, Ledger, Reason, Status, Task, Trajectory
@@ -173,18 +174,7 @@ class SessionRunner:
         directory = session.directory
         if directory.exists():  # left by a run that is unknown to a store restored from a backup
             await asyncio.to_thread(remove, directory.parent, directory.name)
-        session.rollout = asyncio.create_task(
-            roll_out(
-                session.work.task,
-                session.work.session,
-                gateway=self.gateway,
-                directory=directory,
-                parts=self.parts,
-                on_stage=lambda status: session.stages.append((status, time.time())),
-                on_calls=partial(self._keep_calls, session),
-                slots=session.slots,
-            )
-        )
+        session.rollout = asyncio.create_task(self._work(session))
         try:
             await asyncio.wait({session.rollout})
         except asyncio.CancelledError:
@@ -203,6 +193,33 @@ class SessionRunner:
             return session.rollout.result()
         _log.error("rollout raised", session=session.id, traceback=log.describe_error(error))
         return _make_failed(session, error)
+
+    def _work(self, session: ActiveSession) -> Coroutine[None, None, Trajectory]:
+        """Return what a session consists of: running an agent, or judging a recorded session."""
+
+        def on_stage(status: Status) -> None:
+            session.stages.append((status, time.time()))
+
+        if session.work.task.judges is not None:
+            return run_judging(
+                session.work.task,
+                session.work.session,
+                recordings=self.gateway.folder,
+                directory=session.directory,
+                parts=self.parts,
+                on_stage=on_stage,
+                slots=session.slots,
+            )
+        return roll_out(
+            session.work.task,
+            session.work.session,
+            gateway=self.gateway,
+            directory=session.directory,
+            parts=self.parts,
+            on_stage=on_stage,
+            on_calls=partial(self._keep_calls, session),
+            slots=session.slots,
+        )
 
     def _keep_calls(self, session: ActiveSession, calls: Sequence[Call]) -> None:
         if self.tracer is not None:

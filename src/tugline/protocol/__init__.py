@@ -11,15 +11,16 @@ survives every restart (I3).
 from tugline.protocol.clients import *
 from tugline.protocol.nodes import *
 from tugline.protocol.queries import *
+from tugline.protocol.runs import *
 
 __all__ = [
-    "LEASE_WAIT_S", "PROBLEM", "Accepted", "Ack", "Barrier", "Cancelled", "Commit",
-    "CommitOutcome", "Consumer", "Control", "Counts", "Delivery", "DeliveryQuery",
-    "DeliveryState", "Dispatcher", "Event", "EventKind", "EventQuery", "FieldError",
-    "HeldSession", "LeaseRequest", "LeaseResponse", "LogLength", "LogQuery", "Name",
-    "NodeRegistered", "NodeRegistration", "NodeState", "NodeView", "Page", "PageQuery",
-    "Pause", "PauseMode", "Position", "Problem", "Release", "Renewal", "ResultQuery", "ResultView",
-    "Results", "RunStep", "RunView", "SessionNote", "SessionQuery", "SessionView", "StatusQuery",
-    "StepQuery",
-    "Stop", "StopKind", "TaskQuery", "TaskState", "TaskView", "Version", "WebhookBody", "Work",
+    "LEASE_WAIT_S", "PROBLEM", "Accepted", "Ack", "Barrier", "Cancelled", "Commit", "CommitOutcome",
+    "Consumer", "Control", "Counts", "Delivery", "DeliveryQuery", "DeliveryState", "Dispatcher",
+    "Event", "EventKind", "EventQuery", "FieldError", "HeldSession", "LeaseRequest",
+    "LeaseResponse", "LogLength", "LogQuery", "Name", "NodeRegistered", "NodeRegistration",
+    "NodeState", "NodeView", "Page", "PageQuery", "Pause", "PauseMode", "Position", "Problem",
+    "RejudgeRequest", "Rejudging", "Release", "Renewal", "ResultQuery", "ResultView", "Results",
+    "RunKind", "RunStart", "RunStep", "RunView", "SessionNote", "SessionQuery", "SessionView",
+    "StatusQuery", "StepQuery", "Stop", "StopKind", "TaskQuery", "TaskState", "TaskView",
+    "VerdictChoice", "VerdictView", "Version", "WebhookBody", "Work",
 ]  # fmt: skip

@@ -8,6 +8,9 @@ from msgspec import Meta
 
 from tugline.types import TERMINAL, Failure, Status
 
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,160}$")]
+"""Name of a run or a consumer, or id of a task or a session."""
+
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True):
     """Acknowledgement that a task is stored durably."""
@@ -44,8 +47,12 @@ class TaskView(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     """Reason for an early close: ``min_usable``, ``deadline`` or ``cancelled by ...``."""
     released: int | None = None
-    """Position of the release event."""
+    """Position of the release event; a later one once a reward of the task has changed."""
     tags: dict[str, str] = {}
+    run: str | None = None
+    """Run that it belongs to."""
+    judges: str | None = None
+    """Recorded session that it judges again."""
 
     @property
     def finished(self) -> int:
@@ -71,6 +78,10 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
     """Originator of a pending request to stop the session; empty if there is none."""
     note: str = ""
     """Note of a person."""
+    run: str | None = None
+    """Run that it belongs to."""
+    judges: str | None = None
+    """Recorded session that it judges again."""
 
 
 class SessionNote(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +117,12 @@ class ResultView(msgspec.Struct, frozen=True, kw_only=True):
     patch: str = ""
     """SHA-256, in hex, of what the agent changed, stored beside its recording; empty if it ended
     before, and in results of older releases."""
+    run: str | None = None
+    """Run that it belongs to."""
+    judges: str | None = None
+    """Recorded session that it judges again; only consumers that ask for its task or run get it."""
+    revision: int = 0
+    """Number of times that another verdict has changed the reward, each time at a new position."""
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,6 +206,7 @@ class EventKind(StrEnum):
     REQUEUED = "session.requeued"
     STOPPING = "session.stopping"
     RESULT = "session.result"
+    REVISED = "session.revised"
     NOTED = "session.noted"
     JOINED = "node.joined"
     DRAINING = "node.draining"
@@ -197,33 +215,10 @@ class EventKind(StrEnum):
     VERSION = "weights.version"
     PAUSED = "weights.paused"
     RESUMED = "weights.resumed"
+    STARTED = "run.started"
+    ENDED = "run.ended"
     STEP = "run.step"
     DEAD = "delivery.dead"
-
-
-FigureName = Annotated[str, Meta(min_length=1, max_length=160)]
-
-
-class RunStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Figures and notes of a step of a trainer, by name, such as ``rollout/reward``."""
-
-    step: Annotated[int, Meta(ge=0, le=2**31 - 1)]
-    figures: Annotated[dict[FigureName, float], Meta(max_length=1000)] = {}
-    notes: Annotated[
-        dict[FigureName, Annotated[str, Meta(max_length=10_000)]], Meta(max_length=100)
-    ] = {}
-    """Lines of text, such as the result of an evaluation."""
-    rewound: bool = False
-    """The run continues from this step: reports of later steps are deleted."""
-
-
-class RunView(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of a trainer."""
-
-    name: str
-    step: int
-    """Latest reported step."""
-    updated: float
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,13 +5,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tugline.protocol.clients import DeliveryState, TaskState
+from tugline.protocol.clients import DeliveryState, Name, TaskState
 from tugline.types import Status
 
 Limit = Annotated[int, Meta(ge=1, le=1000, description="Maximum number of items.")]
 Wait = Annotated[float, Meta(ge=0, le=60.0, description="Seconds to wait for new items.")]
 Position = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,160}$")]
 Cursor = Annotated[str, Meta(max_length=256, description="`next` of the previous page.")]
 
 
@@ -33,6 +32,8 @@ class TaskQuery(PageQuery, frozen=True, kw_only=True):
     """Only tasks of this tenant."""
     tag: Annotated[str, Meta(max_length=1200, pattern="^[^=]+=")] | None = None
     """Only tasks with this tag, ``key=value``."""
+    run: Name | None = None
+    """Only tasks of this run."""
 
 
 class SessionQuery(PageQuery, frozen=True, kw_only=True):
@@ -44,6 +45,8 @@ class SessionQuery(PageQuery, frozen=True, kw_only=True):
     """Only sessions with this status."""
     node: Annotated[str, Meta(max_length=160)] | None = None
     """Only sessions leased to this node."""
+    run: Name | None = None
+    """Only sessions of this run."""
     q: Annotated[str, Meta(max_length=160)] = ""
     """Search text: part of the session's id, or words (prefixes match, too) that all occur in the
     instruction and tags of its task, or in its failure and note."""
@@ -82,6 +85,8 @@ class ResultQuery(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: Wait = 0.0
     task: Annotated[tuple[Name, ...], Meta(max_length=1000)] = ()
     """Only results of these tasks."""
+    run: Name | None = None
+    """Only results of this run."""
     groups: bool = False
     """Return whole groups, once they are released."""
 

@@ -6,7 +6,9 @@ A result names its patch by the digest.
 import hashlib
 import os
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import zstandard
 
@@ -14,8 +16,8 @@ from tugline.atomic import write_file
 from tugline.errors import CaptureError
 from tugline.patch import format_patch, unpack_patch
 from tugline.recording.folder import patch_name
-from tugline.recording.records import Header, RecordedResult
-from tugline.types import Status
+from tugline.recording.records import Header
+from tugline.types import Failure, Status
 
 
 def save_patch(data: bytes, folder: Path) -> str:
@@ -50,7 +52,27 @@ def load_patch(recording: Path, digest: str) -> bytes:
     return data
 
 
-def read_diff(recording: Path, header: Header | None, result: RecordedResult | None) -> str:
+class EndedSession(Protocol):
+    """What a result tells about the end of its session."""
+
+    @property
+    def status(self) -> Status:
+        """Final state."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why it failed."""
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds by stage that was begun."""
+
+    @property
+    def patch(self) -> str:
+        """Digest of the patch; empty without one."""
+
+
+def read_diff(recording: Path, header: Header | None, result: EndedSession | None) -> str:
     """Return what the agent changed as a unified diff, or the reason why there is none.
 
     Of a task with a base, changed files are whole, as the agent left them.
@@ -68,7 +90,15 @@ def read_diff(recording: Path, header: Header | None, result: RecordedResult | N
     return prefix + format_patch(header.task.files, patch)
 
 
-def describe_no_patch(result: RecordedResult | None) -> str:
+def refuse_result(result: EndedSession) -> str:
+    """Return why a session with this result cannot be judged again; empty if it can."""
+    if Status.EVAL.value not in result.seconds or result.status is Status.CANCELLED:
+        reason = result.failure.message if result.failure else f"it was {result.status.value}"
+        return f"it was not evaluated: {reason}"
+    return "" if result.patch else describe_no_patch(result)
+
+
+def describe_no_patch(result: EndedSession | None) -> str:
     """Return why a result names no patch."""
     if result is None:
         return "no result is recorded"

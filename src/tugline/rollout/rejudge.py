@@ -22,18 +22,19 @@ from tugline.errors import CaptureError, UsageError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.patch import Patch, unpack_patch
 from tugline.recording.file import Recording, read
-from tugline.recording.folder import parse_name
-from tugline.recording.patches import describe_no_patch, load_patch
+from tugline.recording.folder import file_name, parse_name
+from tugline.recording.patches import describe_no_patch, load_patch, refuse_result
 from tugline.recording.verdicts import VerdictEntry, VerdictHistory
 from tugline.rollout.evaluation import evaluate_outcome
-from tugline.rollout.failures import classify
+from tugline.rollout.failures import EarlyEnd, End, classify
 from tugline.rollout.parts import Parts, PrewarmedSandboxes, TaskSandboxes
+from tugline.rollout.stage_runner import OnStage, StageRunner
 from tugline.rollout.stages import StageSlots
 from tugline.rollout.task_validation import fingerprint_evaluator
 from tugline.sandbox.base import Exit
 from tugline.sandbox.files import remove
 from tugline.schema import copy_fields
-from tugline.types import PluginSpec, Status
+from tugline.types import Ledger, PluginSpec, Session, Status, Task, Trajectory
 
 
 def refuse_evaluator(spec: PluginSpec, evaluator: Evaluator) -> str:
@@ -51,20 +52,21 @@ def refuse_session(recording: Recording) -> str:
     result = recording.result
     if recording.header is None:
         return "the first record of its recording is lost"
-    if result is None:
-        return describe_no_patch(result)
-    if Status.EVAL.value not in result.seconds or result.status is Status.CANCELLED:
-        reason = result.failure.message if result.failure else f"it was {result.status.value}"
-        return f"it was not evaluated: {reason}"
-    return "" if result.patch else describe_no_patch(result)
+    return describe_no_patch(None) if result is None else refuse_result(result)
 
 
 async def judge_again(
-    recording: Recording, patch: Patch, spec: PluginSpec, directory: Path, parts: Parts
+    recording: Recording,
+    patch: Patch,
+    spec: PluginSpec,
+    directory: Path,
+    parts: Parts,
+    slots: StageSlots | None = None,
 ) -> Verdict:
     """Judge a session that `refuse_session` accepts, in the new folder `directory`.
 
-    Raises the errors of `evaluate_outcome`, of creating a plug-in, and of opening a sandbox.
+    Without `slots` it does not wait. Raises the errors of `evaluate_outcome`, of creating a
+    plug-in, and of opening a sandbox.
     """
     header = recording.header
     result = recording.result
@@ -83,7 +85,67 @@ async def judge_again(
         exit=copy_fields(Exit, result.exit) if result.exit else None,
         spent=result.spent,
     )
-    return await evaluate_outcome(parts.evaluator(spec), outcome, StageSlots(), header.session.id)
+    session = header.session.id
+    return await evaluate_outcome(parts.evaluator(spec), outcome, slots or StageSlots(), session)
+
+
+# --------------------------------------------------------------------------- on a node
+async def run_judging(  # noqa: PLR0913 - a session, its environment and its observer
+    task: Task,
+    session: Session,
+    *,
+    recordings: Path,
+    directory: Path,
+    parts: Parts,
+    on_stage: OnStage,
+    slots: StageSlots,
+) -> Trajectory:
+    """Judge the recorded session that `task` names, in place of running an agent.
+
+    The trajectory has a verdict and no traces. In any case there is one, as from `roll_out`.
+    """
+    stages = StageRunner(session.id, on_stage, slots)
+    verdict = None
+    end = End(None, Status.COMPLETED)
+    try:
+        async with stages.run(Status.EVAL):
+            recording, packed = await asyncio.to_thread(_load, task, recordings)
+            patch = unpack_patch(packed)
+            verdict = await judge_again(recording, patch, task.evaluator, directory, parts, slots)
+    except EarlyEnd as early:
+        end = early.end
+    return Trajectory(
+        session=session.id,
+        task=task.id,
+        sample=session.sample,
+        status=end.status,
+        traces=(),
+        ledger=Ledger(),
+        reward=verdict.reward if verdict else None,
+        report=verdict.report if verdict else {},
+        failure=end.failure,
+        seconds=stages.seconds,
+        harness=task.harness.name,
+    )
+
+
+def _load(task: Task, recordings: Path) -> tuple[Recording, bytes]:
+    """Read the recording that a task names, and its packed patch. Raises `CaptureError`."""
+    judged = task.judges
+    if judged is None:
+        raise CaptureError(f"task {task.id} names no recorded session")
+    own = Session(id=judged.session, task=task.id, sample=0, epoch=judged.epoch)
+    path = recordings / file_name(own)
+    if not path.exists():
+        msg = (
+            f"session {judged.session} was recorded on node {judged.node!r} in {path}, which is no "
+            "longer there; see node.keep_s and node.quota_gb"
+        )
+        raise CaptureError(msg)
+    recording = read(path)
+    if reason := refuse_session(recording):
+        raise CaptureError(f"session {judged.session}: {reason}")
+    return recording, load_patch(path, judged.patch)
 
 
 # --------------------------------------------------------------------------- many sessions

@@ -11,10 +11,9 @@ still runs, because a partial trajectory is data (I2).
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tugline import errors, log
@@ -35,10 +34,10 @@ from tugline.rollout.failures import (
     classify,
     classify_recording_error,
     make_failure,
-    make_total_timeout,
 )
 from tugline.rollout.parts import LOG_TAIL, Parts, PrewarmedSandboxes, TaskSandboxes
-from tugline.rollout.stages import Ending, ScopeEnded, StageSlots
+from tugline.rollout.stage_runner import OnStage, StageRunner
+from tugline.rollout.stages import StageSlots
 from tugline.sandbox.base import Exit, Sandbox
 from tugline.sandbox.files import collect_artifacts
 from tugline.schema import copy_fields
@@ -64,8 +63,6 @@ _INSTALL_S = 1800.0
 """Timeout of a harness's first installation."""
 _log = log.get("node")
 
-OnStage = Callable[[Status], None]
-"""Called before each stage."""
 OnCalls = Callable[[Sequence[Call]], None]
 """Called with the recorded calls of an attempt, before its trajectory is returned."""
 
@@ -125,7 +122,6 @@ class _Rollout:
     log_tail: str = ""
     calls: Sequence[Call] = ()
     verdict: Verdict | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
     recording: bool = False
     """Whether the gateway has a recording of this session."""
     is_built: bool = False
@@ -137,6 +133,7 @@ class _Rollout:
         self.builder = self.parts.builder(self.task.builder)
         self.sandboxes = TaskSandboxes(self.task, self.directory, self.parts)
         self.sandbox_stack = AsyncExitStack()
+        self.stages = StageRunner(self.session.id, self.on_stage, self.slots)
         self.exit = Exit(0, timed_out=False, seconds=0.0)
         """Exit of the agent's program, here that of a program that did nothing."""
         self.patch: Patch | None = None
@@ -150,7 +147,7 @@ class _Rollout:
 
     async def initialize(self, model: AsyncExitStack) -> tuple[Sandbox, Launch]:
         """Run INIT: install the harness, open sandbox and gateway (until `model` closes)."""
-        async with self._stage(Status.INIT):
+        async with self.stages.run(Status.INIT):
             await self._install()
             async with asyncio.timeout(self.task.limits.init_s):
                 await self.parts.report_weaknesses(self.task.runtime)
@@ -174,7 +171,7 @@ class _Rollout:
 
     async def run_agent(self, sandbox: Sandbox, launch: Launch) -> None:
         """Run READY and RUN: the agent works until it ends or `agent_s` is over."""
-        async with self._stage(Status.RUN):
+        async with self.stages.run(Status.RUN):
             if not self.evaluator.in_place:
                 self.prewarmed.prepare(self.evaluator.sandboxes)
             timeout = self.slots.start_agent_timeout(self.task.limits.agent_s)
@@ -187,7 +184,7 @@ class _Rollout:
 
     async def build(self) -> None:
         """Run BUILD: build traces from the recorded calls."""
-        async with self._stage(Status.BUILD):
+        async with self.stages.run(Status.BUILD):
             self.calls, self.built = await asyncio.to_thread(self._build)
             self.is_built = True
 
@@ -195,7 +192,7 @@ class _Rollout:
         """Build what was recorded before a rollout ended; if that fails, count its tokens (I2)."""
         if not self.recording or self.is_built:
             return
-        if Status.BUILD.value not in self.seconds:
+        if Status.BUILD.value not in self.stages.seconds:
             # The rollout has its failure already.
             with contextlib.suppress(EarlyEnd):
                 self.calls, self.built = await asyncio.to_thread(self._build)
@@ -228,7 +225,7 @@ class _Rollout:
 
     async def evaluate(self) -> None:
         """Run EVAL, with one repetition if the first evaluation gave no verdict."""
-        async with self._stage(Status.EVAL):
+        async with self.stages.run(Status.EVAL):
             outcome = SessionOutcome(
                 task=self.task,
                 patch=self.patch or Patch(),
@@ -266,39 +263,6 @@ class _Rollout:
         except Exception as error:  # noqa: BLE001 - also a plug-in's; `reap` cleans up later
             places = log.describe_error(error)
             _log.warning("sandbox not closed", session=self.session.id, traceback=places)
-
-    @contextlib.asynccontextmanager
-    async def _stage(self, status: Status) -> AsyncIterator[None]:
-        """Wait for a slot (for RUN, this is READY), time the stage, classify its failure."""
-        current: Status = Status.READY if status is Status.RUN else status
-        self.on_stage(current)
-        began = time.monotonic()
-        started = False
-        try:
-            with refuse_endings(f"a plug-in of {status.value}"):
-                async with self.slots.cancel_scope.enforce(), self.slots.acquire(status):
-                    started = True
-                    if current is not status:
-                        self.seconds[current.value] = time.monotonic() - began
-                        current = status
-                        self.on_stage(current)
-                    began = time.monotonic()
-                    yield
-        except EarlyEnd as early:
-            places = log.describe_error(early)
-            _log.warning("stage failed", session=self.session.id, stage=current, traceback=places)
-            raise
-        except ScopeEnded as ended:
-            if ended.ending is Ending.CANCELLED:
-                raise EarlyEnd(None, Status.CANCELLED) from ended
-            failure = make_total_timeout(current if started else Status.READY)
-            raise EarlyEnd(failure, Status.TIMED_OUT) from ended
-        except Exception as error:
-            places = log.describe_error(error)
-            _log.warning("stage failed", session=self.session.id, stage=current, traceback=places)
-            raise EarlyEnd(classify(current, error)) from error
-        finally:
-            self.seconds[current.value] = time.monotonic() - began
 
     async def _install(self) -> None:
         """Install the harness, outside of `init_s` and `total_s`: it may take minutes at first."""
@@ -389,7 +353,7 @@ class _Rollout:
             report=self.verdict.report if self.verdict else {},
             failure=end.failure if end else self._find_agent_failure(),
             spent=self._spent,
-            seconds=self.seconds,
+            seconds=self.stages.seconds,
             harness=self.task.harness.name,
             patch=self.patch_digest,
         )

@@ -16,6 +16,7 @@ from pathlib import Path
 from tugline.atomic import flush_path, write_file
 from tugline.errors import Missing, StoreError, UsageError, first_line
 from tugline.plugins import import_extra
+from tugline.server.validation import compute_digest
 
 _TEMPORARY = "~"
 """Prefix of the names of incomplete files; ids of sessions cannot contain it."""
@@ -177,3 +178,11 @@ def open_blobs(where: str) -> Blobs:
     if "://" in where and not where.startswith("file://"):
         return ObjectBlobs(where)
     return LocalBlobs(Path(where.removeprefix("file://")))
+
+
+async def read_blob(blobs: Blobs, name: str, digest: str) -> bytes:
+    """Read the trajectory of a result. Raises `Missing`, also if its digest is wrong."""
+    data = await blobs.get(name)
+    if await asyncio.to_thread(compute_digest, data) != digest:
+        raise Missing(f"the result is damaged: blob {name!r} does not have the SHA-256 {digest}")
+    return data

@@ -17,17 +17,18 @@ import msgspec
 
 from tugline import log, protocol
 from tugline.aio import run_beside
-from tugline.errors import Missing, QuotaExceeded, StoreError
-from tugline.server.blobs import Blobs
+from tugline.errors import Invalid, QuotaExceeded, StoreError
+from tugline.server.blobs import Blobs, read_blob
 from tugline.server.dispatch import ServerDispatcher
 from tugline.server.logs import LogPart, Logs
+from tugline.server.rejudge import Verdicts
 from tugline.server.settings import ServerSettings
-from tugline.server.store import events, leases, nodes, results, sessions, stats, tasks
+from tugline.server.store import events, leases, nodes, results, runs, sessions, tasks
 from tugline.server.store.base import Tx, read_sql
 from tugline.server.store.database import Database, uptime
-from tugline.server.validation import compute_digest, pack_tasks
+from tugline.server.validation import pack_tasks
 from tugline.server.webhooks import WebhookSender
-from tugline.types import Status, Task
+from tugline.types import PluginSpec, Status, Task
 
 WITHIN_S = 60.0
 """Default timeout of a barrier."""
@@ -46,12 +47,12 @@ _log = log.get("server")
 class ControlPlane:
     """Components of a rollout server; an async context manager.
 
-    `folder` is for files such as logs. `check` raises for tasks that cannot be run. `secret` signs
-    callbacks. Callers that need not wait read and write `database` directly, with the operations of
-    `tugline.server.store`.
+    `folder` is for files such as logs. `check` raises for tasks that cannot be run, `fingerprint`
+    returns the digest of an evaluator, and `secret` signs callbacks. Callers that need not
+    wait read and write `database` directly, with the operations of `tugline.server.store`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its data, settings, and what the layers above it know
         self,
         database: Database,
         blobs: Blobs,
@@ -59,6 +60,7 @@ class ControlPlane:
         folder: Path,
         settings: ServerSettings = ServerSettings(),  # noqa: B008 - immutable
         check: Callable[[Task], None] = lambda _task: None,
+        fingerprint: Callable[[PluginSpec], str] = lambda spec: spec.name,
         secret: bytes = b"",
     ) -> None:
         self.database = database
@@ -68,6 +70,7 @@ class ControlPlane:
         self.dispatcher = ServerDispatcher(database, blobs, self.logs, settings)
         self._settings = settings
         self._check = check
+        self.verdicts = Verdicts(database, blobs, settings, check, fingerprint)
         self._buckets: dict[tuple[Hashable, str], tuple[float, float]] = {}
         """Token buckets by caller and tenant entry: submissions left, and time of that count."""
         self._webhooks = WebhookSender(database, secret, hosts=settings.callback_hosts)
@@ -86,13 +89,20 @@ class ControlPlane:
     async def __aexit__(self, *_exc: object) -> None:
         await self._stack.aclose()
 
-    async def submit(self, batch: Sequence[Task]) -> list[protocol.Accepted]:
-        """Store tasks, all or none; existing tasks are not changed.
+    async def submit(
+        self, batch: Sequence[Task], run: str | None = None
+    ) -> list[protocol.Accepted]:
+        """Store tasks of a run, all or none; existing tasks are not changed.
 
-        Raises `Invalid`, `Conflict` and `QuotaExceeded`, with a field such as ``3.limits.agent_s``.
+        Raises `Invalid`, `Conflict` and `QuotaExceeded`, with a field such as
+        ``3.limits.agent_s``, and `Missing` for an unknown run.
         """
+        for number, task in enumerate(batch):
+            if task.judges is not None:
+                msg = f"{number}.judges is set; recorded sessions are judged by POST /v1/rejudge"
+                raise Invalid(msg, field=f"{number}.judges")
         packed = await asyncio.to_thread(pack_tasks, batch, self._check_task)
-        return await self.database.write(tasks.submit, packed, self._settings)
+        return await self.database.write(tasks.submit, packed, self._settings, run)
 
     async def results(self, query: protocol.ResultQuery) -> protocol.Results:
         """Return results after a cursor, else after the consumer's position, else from the start.
@@ -107,7 +117,7 @@ class ControlPlane:
                 start = results.read_acked(tx, query.consumer) if query.consumer else 0
             events.check_position(tx, start)
             return (results.groups if query.groups else results.page)(
-                tx, start, query.limit, task_ids
+                tx, start, query.limit, task_ids, query.run
             )
 
         everything = "releases" if query.groups else "results"
@@ -212,7 +222,7 @@ class ControlPlane:
             alive = now - (settings.keep_consumers_days or math.inf) * _DAY_S
             while await write(tasks.delete_finished, before, alive):
                 pass
-            await write(stats.trim_runs, before)
+            await write(runs.trim, before)
         await sweep(self.blobs, self.database)
         while await write(events.trim, now - settings.keep_events_days * _DAY_S):
             pass
@@ -286,14 +296,6 @@ def expire(tx: Tx, *, lease_s: float) -> None:
     leases.end_unstopped(tx, tx.now - lease_s)
     sessions.end_pauses(tx)
     nodes.end_blocks(tx)
-
-
-async def read_blob(blobs: Blobs, name: str, digest: str) -> bytes:
-    """Read the trajectory of a result. Raises `Missing`, also if its digest is wrong."""
-    data = await blobs.get(name)
-    if await asyncio.to_thread(compute_digest, data) != digest:
-        raise Missing(f"the result is damaged: blob {name!r} does not have the SHA-256 {digest}")
-    return data
 
 
 async def sweep(blobs: Blobs, database: Database, *, older_s: float = ORPHAN_S) -> None:

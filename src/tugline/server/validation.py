@@ -141,7 +141,8 @@ def read_end(session: str, epoch: int, data: bytes, digest: str) -> End:
     reward = trajectory.reward.value if trajectory.reward else None
     blob = f"{session}.{epoch}.{digest[:12]}"
     stored = {"reward": reward, "bytes": len(data), "digest": digest, "blob": blob}
-    return copy_fields(End, trajectory, trajectory.ledger, **stored)
+    verdict = trajectory.reward
+    return copy_fields(End, trajectory, trajectory.ledger, verdict=verdict, **stored)
 
 
 def decode_trajectory(data: bytes) -> Trajectory:

@@ -349,3 +349,5 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     patch: str = ""
     """SHA-256, in hex, of what the agent changed, stored beside its recording; empty if the session
     ended before, and in results of older versions."""
+    revision: int = 0
+    """Number of times that another verdict has changed the reward."""

@@ -151,6 +151,22 @@ class Callback(msgspec.Struct, frozen=True):
     """``http://`` or ``https://``."""
 
 
+class RecordingRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A recorded session that is judged again, and by what."""
+
+    session: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,160}$")]
+    epoch: Annotated[int, Meta(ge=0, le=INT32)]
+    """Epoch of the recording."""
+    node: Annotated[str, Meta(min_length=1, max_length=100)]
+    """Name of the node that has the recording."""
+    patch: Annotated[str, Meta(min_length=1, max_length=64)]
+    """SHA-256, in hex, of what the agent changed."""
+    digest: Annotated[str, Meta(min_length=1, max_length=64)]
+    """Digest of the evaluator."""
+    round: Annotated[int, Meta(ge=1, le=10)] = 1
+    """2 for the second verdict of the same evaluator."""
+
+
 class MalformedCalls(StrEnum):
     """How a tool call that cannot be parsed is delivered to the harness."""
 
@@ -199,3 +215,5 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """Webhook for results; without one they are read from the server."""
     tags: Labels = {}
     """User-defined labels to find tasks by; stored with their results."""
+    judges: RecordingRef | None = None
+    """Recorded session that is judged in place of running an agent; only the server sets it."""

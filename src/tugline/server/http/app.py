@@ -26,7 +26,7 @@ from tugline import log
 from tugline.errors import ClientGone, Invalid, TuglineError
 from tugline.schema import decode
 from tugline.server.control import ControlPlane
-from tugline.server.http import feeds, handlers
+from tugline.server.http import feeds, handlers, runs
 from tugline.server.http.route import (
     JSON,
     ApiCall,
@@ -44,7 +44,7 @@ from tugline.server.metrics import ServerMetrics
 from tugline.web.http import Http
 from tugline.web.serve import serve
 
-ROUTES = (*handlers.ROUTES, *feeds.ROUTES)
+ROUTES = (*handlers.ROUTES, *runs.ROUTES, *feeds.ROUTES)
 THREAD_BYTES = 256 << 10
 """Size from which JSON is decoded in a thread."""
 

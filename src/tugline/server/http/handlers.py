@@ -1,4 +1,4 @@
-"""Handlers of tasks, sessions, nodes, weights and runs; `feeds` has the others.
+"""Handlers of tasks, sessions, nodes and weights; `runs` and `feeds` have the others.
 
 A node joins with the join token, then uses its own token. It may write to the sessions that it
 holds; other requests are rejected like those for a lost lease (fencing), whatever their epoch.
@@ -20,7 +20,7 @@ from tugline.protocol.nodes import Epoch
 from tugline.recording.folder import file_name, pack_files
 from tugline.recording.view.html_page import pack_recording
 from tugline.server.http import route
-from tugline.server.store import nodes, results, sessions, stats, tasks
+from tugline.server.store import nodes, results, sessions, tasks
 from tugline.server.validation import decode_trajectory
 from tugline.types import Task, encode
 
@@ -40,12 +40,24 @@ class CancelQuery(msgspec.Struct, frozen=True):
     """Originator, who is named in the results and events of these sessions."""
 
 
+class SubmitQuery(msgspec.Struct, frozen=True):
+    """Parameters of a submission."""
+
+    run: protocol.Name | None = None
+    """Registered run that the tasks belong to."""
+
+
 @ROUTES.add("POST", "/v1/tasks", route.CLIENTS, max_body=64 << 20)
-async def submit(call: route.BodyCall[list[Task]]) -> list[protocol.Accepted] | Response:
+async def submit(
+    call: route.ApiCall[SubmitQuery, list[Task]],
+) -> list[protocol.Accepted] | Response:
     """Submit one task or up to 1,000 tasks; all are stored or none."""
     if not 1 <= len(call.body) <= MAX_BATCH:
         raise Invalid(f"the body has {len(call.body)} tasks, must have 1 to {MAX_BATCH}")
-    accepted = await call.control.submit(route.admit(call))
+    run = call.query.run
+    if run is not None:
+        call.caller.check_name("run", run)
+    accepted = await call.control.submit(route.admit(call), run)
     status = 201 if any(each.new for each in accepted) else 200
     return Response(msgspec.json.encode(accepted), status, media_type=route.JSON)
 
@@ -279,22 +291,3 @@ async def pause(call: route.BodyCall[protocol.Pause]) -> protocol.Barrier:
 async def resume(call: route.PlainCall) -> protocol.Barrier:
     """Resume model calls on all nodes."""
     return await call.attend(call.control.resume())
-
-
-# --------------------------------------------------------------------------- trainers
-@ROUTES.add("GET", "/v1/runs", route.READERS)
-async def list_runs(call: route.PlainCall) -> list[protocol.RunView]:
-    """List the runs of trainers by their latest report, newest first."""
-    return await call.db.read(stats.list_runs)
-
-
-@ROUTES.add("GET", "/v1/runs/{id}/steps", route.READERS)
-async def list_steps(call: route.QueryCall[protocol.StepQuery]) -> list[protocol.RunStep]:
-    """List the reported steps of a trainer's run."""
-    return await call.db.read(stats.list_steps, call.id, call.query)
-
-
-@ROUTES.add("POST", "/v1/runs/{id}/steps", route.CLIENTS, audited=False)
-async def report_step(call: route.BodyCall[protocol.RunStep]) -> None:
-    """Report figures of a step; figures of the same names are replaced."""
-    await call.db.write(stats.report_step, call.caller.check_name("run", call.id), call.body)

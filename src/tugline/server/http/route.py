@@ -287,7 +287,7 @@ class ApiCall(Generic[Q, B]):
         raise Refusal(msg, "not-acceptable", known=media)
 
 
-def admit(call: ApiCall[Nothing, list[Task]]) -> list[Task]:
+def admit(call: ApiCall[Any, list[Task]]) -> list[Task]:
     """Return submitted tasks with the caller's tenant. Raises `Refusal`, `QuotaExceeded`."""
     own = call.caller.tenant
     tasks = call.body

@@ -103,14 +103,21 @@ class Tx:
         return rows[0]
 
     def read_after(
-        self, rows: str, key: str, after: int, limit: int, **match: str | Sequence[str] | None
+        self,
+        rows: str,
+        key: str,
+        after: int,
+        limit: int,
+        *,
+        where: str = "",
+        **match: str | Sequence[str] | None,
     ) -> list[Row]:
         """Return up to `limit` rows after `after` by `key`; `match` is as in `match_columns`.
 
-        `rows` is ``COLUMNS FROM TABLE``.
+        `rows` is ``COLUMNS FROM TABLE``; `where` has further conditions, after ``AND``.
         """
-        where, values = match_columns(**match)
-        sql = f"SELECT {rows} WHERE {key} > :after{where} ORDER BY {key} LIMIT :limit"
+        also, values = match_columns(**match)
+        sql = f"SELECT {rows} WHERE {key} > :after{where}{also} ORDER BY {key} LIMIT :limit"
         return self.all(sql, after=after, limit=limit, **values)
 
     def read_page(self, rows: str, where: str, query: PageQuery, **values: object) -> list[Row]:
@@ -276,7 +283,7 @@ def read_sql(name: str) -> str:
     return Path(__file__).with_name(f"{name}.sql").read_text(encoding="utf-8")
 
 
-STEPS = tuple(read_sql(f"layout_{n}") for n in range(1, 7))
+STEPS = tuple(read_sql(f"layout_{n}") for n in range(1, 8))
 """Migrations; step n leads from layout n to layout n + 1."""
 
 

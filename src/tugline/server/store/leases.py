@@ -6,14 +6,14 @@ the node belongs to another node: the node is told to stop it.
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from tugline import protocol
 from tugline.server.settings import DEFAULTS, ServerSettings
 from tugline.server.store import events, nodes, results, sessions
 from tugline.server.store.base import Tx
 from tugline.server.store.results import CANCELLED, End, finish
-from tugline.server.store.sessions import SessionRow
+from tugline.server.store.sessions import QueuedRow, SessionRow
 from tugline.types import HANDLING, Cause, Failure, Session, Status
 from tugline.types.session import UNKNOWN_CAUSE
 
@@ -85,54 +85,91 @@ def grant(tx: Tx, capacities: Mapping[str, int], settings: ServerSettings = DEFA
     """Lease queued sessions to waiting nodes, up to the nodes' capacity and the tenants' limits.
 
     Samples of a task go to the node of the first sample while it has capacity; an attempt after a
-    failure goes to another node if there is one with capacity.
+    failure goes to another node if there is one with capacity. A session that is pinned to a node
+    waits for it.
     """
     if not sessions.list_waiting(tx):
         return {}
     live = nodes.list_open(tx)
+    _retry_homeless(tx, {nodes.name_of(node) for node in live})
     left = {
         node: 1 if live[node] else capacity
         for node, capacity in capacities.items()
         if node in live and capacity > 0
     }
-    granted: Granted = {node: [] for node in left}
     homes: dict[str, str] = {}
-    leased = []
-    notes = []
-    version = nodes.control(tx).version
-    for row in sessions.take_queued(tx, min(sum(left.values()), _GRANT_BATCH), settings):
-        session, task, sample, attempt, epoch, avoid, home, since = row
-        home = homes.get(task, home)
-        node = _choose_node(left, home, avoid)
-        epoch = max(epoch + 1, int(tx.now) - EPOCHS_FROM)
+    leased: list[tuple[QueuedRow, str]] = []
+    named = {nodes.name_of(node): node for node in left}
+    free = {name: left[node] for name, node in named.items()}
+    count = min(sum(left.values()), _GRANT_BATCH)
+    taken = sessions.take_queued(tx, count, settings, free)
+    for row in sorted(taken, key=lambda row: not row.pinned):  # the others can go elsewhere
+        home = homes.get(row.task, row.home)
+        node = named[row.pinned] if row.pinned else _choose_node(left, home, row.avoid)
         left[node] -= 1
         if home not in live:
-            homes[task] = node
-        new = Session(
-            id=session, task=task, sample=sample, attempt=attempt, epoch=epoch, status=Status.INIT
-        )
-        granted[node].append(new)
-        change = {"id": session, "epoch": epoch, "node": node, "version": version, "now": tx.now}
-        leased.append(change)
-        detail = {"attempt": attempt, "epoch": epoch, "waited": max(0.0, tx.now - since)}
-        notes.append(events.Note(task, session, node, detail))
-    if leased:
-        tx.many(
-            "UPDATE sessions SET status = 'init', epoch = :epoch, node = :node, version = :version,"
-            " updated = :now WHERE id = :id",
-            leased,
-        )
-        tx.many(
-            "UPDATE tasks SET home = :home WHERE id = :task",
-            [{"task": task, "home": home} for task, home in homes.items()],
-        )
-        if len(leased) == _GRANT_BATCH:
-            tx.notify("work")
-        events.add(tx, protocol.EventKind.LEASED, *notes)
-    for node, work in granted.items():
-        if work and live[node]:
+            homes[row.task] = node
+        leased.append((row, node))
+    granted = _record_leases(tx, leased) if leased else {}
+    tx.many(
+        "UPDATE tasks SET home = :home WHERE id = :task",
+        [{"task": task, "home": home} for task, home in homes.items()],
+    )
+    if len(leased) == _GRANT_BATCH:
+        tx.notify("work")
+    for node in granted:
+        if live[node]:
             nodes.block(tx, node)
-    return {node: work for node, work in granted.items() if work}
+    return granted
+
+
+def _record_leases(tx: Tx, leased: Sequence[tuple[QueuedRow, str]]) -> Granted:
+    """Lease each session to its node, with the next epoch."""
+    granted: Granted = {}
+    changes = []
+    notes = []
+    version = nodes.control(tx).version
+    for row, node in leased:
+        epoch = max(row.epoch + 1, int(tx.now) - EPOCHS_FROM)
+        new = Session(
+            id=row.id,
+            task=row.task,
+            sample=row.sample,
+            attempt=row.attempt,
+            epoch=epoch,
+            status=Status.INIT,
+        )
+        granted.setdefault(node, []).append(new)
+        change = {"id": row.id, "epoch": epoch, "node": node, "version": version, "now": tx.now}
+        changes.append(change)
+        waited_s = max(0.0, tx.now - row.updated)
+        detail = {"attempt": row.attempt, "epoch": epoch, "waited": waited_s}
+        notes.append(events.Note(row.task, row.id, node, detail))
+    tx.many(
+        "UPDATE sessions SET status = 'init', epoch = :epoch, node = :node, version = :version,"
+        " updated = :now WHERE id = :id",
+        changes,
+    )
+    events.add(tx, protocol.EventKind.LEASED, *notes)
+    return granted
+
+
+def _retry_homeless(tx: Tx, names: Collection[str]) -> None:
+    """Retry later, or end, queued sessions that are pinned to other nodes than `names`."""
+    for tenant, _ in sessions.list_waiting(tx):
+        for pin in list(sessions.list_pins(tx, tenant)):
+            where = (
+                "tenant = :tenant AND status = 'queued' AND pinned = :pin AND retry_at IS NULL"
+                " ORDER BY turn, place LIMIT :limit"
+            )
+            waiting = (
+                []
+                if pin in names
+                else sessions.select(tx, where, tenant=tenant, pin=pin, limit=_GRANT_BATCH)
+            )
+            for entry in waiting:
+                msg = f"session {entry.judges!r} is recorded on node {pin!r}, which takes no work"
+                give_up(tx, [entry], Failure(HANDLING[Cause.NODE].boundary, msg, Cause.NODE))
 
 
 def _choose_node(left: Mapping[str, int], home: str | None, avoid: str | None) -> str:

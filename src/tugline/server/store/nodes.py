@@ -68,6 +68,11 @@ def list_named(tx: Tx, name: str, instance: str = "") -> list[str]:
     return [node for node, _, _ in rows]
 
 
+def name_of(node: str) -> str:
+    """Return the name of a node, which its processes have in common, from an id."""
+    return node.rpartition(".")[0]
+
+
 def state(tx: Tx, node: str) -> NodeState:
     """Return the state of a node. Raises `FencedError` if it is gone or unknown."""
     query = "SELECT state FROM nodes WHERE id = :node AND state <> 'gone'"

@@ -12,17 +12,18 @@ position of its event, so a cursor is valid for both. The position of a consumer
 import hashlib
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from tugline.errors import Invalid, Missing
 from tugline.protocol import Cancelled, Consumer, EventKind, Results, ResultView, StopKind
 from tugline.schema import copy_fields
-from tugline.server.store import events, sessions, texts
+from tugline.server.store import events, sessions, texts, verdicts
 from tugline.server.store.base import Tx
 from tugline.server.store.sessions import SessionRow, decode_view
 from tugline.server.store.tasks import view, views
-from tugline.types import Boundary, Failure, Status
+from tugline.types import Boundary, Failure, Reward, Status
 
 _LENGTH = 300
 """Maximum characters of a failure's message in the event of its result."""
@@ -41,6 +42,10 @@ class End(msgspec.Struct, frozen=True):
     digest: str = hashlib.sha256().hexdigest()
     blob: str = ""
     patch: str = ""
+    verdict: Reward | None = None
+    """The whole reward."""
+    report: dict[str, Any] = {}
+    """Details from the evaluator."""
 
 
 CANCELLED = End(Status.CANCELLED)
@@ -58,6 +63,8 @@ def finish(tx: Tx, entry: SessionRow, end: End) -> None:
         task=entry.task,
         usable=usable,
     )
+    if entry.judges is not None and end.verdict is not None:
+        verdicts.add(tx, entry, end.verdict, end.report)
     if callback:
         events.add_delivery(tx, position, entry.task, EventKind.RESULT, callback)
     tx.notify("results")
@@ -85,7 +92,8 @@ def _insert(tx: Tx, entry: SessionRow, end: End) -> int:
     own = {"position": position, "session": entry.id, "created": tx.now}
     listed = copy_fields(ResultView, entry, end, **own)
     row = {"position": position, "session": entry.id, "task": entry.task, "digest": end.digest}
-    tx.insert("results", {**row, "blob": end.blob, "view": msgspec.msgpack.encode(listed)})
+    row |= {"blob": end.blob, "run": entry.run, "judges": entry.judges}
+    tx.insert("results", {**row, "view": msgspec.msgpack.encode(listed)})
     return position
 
 
@@ -135,6 +143,7 @@ def run_again(tx: Tx, task: str, by: str) -> tuple[str, ...]:
         return ()
     ids = [each.session for each in failed]
     tx.run("DELETE FROM results WHERE session IN :ids", ids=ids)
+    tx.run("DELETE FROM verdicts WHERE session IN :ids", ids=ids)
     tx.run("UPDATE sessions SET attempt = 0, faults = 0, outages = 0 WHERE id IN :ids", ids=ids)
     ended = sessions.select(tx, "id IN :ids ORDER BY sample", ids=ids)
     fresh = [entry._replace(failing_since=None) for entry in ended]
@@ -237,19 +246,37 @@ def list_blobs(tx: Tx, blobs: Sequence[str]) -> set[str]:
     return set(tx.column("SELECT blob FROM results WHERE session IN :sessions", sessions=sessions))
 
 
-def page(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -> Results:
-    """Return up to `limit` results after a position, of these tasks or all, in commit order."""
-    rows = tx.read_after("view FROM results", "position", after, limit, task=tasks)
+_DELIVERED = " AND judges IS NULL"
+"""Condition of results and groups for consumers that ask for no task and no run."""
+
+
+def page(
+    tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None, run: str | None = None
+) -> Results:
+    """Return up to `limit` results after a position, in commit order, of these tasks or the run.
+
+    Without either, results of judging sessions again are left out.
+    """
+    where = "" if tasks or run else _DELIVERED
+    rows = tx.read_after(
+        "view FROM results", "position", after, limit, where=where, task=tasks, run=run
+    )
     items = tuple(decode_view(view) for (view,) in rows)
     return Results(items=items, cursor=items[-1].position if items else after)
 
 
-def groups(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -> Results:
+def groups(
+    tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None, run: str | None = None
+) -> Results:
     """Return groups released after a position: as many as fit in `limit` results, at least one.
 
-    The results of a group are adjacent, by sample; `TaskView.missing` lists unusable samples.
+    The results of a group are adjacent, by sample; `TaskView.missing` lists unusable samples. The
+    groups are chosen as in `page`.
     """
-    rows = tx.read_after("id, samples FROM tasks", "released", after, limit, id=tasks)
+    where = "" if tasks or run else _DELIVERED
+    rows = tx.read_after(
+        "id, samples FROM tasks", "released", after, limit, where=where, id=tasks, run=run
+    )
     fit = [total <= limit for total in itertools.accumulate(samples for _, samples in rows)]
     released = [task for task, _ in rows[: max(sum(fit), 1)]]
     if not released:

@@ -11,8 +11,10 @@ the others: idle time gives no advantage.
 
 import functools
 import heapq
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
@@ -52,6 +54,8 @@ class SessionRow(NamedTuple):
     created: float
     updated: float
     note: str
+    run: str | None
+    judges: str | None
 
     @property
     def leased(self) -> bool:
@@ -65,6 +69,23 @@ class SessionRow(NamedTuple):
     def session(self) -> Session:
         """Convert the row to the session that a node gets."""
         return msgspec.convert(self._asdict(), Session)
+
+
+class QueuedRow(NamedTuple):
+    """A queued session, in the order of its tenant's queue."""
+
+    turn: float
+    place: int
+    id: str
+    task: str
+    sample: int
+    attempt: int
+    epoch: int
+    avoid: str | None
+    home: str | None
+    updated: float
+    pinned: str
+    """Name of the only node that may run it; empty: any."""
 
 
 _COLUMNS = ", ".join(SessionRow._fields)
@@ -114,7 +135,9 @@ def page(tx: Tx, query: protocol.SessionQuery) -> protocol.Page:
 
 def _read(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
     """Return the rows of a page, and the next row."""
-    where, values = match_columns(task=query.task, status=query.status, node=query.node)
+    where, values = match_columns(
+        task=query.task, status=query.status, node=query.node, run=query.run
+    )
 
     def read(having: str, **named: object) -> list[Row]:
         return tx.read_page(f"{_COLUMNS} FROM sessions", where + having, query, **values, **named)
@@ -263,11 +286,27 @@ def activate_tenant(tx: Tx, tenant: str) -> None:
     )
 
 
-def take_queued(tx: Tx, n: int, settings: ServerSettings) -> list[Row]:
-    """Take the next `n` queued sessions: ``id task sample attempt epoch avoid home updated``.
+def list_pins(tx: Tx, tenant: str) -> Iterator[str]:
+    """Yield the names of nodes to which queued sessions of a tenant are pinned."""
+    query = (
+        "SELECT MIN(pinned) FROM sessions WHERE tenant = :tenant AND status = 'queued'"
+        " AND pinned > :last"
+    )
+    last = ""
+    while (name := tx.fetch_value(query, tenant=tenant, last=last)) is not None:
+        yield name
+        last = name
 
-    A tenant at its limit is skipped, without an advantage afterwards.
+
+def take_queued(
+    tx: Tx, n: int, settings: ServerSettings, free: Mapping[str, int]
+) -> list[QueuedRow]:
+    """Take the next `n` queued sessions; `free` has the nodes' capacities by name.
+
+    Of the sessions that are pinned to a node, as many are taken as it has capacity for. A tenant at
+    its limit is skipped, without an advantage afterwards.
     """
+    room = dict(free)
     tenants = {}
     queues = {}
     heap = []
@@ -277,15 +316,19 @@ def take_queued(tx: Tx, n: int, settings: ServerSettings) -> list[Row]:
     for name, at in list_waiting(tx):
         tenants[name] = tenant = settings.find_tenant(name)
         left = min(n, tenant.sessions - leased().get(name, 0)) if tenant.sessions else n
-        queues[name] = iter(_read_queue(tx, name, max(0, left)))
+        queues[name] = _read_queue(tx, name, max(0, left), free)
         heap.append((at, name))
     heapq.heapify(heap)
-    taken: list[Row] = []
+    taken: list[QueuedRow] = []
     passes: dict[str, float] = {}
     while heap and len(taken) < n:
         at, name = heapq.heappop(heap)
         first = next(queues[name], None)
-        if first is not None:
+        if first is not None and first.pinned and not room[first.pinned]:
+            heapq.heappush(heap, (at, name))  # another tenant's session takes the node
+        elif first is not None:
+            if first.pinned:
+                room[first.pinned] -= 1
             taken.append(first)
             passes[name] = at + 1 / tenants[name].weight
             heapq.heappush(heap, (passes[name], name))
@@ -299,12 +342,21 @@ def take_queued(tx: Tx, n: int, settings: ServerSettings) -> list[Row]:
     return taken
 
 
-def _read_queue(tx: Tx, tenant: str, n: int) -> list[Row]:
-    return tx.all(
-        "SELECT s.id, s.task, s.sample, s.attempt, s.epoch, s.avoid, t.home, s.updated"
-        " FROM sessions s JOIN tasks t ON t.id = s.task"
-        " WHERE s.tenant = :tenant AND s.status = 'queued' AND s.retry_at IS NULL"
-        " ORDER BY s.turn, s.place LIMIT :n",
+def _read_queue(tx: Tx, tenant: str, n: int, free: Mapping[str, int]) -> Iterator[QueuedRow]:
+    """Return up to `n` queued sessions of a tenant that some node with capacity may run."""
+    sizes = {"": n} | {name: min(n, free.get(name, 0)) for name in list_pins(tx, tenant)}
+    rows = (_read_pinned(tx, tenant, name, size) for name, size in sizes.items() if size)
+    return itertools.islice(heapq.merge(*rows, key=itemgetter(slice(2))), n)
+
+
+def _read_pinned(tx: Tx, tenant: str, pinned: str, n: int) -> list[QueuedRow]:
+    rows = tx.all(
+        "SELECT s.turn, s.place, s.id, s.task, s.sample, s.attempt, s.epoch, s.avoid, t.home,"
+        " s.updated, s.pinned FROM sessions s JOIN tasks t ON t.id = s.task"
+        " WHERE s.tenant = :tenant AND s.status = 'queued' AND s.pinned = :pinned"
+        " AND s.retry_at IS NULL ORDER BY s.turn, s.place LIMIT :n",
         tenant=tenant,
+        pinned=pinned,
         n=n,
     )
+    return [QueuedRow(*row) for row in rows]

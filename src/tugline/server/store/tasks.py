@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from tugline.errors import Conflict, Missing, QuotaExceeded
 from tugline.protocol import Accepted, EventKind, Page, TaskQuery, TaskState, TaskView
 from tugline.server.settings import DEFAULTS, ServerSettings
-from tugline.server.store import events, sessions, texts
+from tugline.server.store import events, runs, sessions, texts
 from tugline.server.store.base import Row, Tx, cut_page, match_columns, to_struct
 from tugline.types import Status, Task, decode, encode
 
@@ -26,7 +26,9 @@ _BURST = 64
 """Samples of a task that are queued together; each next batch is queued a minute later."""
 _DELETE_BATCH = 100
 """Number of tasks deleted per transaction."""
-_COLUMNS = "id, place, tenant, priority, samples, created, usable, reason, released, tags"
+_COLUMNS = (
+    "id, place, tenant, priority, samples, created, usable, reason, released, tags, run, judges"
+)
 
 
 class Packed(NamedTuple):
@@ -51,11 +53,16 @@ def unpack(body: bytes) -> Task:
 
 
 # --------------------------------------------------------------------------- submission
-def submit(tx: Tx, batch: Sequence[Packed], settings: ServerSettings = DEFAULTS) -> list[Accepted]:
-    """Insert tasks with their sessions; existing tasks are not changed.
+def submit(
+    tx: Tx, batch: Sequence[Packed], settings: ServerSettings = DEFAULTS, run: str | None = None
+) -> list[Accepted]:
+    """Insert tasks of a run with their sessions; existing tasks are not changed.
 
-    Raises `Conflict` if a different task has the same id, and `QuotaExceeded`.
+    Raises `Conflict` if a different task has the same id, `Missing` for an unknown run, and
+    `QuotaExceeded`.
     """
+    if run is not None:
+        runs.require(tx, run)
     ids = [packed.task.id for packed in batch]
     known: dict[str, str] = dict(tx.all("SELECT id, digest FROM tasks WHERE id IN :ids", ids=ids))
     fresh: dict[str, Packed] = {}
@@ -76,7 +83,7 @@ def submit(tx: Tx, batch: Sequence[Packed], settings: ServerSettings = DEFAULTS)
             _check_quota(tx, tenant, sum(more), most)
         sessions.activate_tenant(tx, tenant)
     if fresh:
-        _insert(tx, list(fresh.values()))
+        _insert(tx, list(fresh.values()), run)
     return [
         Accepted(
             task=packed.task.id,
@@ -115,7 +122,8 @@ def raise_samples(tx: Tx, batch: Sequence[Packed]) -> None:
                 **new,
             )
             places = iter(range(last - more + 1, last + 1))
-            tx.insert("sessions", *_session_rows(task, old.samples, places, tx.now))
+            run = view(tx, task.id).run
+            tx.insert("sessions", *_session_rows(task, old.samples, places, tx.now, run))
             tx.notify("work", "timers")
 
 
@@ -145,14 +153,14 @@ def _check_quota(tx: Tx, tenant: str, more: int, most: int) -> None:
         raise QuotaExceeded(f"{msg}; {advice}", field="tenant")
 
 
-def _insert(tx: Tx, batch: Sequence[Packed]) -> None:
+def _insert(tx: Tx, batch: Sequence[Packed], run: str | None) -> None:
     samples = sum(packed.task.samples for packed in batch)
     tx.advance("tasks", len(batch))
     tx.advance("sessions", samples)
     last = tx.advance("places", len(batch) + samples)
     places = iter(range(last - len(batch) - samples + 1, last + 1))
-    tx.insert("tasks", *(_row(packed, next(places), tx.now) for packed in batch))
-    rows = [row for task, _, _ in batch for row in _session_rows(task, 0, places, tx.now)]
+    tx.insert("tasks", *(_row(packed, next(places), tx.now, run) for packed in batch))
+    rows = [row for task, _, _ in batch for row in _session_rows(task, 0, places, tx.now, run)]
     tx.insert("sessions", *rows)
     searched = (texts.join_task(task.instruction, task.tags) for task, _, _ in batch)
     texts.add(tx, zip((-row["place"] for row in rows if row["sample"] == 0), searched, strict=True))
@@ -162,9 +170,10 @@ def _insert(tx: Tx, batch: Sequence[Packed]) -> None:
 
 
 def _session_rows(
-    task: Task, start: int, places: Iterator[int], now: float
+    task: Task, start: int, places: Iterator[int], now: float, run: str | None
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of a task's sessions from sample `start` on."""
+    judged = task.judges
     for n, session in enumerate(session_ids(task)):
         if n >= start:
             yield {
@@ -177,10 +186,13 @@ def _session_rows(
                 "turn": now + _PRIORITY_S * (n // _BURST - task.priority),
                 "created": now,
                 "updated": now,
+                "run": run,
+                "judges": judged.session if judged else None,
+                "pinned": judged.node if judged else "",
             }
 
 
-def _row(packed: Packed, place: int, now: float) -> dict[str, object]:
+def _row(packed: Packed, place: int, now: float, run: str | None) -> dict[str, object]:
     task = packed.task
     group = task.group
     same = {name: getattr(task, name) for name in ("id", "tenant", "priority", "samples")}
@@ -196,6 +208,8 @@ def _row(packed: Packed, place: int, now: float) -> dict[str, object]:
         "callback": task.callback.url if task.callback else None,
         "tags": _encode_tags(task.tags),
         "created": now,
+        "run": run,
+        "judges": task.judges.session if task.judges else None,
     }
 
 
@@ -228,7 +242,7 @@ def views(tx: Tx, ids: Sequence[str]) -> list[TaskView]:
 
 def page(tx: Tx, query: TaskQuery = TaskQuery()) -> Page:  # noqa: B008 - immutable
     """Return tasks in order of submission, or newest first."""
-    where, values = match_columns(tenant=query.tenant)
+    where, values = match_columns(tenant=query.tenant, run=query.run)
     if query.state is not None:
         where += f" AND released IS {'NULL' if query.state is TaskState.OPEN else 'NOT NULL'}"
     if query.tag is not None:
@@ -297,6 +311,8 @@ def delete_finished(tx: Tx, before: float, alive: float = 0.0) -> int:
         before=before,
         limit=_DELETE_BATCH,
     )
+    judged = "SELECT id FROM sessions WHERE task IN :ids"
+    tx.run(f"DELETE FROM verdicts WHERE session IN ({judged})", ids=ids)  # noqa: S608 - constants
     for table, column in (("results", "task"), ("sessions", "task"), ("tasks", "id")):
         tx.run(f"DELETE FROM {table} WHERE {column} IN :ids", ids=ids)  # noqa: S608 - constants
     return len(ids)

@@ -57,7 +57,9 @@ def find(tx: Tx, query: SessionQuery, terms: str, *, tasks: bool) -> Iterator[st
     keys += f" ORDER BY rowid {order} LIMIT :size"
     first = "SELECT COALESCE(MAX(place - sample), 0) FROM sessions WHERE place = :place"
     after = int(query.after or 0)
-    size = (query.limit + 1) * (_PAGES if query.status or query.task or query.node else 1)
+    size = (query.limit + 1) * (
+        _PAGES if query.status or query.task or query.node or query.run else 1
+    )
     low, high = (0, after or _LAST) if query.newest else (after, _LAST)
     bounds = {"low": low, "high": high}
     if tasks:

@@ -1,0 +1,89 @@
+"""Handlers of runs, of trainers' reports, of verdicts, and of judging sessions again."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from tugline import protocol
+from tugline.errors import Invalid
+from tugline.server.http import route
+from tugline.server.store import runs, sessions
+from tugline.server.store.base import Tx
+
+ROUTES = route.Routes()
+
+
+@ROUTES.add("GET", "/v1/runs", route.READERS)
+async def list_runs(call: route.PlainCall) -> list[protocol.RunView]:
+    """List runs without their configuration, the last changed first."""
+    return await call.db.read(runs.list_views)
+
+
+@ROUTES.add("GET", "/v1/runs/{id}", route.READERS)
+async def get_run(call: route.PlainCall) -> protocol.RunView:
+    """Get a run with its configuration."""
+    return await call.db.read(runs.get, call.id)
+
+
+@ROUTES.add("PUT", "/v1/runs/{id}", route.CLIENTS)
+async def start_run(call: route.BodyCall[protocol.RunStart]) -> protocol.RunView:
+    """Register a run, or continue it."""
+    return await call.db.write(runs.start, call.caller.check_name("run", call.id), call.body)
+
+
+@ROUTES.add("POST", "/v1/runs/{id}/end", route.CLIENTS)
+async def end_run(call: route.PlainCall) -> protocol.RunView:
+    """Record that a run has ended."""
+    return await call.db.write(runs.end, call.caller.check_name("run", call.id))
+
+
+@ROUTES.add("GET", "/v1/runs/{id}/steps", route.READERS)
+async def list_steps(call: route.QueryCall[protocol.StepQuery]) -> list[protocol.RunStep]:
+    """List the reported steps of a trainer's run."""
+    return await call.db.read(runs.list_steps, call.id, call.query)
+
+
+@ROUTES.add("POST", "/v1/runs/{id}/steps", route.CLIENTS, audited=False)
+async def report_step(call: route.BodyCall[protocol.RunStep]) -> None:
+    """Report figures of a step; figures of the same names are replaced."""
+    await call.db.write(runs.report_step, call.caller.check_name("run", call.id), call.body)
+
+
+# --------------------------------------------------------------------------- verdicts
+_MAX_CHOICES = 1000
+"""Maximum number of verdicts per request."""
+
+
+@ROUTES.add("GET", "/v1/sessions/{id}/verdicts", route.READERS)
+async def list_verdicts(call: route.PlainCall) -> list[protocol.VerdictView]:
+    """List the verdicts on a session."""
+    return await call.control.verdicts.read(call.id)
+
+
+@ROUTES.add("POST", "/v1/rejudge", route.CLIENTS)
+async def rejudge(call: route.BodyCall[protocol.RejudgeRequest]) -> protocol.Rejudging:
+    """Queue the judging of recorded sessions; what was queued before is not queued again."""
+    call.caller.check_name("run", call.body.run)
+    await _check_owner(call, call.body.sessions)
+    return await call.control.verdicts.rejudge(call.body)
+
+
+@ROUTES.add("POST", "/v1/verdicts", route.CLIENTS)
+async def use_verdicts(
+    call: route.BodyCall[list[protocol.VerdictChoice]],
+) -> list[protocol.ResultView]:
+    """Put verdicts in force, all or none; a result whose reward changes gets a new position."""
+    if not 1 <= len(call.body) <= _MAX_CHOICES:
+        msg = f"the body has {len(call.body)} choices, must have 1 to {_MAX_CHOICES}"
+        raise Invalid(msg)
+    await _check_owner(call, [choice.session for choice in call.body])
+    return await call.control.verdicts.use(call.body)
+
+
+async def _check_owner(call: route.ApiCall[Any, Any], ids: Iterable[str]) -> None:
+    """Check the right to change these sessions. Raises `Refusal`, and `Missing`."""
+
+    def read(tx: Tx) -> set[str]:
+        return {sessions.get(tx, session).tenant for session in ids}
+
+    for tenant in sorted(await call.db.read(read)):
+        call.caller.check_tenant(tenant)
