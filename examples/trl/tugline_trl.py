@@ -22,8 +22,9 @@ from trl import GRPOTrainer
 from tugline.errors import UsageError
 from tugline.exports.forms import drop_experts, drop_sets
 from tugline.inference.load import load
+from tugline.launch.local import make_prefix
 from tugline.trainers.batches import TaskBatches
-from tugline.trainers.config import TrainConfig, name_run
+from tugline.trainers.config import TrainConfig
 from tugline.trainers.engines import make_publisher, open_replicas
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.hub import write_weights
@@ -69,7 +70,7 @@ class TuglineSessions:
         run_folder.mkdir(parents=True, exist_ok=True)
         self.config, self._folder = config, run_folder
         self.batches = TaskBatches(config, tasks_folder)
-        self.batches.run = name_run(run_folder)
+        self.batches.run = make_prefix(run_folder)
         served, tokenizer, end_ids = load(config.model or Path(), dtype=torch.float32)
         self.models = Models(self, served, tokenizer, end_ids)
         self.version = -1

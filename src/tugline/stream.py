@@ -33,6 +33,9 @@ class GradedGroup:
         """Id of the task."""
         self.cursor = results.cursor
         """Position to acknowledge."""
+        self.revision = sum(result.view.revision for result in results.results)
+        """Number of changes of rewards by other verdicts. Above 0, this consumer may have got the
+        group before, with other rewards."""
         self.missing = results.view.missing
         """Samples without a reward, for a reason that says nothing about the policy."""
         every = (result.trajectory for result in results.results)

@@ -56,7 +56,12 @@ _MEDIA = {
 """Media types of answers that are not JSON, or not only JSON."""
 _STATUSES = {"POST /v1/tasks": (201, 200), "GET /v1/sessions/{id}/recording": (200, 204)}
 """Status codes of routes that have several."""
-_CONFLICTS = {"POST /v1/tasks", "POST /v1/nodes", "PUT /v1/runs/{id}"}
+_CONFLICTS = {
+    "GET /v1/sessions/{id}/trajectory",
+    "POST /v1/nodes",
+    "POST /v1/tasks",
+    "PUT /v1/runs/{id}",
+}
 
 
 def make_document(routes: tuple[Route, ...] = ROUTES) -> bytes:

@@ -16,6 +16,7 @@ from tugline.cli.options import Count, Json
 from tugline.cli.output import make_table, print_text, save_report
 from tugline.cli.task import Paths
 from tugline.datasets.files import load_tasks
+from tugline.protocol import RunKind
 from tugline.recording.trajectories import read_results
 from tugline.trainers import evaluation
 
@@ -38,7 +39,7 @@ def eval(  # noqa: A001 - the name of the command
     tasks = [replace(task, samples=k) for task in load_tasks(paths, local.task_changes)]
     before = read_results(earlier) if earlier else None
     console = Console(stderr=True, highlight=False)
-    views = run_with_progress(tasks, local, out, console, more_samples=True)
+    views = run_with_progress(tasks, local, out, console, RunKind.EVAL, more_samples=True)
     scores = evaluation.evaluate(views, k=k, tags=read_tags(tasks))
     change = evaluation.compare(views, before) if before is not None else None
     save_report(out / "evaluation.json", {"evaluation": scores, "change": change}, as_json=as_json)

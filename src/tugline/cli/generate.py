@@ -25,7 +25,7 @@ from tugline.errors import UsageError
 from tugline.exports.base import make_exporter
 from tugline.exports.pipeline import Export
 from tugline.exports.pipeline import run as export
-from tugline.protocol import ResultView
+from tugline.protocol import ResultView, RunKind
 from tugline.recording.file import read
 from tugline.recording.folder import list_recordings
 from tugline.types import PluginSpec
@@ -75,7 +75,7 @@ def generate(
         for task in load_tasks(paths, local.task_changes)
     ]
     console = Console(stderr=True, highlight=False)
-    views = run_with_progress(tasks, local, out, console)
+    views = run_with_progress(tasks, local, out, console, RunKind.GENERATE)
     totals, accepted = _read_run(out, views, read_tags(tasks), condition)
     for total in totals.values():
         total.cost = (total.prompt_tokens * price_in + total.sampled_tokens * price_out) / 1e6

@@ -12,7 +12,7 @@ from tugline.cli.process import keep_running
 from tugline.datasets.base import INSTANCE, SPLIT, TASKSET
 from tugline.launch.local import run_in_folder
 from tugline.launch.progress import SessionProgress
-from tugline.protocol import ResultView
+from tugline.protocol import ResultView, RunKind
 from tugline.types import Task
 
 
@@ -21,6 +21,7 @@ def run_with_progress(
     local: NodeOptions,
     out: Path,
     console: Console,
+    kind: RunKind,
     *,
     more_samples: bool = False,
 ) -> list[ResultView]:
@@ -36,7 +37,8 @@ def run_with_progress(
     async def main() -> None:
         this = asyncio.current_task()
         with progress.bar, handle_signals(lambda: None if this is None else this.cancel()):
-            views.extend(await run_in_folder(tasks, settings, out, add, more_samples=more_samples))
+            running = run_in_folder(tasks, settings, out, add, more_samples=more_samples, kind=kind)
+            views.extend(await running)
 
     try:
         keep_running(main, local.log_file)

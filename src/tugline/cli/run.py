@@ -17,7 +17,7 @@ from tugline.cli.options import Json
 from tugline.cli.output import print_report
 from tugline.cli.task import Paths
 from tugline.datasets.files import load_tasks
-from tugline.protocol import ResultView
+from tugline.protocol import ResultView, RunKind
 from tugline.types import Boundary
 
 _INFRASTRUCTURE = frozenset({Boundary.INFRASTRUCTURE, Boundary.RUNTIME})
@@ -30,7 +30,8 @@ def run(*paths: Paths, out: Path, local: NodeOptions = DEFAULT_NODE, as_json: Js
         out: Folder of the run; an existing run resumes.
     """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    views = run_with_progress(load_tasks(paths, local.task_changes), local, out, console)
+    tasks = load_tasks(paths, local.task_changes)
+    views = run_with_progress(tasks, local, out, console, RunKind.RUN)
     console.print(f"results: {out}/results.jsonl")
     failures = _print_failures(console, views)
     rewards = [view.reward for view in views if view.reward is not None]

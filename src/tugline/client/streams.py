@@ -6,6 +6,7 @@ last offset. An iteration yields each item exactly once.
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import cached_property
 from html import escape
@@ -15,7 +16,7 @@ from msgspec.structs import asdict, replace
 
 from tugline import log, protocol
 from tugline.client.transport import BROKEN, RetryBudget, Transport, is_transient, quote_id
-from tugline.errors import Missing, ServerError, UsageError
+from tugline.errors import Conflict, Missing, ServerError, UsageError
 from tugline.recording.trajectories import unpack
 from tugline.types import TERMINAL, Trajectory
 
@@ -142,7 +143,12 @@ def group_results(page: protocol.Results, results: Sequence[Result]) -> list[Gro
     members: dict[str, list[Result]] = {group.id: [] for group in page.groups}
     for result in results:
         members[result.view.task].append(result)
-    return [GroupResults(group, tuple(members[group.id])) for group in page.groups]
+    sizes = Counter(view.task for view in page.items)
+    return [
+        GroupResults(group, tuple(members[group.id]))
+        for group in page.groups
+        if len(members[group.id]) == sizes[group.id]  # else it comes again, with its changes
+    ]
 
 
 async def stream_pages(
@@ -161,7 +167,8 @@ async def stream_pages(
         results: list[Result] = []
         for start in range(0, len(page.items), _AT_ONCE):
             views = page.items[start : start + _AT_ONCE]
-            results += await asyncio.gather(*(_read_result(http, view) for view in views))
+            read = await asyncio.gather(*(_read_result(http, view) for view in views))
+            results += [result for result in read if result is not None]
         yield page, results
         if not (page.items or page.groups or follow):
             return
@@ -199,11 +206,15 @@ async def read_items(
             await acknowledge()
 
 
-async def _read_result(http: Transport, view: protocol.ResultView) -> Result:
+async def _read_result(http: Transport, view: protocol.ResultView) -> Result | None:
+    """Return a result with its trajectory; None if a later one, not read yet, replaces it."""
     packed = b""
     if view.bytes:
+        path = f"/v1/sessions/{quote_id(view.session)}/trajectory"
         try:
-            packed = await http.get(f"/v1/sessions/{quote_id(view.session)}/trajectory", bytes)
+            packed = await http.get(path, bytes, query={"revision": view.revision})
+        except Conflict:
+            return None
         except Missing as error:  # later results can still be read
             _log.error("a trajectory is lost", session=view.session, error=str(error))
     return Result(view, packed)

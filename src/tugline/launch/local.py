@@ -8,18 +8,22 @@ sessions that have no result yet.
 
 import asyncio
 import contextlib
+import re
+import secrets
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 import uvloop
 from msgspec.structs import replace
 from rich.console import Console
 
 from tugline import log
+from tugline.atomic import read_or_make
 from tugline.client.streams import Result
 from tugline.config import NO_CHANGES
 from tugline.errors import Missing, ServerError
@@ -32,12 +36,13 @@ from tugline.launch.progress import SessionProgress
 from tugline.launch.server import open_control_plane, serve_control_plane
 from tugline.launch.settings import Settings, load_settings, name_model
 from tugline.launch.tokens import load_tokens
-from tugline.protocol import Control, ResultQuery, ResultView
+from tugline.protocol import Control, ResultQuery, ResultView, RunKind, RunStart, RunView
 from tugline.recording import file as recordings
 from tugline.recording.folder import file_name
 from tugline.recording.trajectories import ResultFolder, unpack
+from tugline.rollout.rejudge import name_user
 from tugline.server.control import ControlPlane
-from tugline.server.store import nodes, results, sessions
+from tugline.server.store import nodes, results, runs, sessions
 from tugline.server.store.base import Tx
 from tugline.server.store.sessions import SessionRow
 from tugline.server.store.tasks import pack, raise_samples
@@ -60,6 +65,17 @@ OnResult = Callable[[ResultView, int], None]
 """Callback with each result, those of an earlier run first, and the number of sessions."""
 
 
+def name_run(folder: Path) -> str:
+    """Return the name of the run in `folder`, which is unique and stays the same."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", folder.absolute().name)[:100]
+    return f"{name}-{make_prefix(folder).rstrip('.')}"
+
+
+def make_prefix(folder: Path) -> str:
+    """Return a unique prefix of task ids, stored in `folder` so that a resumed run keeps it."""
+    return read_or_make(folder / "name", lambda: f"{secrets.token_hex(4)}.")
+
+
 class LocalServer:
     """Server and nodes of `open_local`, for any number of batches of tasks."""
 
@@ -75,9 +91,28 @@ class LocalServer:
         `is_idle` says whether no model call runs in this process.
         """
         self.control = control
+        self.run_name: str | None = None
+        """Registered run that submitted tasks belong to."""
         self.is_idle = is_idle
         self._running = running
         self._recordings = recordings
+
+    async def start_run(
+        self,
+        name: str,
+        kind: RunKind,
+        configuration: Mapping[str, Any],
+        *,
+        parent: str | None = None,
+        by: str = "",
+    ) -> RunView:
+        """Register a run, or continue it. Raises `Conflict` for a run of another kind."""
+        given = RunStart(kind=kind, configuration=dict(configuration), parent=parent, by=by)
+        return await self.control.database.write(runs.start, name, given)
+
+    async def end_run(self, name: str) -> RunView:
+        """Record that a run has ended. Raises `Missing`."""
+        return await self.control.database.write(runs.end, name)
 
     async def weights(self) -> Control:
         """Read the newest weight version, and whether model calls are paused."""
@@ -99,7 +134,8 @@ class LocalServer:
         """Submit `tasks`; return their sessions. Raises `Invalid` and `Conflict`."""
         accepted_sessions: set[str] = set()
         for start in range(0, len(tasks), _BATCH):
-            for accepted in await self.control.submit(tasks[start : start + _BATCH]):
+            batch = tasks[start : start + _BATCH]
+            for accepted in await self.control.submit(batch, self.run_name):
                 accepted_sessions.update(accepted.sessions)
         return frozenset(accepted_sessions)
 
@@ -292,6 +328,7 @@ async def run_in_folder(
     on_result: OnResult,
     *,
     more_samples: bool = False,
+    kind: RunKind = RunKind.RUN,
 ) -> list[ResultView]:
     """Run all samples of `tasks` and save their results in `folder`.
 
@@ -311,6 +348,9 @@ async def run_in_folder(
             open_local(settings, folder, engine) as local,
             managed_gc(local.is_idle),
         ):
+            local.run_name = name_run(folder)
+            configuration = msgspec.to_builtins(settings, enc_hook=str)
+            await local.start_run(local.run_name, kind, configuration, by=name_user())
             if more_samples:
                 packed_tasks = await asyncio.to_thread(lambda: [pack(task) for task in tasks])
                 await local.control.database.write(raise_samples, packed_tasks)
@@ -325,5 +365,6 @@ async def run_in_folder(
                 await asyncio.to_thread(saved.add, view, packed)
                 ended.append(view)
                 on_result(view, len(submitted))
+            await local.end_run(local.run_name)
         await asyncio.to_thread(saved.write_index)
     return ended

@@ -91,10 +91,12 @@ class VerdictView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerdictChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Choice of the verdict on a session that is in force."""
+    """Choice of the verdicts that are in force."""
 
-    session: Name
-    number: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    sessions: Annotated[
+        dict[Name, Annotated[int, Meta(ge=1, le=2**31 - 1)]], Meta(min_length=1, max_length=1000)
+    ]
+    """Number of the verdict on each session."""
 
 
 class RejudgeRequest(msgspec.Struct, frozen=True, kw_only=True):

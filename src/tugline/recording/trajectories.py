@@ -147,9 +147,15 @@ class ResultFolder:
         """Results by session, in the order in which they were saved."""
 
     def add(self, view: ResultView, packed: bytes) -> None:
-        """Save a result and its packed trajectory (empty for none), unless saved before."""
-        if view.session in self.views:
+        """Save a result and its packed trajectory (empty for none), unless saved before.
+
+        A later revision replaces a saved result.
+        """
+        known = self.views.get(view.session)
+        if known is not None and known.revision >= view.revision:
             return
+        if known is not None:
+            self.forget([view.session])
         if packed:
             write_file(self.path(view.session), packed)
         append_line(self._lines, msgspec.json.encode(view))

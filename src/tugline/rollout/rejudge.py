@@ -190,7 +190,7 @@ class Rejudger:
         self._name = name
         self._spec = spec
         self._rounds = range(1, rounds + 1)
-        self._by = _name_user()
+        self._by = name_user()
         self._digests: dict[bytes, str] = {}
         self._numbers = itertools.count()
         self._adding = asyncio.Lock()
@@ -287,7 +287,7 @@ class Rejudger:
         return VerdictEntry(recording=name, session=session, by=self._by, **given)
 
 
-def _name_user() -> str:
+def name_user() -> str:
     """Return who judges, as ``user@machine``."""
     try:
         user = getpass.getuser()

@@ -124,12 +124,14 @@ class ControlPlane:
         topics = [f"task:{task}" for task in query.task] or [everything]
         return await self.database.poll(read, topics, query.wait_s, lambda page: bool(page.items))
 
-    async def trajectory(self, session: str) -> bytes:
+    async def trajectory(self, session: str, revision: int | None = None) -> bytes:
         """Return the trajectory of a session, encoded and compressed.
 
-        Raises `Missing`, also for a blob that differs from the committed one.
+        Raises `Missing`, also for a blob that differs from the committed one, and `Conflict` if
+        there is a later revision than `revision`.
         """
-        return await read_blob(self.blobs, *await self.database.read(results.get_blob, session))
+        found = await self.database.read(results.get_blob, session, revision)
+        return await read_blob(self.blobs, *found)
 
     async def events(self, query: protocol.EventQuery) -> list[protocol.Event]:
         """Return events after a position, of one task or of all."""

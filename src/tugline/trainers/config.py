@@ -5,7 +5,6 @@ A run stores its configuration in its folder and cannot be resumed with a differ
 
 import hashlib
 import inspect
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +13,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from tugline.atomic import read_or_make, write_file
+from tugline.atomic import write_file
 from tugline.config import NO_CHANGES, Config, load
 from tugline.datasets.files import TaskSelection
 from tugline.errors import ConfigError, UsageError
@@ -298,11 +297,6 @@ def _check_digests(stored: GrpoConfig, config: GrpoConfig, folder: Path) -> None
         if getattr(stored, option) == name and stored.digests.get(option) != digest:
             msg = f"grpo.{option} {name!r}: its file has changed since {folder} was started"
             raise UsageError(f"{msg}; restore it, or choose another --out")
-
-
-def name_run(folder: Path) -> str:
-    """Return the unique name of a run, stored in `folder` so that a resumed run keeps it."""
-    return read_or_make(folder / "name", lambda: f"{secrets.token_hex(4)}.")
 
 
 def _comparable(name: str, section: object) -> object:

@@ -32,9 +32,10 @@ from msgspec.structs import replace
 from tugline import log
 from tugline.launch.folder_lock import folder_lock
 from tugline.launch.garbage import freeze_gc
+from tugline.launch.local import make_prefix
 from tugline.traces.base import sum_ledgers
 from tugline.trainers.batches import TaskBatches
-from tugline.trainers.config import CHECKPOINTS, MODEL, TrainConfig, name_run, store_config
+from tugline.trainers.config import CHECKPOINTS, MODEL, TrainConfig, store_config
 from tugline.trainers.engines import Replicas, ServedWeights, make_publisher, open_replicas
 from tugline.trainers.evaluation import (
     Comparison,
@@ -88,7 +89,7 @@ async def train(
         published = config.weights_folder(folder)
         shutil.rmtree(published, ignore_errors=True)  # of a run that was killed
         batches.store(folder)
-        batches.run = name_run(folder) if config.server is not None else ""
+        batches.run = make_prefix(folder) if config.server is not None else ""
         report("loading the model")
         models = stack.enter_context(open_models(config))
         report(f"packing: {models.trainer.packing}")

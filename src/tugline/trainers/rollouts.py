@@ -4,19 +4,22 @@ A remote server has any number of nodes and outlives the trainer; recordings sta
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 from msgspec.structs import replace
 
+from tugline import log
 from tugline.client.api import Client
-from tugline.errors import Missing
+from tugline.errors import Missing, ServerError
 from tugline.launch.engine import EngineConnection
-from tugline.launch.local import OnDone, open_local
+from tugline.launch.local import LocalServer, OnDone, name_run, open_local
 from tugline.launch.settings import Settings
-from tugline.protocol import Control
+from tugline.protocol import Accepted, Control, RunKind
+from tugline.rollout.rejudge import name_user
 from tugline.server.settings import ServerSettings
 from tugline.trainers.config import TrainConfig
 from tugline.trainers.publish import WeightControl
@@ -26,6 +29,9 @@ _LEASE_S = 120.0
 """Lease time, longer than a server's default, because training delays renewals in this process."""
 _SERVER_S = 600.0
 """Seconds for which a remote server may be unavailable."""
+_FORBIDDEN = 403
+"""Status for a token whose tenant requires other names of runs."""
+_log = log.get("trainer")
 
 
 class RolloutServer(Protocol):
@@ -56,6 +62,15 @@ class RolloutServer(Protocol):
 
 class RemoteServer(Client):
     """Client of a remote server; see `RolloutServer`."""
+
+    run_name: str | None = None
+    """Registered run that submitted tasks belong to."""
+
+    async def submit(
+        self, tasks: Task | Iterable[Task], *, run: str | None = None
+    ) -> list[Accepted]:
+        """Submit tasks to `run`, by default to this one."""
+        return await super().submit(tasks, run=run or self.run_name)
 
     @property
     def control(self) -> Client:
@@ -100,7 +115,10 @@ async def open_rollout_server(
 ) -> AsyncIterator[RolloutServer]:
     """Connect to ``server``, or open a server with a node in `folder`."""
     if config.server is not None:
-        async with RemoteServer(config.server, deadline_s=_SERVER_S) as remote:
+        async with (
+            RemoteServer(config.server, deadline_s=_SERVER_S) as remote,
+            _register(remote, config, folder),
+        ):
             yield remote
         return
     settings = Settings(
@@ -110,5 +128,26 @@ async def open_rollout_server(
         gateway=config.gateway,
         engine=config.engine,
     )
-    async with open_local(settings, folder, engine) as local:
+    async with open_local(settings, folder, engine) as local, _register(local, config, folder):
         yield local
+
+
+@contextlib.asynccontextmanager
+async def _register(
+    server: RemoteServer | LocalServer, config: TrainConfig, folder: Path
+) -> AsyncIterator[None]:
+    """Register the run at its server during the block; it has ended if the block succeeds."""
+    name = name_run(folder)
+    configuration = msgspec.to_builtins(config, enc_hook=str)
+    try:
+        await server.start_run(name, RunKind.TRAIN, configuration, by=name_user())
+    except ServerError as error:
+        if error.status != _FORBIDDEN:
+            raise
+        _log.warning("run not registered", run=name, error=str(error))
+        yield
+        return
+    server.run_name = name
+    yield
+    with contextlib.suppress(ServerError):  # the run has ended, with all that it made
+        await server.end_run(name)

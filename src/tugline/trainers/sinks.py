@@ -4,7 +4,6 @@ Figures have names such as ``rollout/reward``. A resumed run continues after its
 """
 
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -18,9 +17,9 @@ from tugline import log
 from tugline.atomic import write_file
 from tugline.client.sync import SyncClient
 from tugline.errors import TuglineError
+from tugline.launch.local import name_run
 from tugline.plugins import import_extra, make
 from tugline.schema import read_values
-from tugline.trainers.config import name_run
 from tugline.types import PluginSpec
 
 METRICS = "metrics.jsonl"
@@ -181,9 +180,8 @@ class ServerSink(Sink):
         self._sender = ThreadPoolExecutor(1, "report-steps")
 
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
-        """Name the run after its folder; resend the rows of `step`, in case of an earlier kill."""
-        name = re.sub(r"[^A-Za-z0-9._-]", "_", folder.absolute().name)[:100]
-        self._run = f"{name}-{name_run(folder).rstrip('.')}"
+        """Resend the rows of `step`, in case of an earlier kill."""
+        self._run = name_run(folder)
         self._client = SyncClient(self._server, deadline_s=_SEND_S)
         self._client.__enter__()
         self._send(step, rewound=True)

@@ -156,11 +156,18 @@ async def get_result(call: route.PlainCall) -> protocol.ResultView:
     return await call.db.read(results.get, call.id)
 
 
+class TrajectoryQuery(msgspec.Struct, frozen=True):
+    """Expected state of a trajectory."""
+
+    revision: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    """Only this revision; a conflict if there is a later one."""
+
+
 @ROUTES.add("GET", "/v1/sessions/{id}/trajectory", route.READERS)
-async def get_trajectory(call: route.PlainCall) -> Response:
+async def get_trajectory(call: route.QueryCall[TrajectoryQuery]) -> Response:
     """Get a trajectory: compressed msgpack as stored, msgpack, or JSON."""
     media = call.accept(route.ZSTD, route.JSON, route.MSGPACK)
-    data = await call.control.trajectory(call.id)
+    data = await call.control.trajectory(call.id, call.query.revision)
     body = data if media == route.ZSTD else await asyncio.to_thread(_unpack, data, media)
     return Response(body, media_type=media)
 

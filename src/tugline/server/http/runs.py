@@ -24,7 +24,7 @@ async def get_run(call: route.PlainCall) -> protocol.RunView:
     return await call.db.read(runs.get, call.id)
 
 
-@ROUTES.add("PUT", "/v1/runs/{id}", route.CLIENTS)
+@ROUTES.add("PUT", "/v1/runs/{id}", route.CLIENTS, max_body=16 << 20)
 async def start_run(call: route.BodyCall[protocol.RunStart]) -> protocol.RunView:
     """Register a run, or continue it."""
     return await call.db.write(runs.start, call.caller.check_name("run", call.id), call.body)

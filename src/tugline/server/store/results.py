@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from tugline.errors import Invalid, Missing
+from tugline.errors import Conflict, Invalid, Missing
 from tugline.protocol import Cancelled, Consumer, EventKind, Results, ResultView, StopKind
 from tugline.schema import copy_fields
 from tugline.server.store import events, sessions, texts, verdicts
@@ -209,9 +209,15 @@ def read_digest(tx: Tx, session: str) -> str | None:
     return digest
 
 
-def get_blob(tx: Tx, session: str) -> tuple[str, str]:
-    """Return name and digest of a trajectory's blob. Raises `Missing`, also if it never ran."""
-    blob, digest, _ = _get(tx, "session", session)
+def get_blob(tx: Tx, session: str, revision: int | None = None) -> tuple[str, str]:
+    """Return name and digest of a trajectory's blob. Raises `Missing`, also if it never ran.
+
+    Raises `Conflict` if there is a later revision than `revision`.
+    """
+    blob, digest, view = _get(tx, "session", session)
+    if revision is not None and view.revision > revision:
+        msg = f"revision is {revision}, but the result of session {session!r} has revision"
+        raise Conflict(f"{msg} {view.revision}", field="revision")
     if not blob:
         raise Missing(f"session {session!r} has no trajectory, because it never ran")
     return blob, digest
