@@ -15,7 +15,6 @@ from tugline.protocol import (
     RunStart,
     TaskQuery,
     TaskState,
-    VerdictChoice,
     VerdictView,
 )
 from tugline.recording.trajectories import unpack
@@ -56,10 +55,7 @@ async def judge(control: ControlPlane, node: IdleNode, session: str, reward: flo
 
 async def use(control: ControlPlane, **numbers: int) -> None:
     """Put verdicts in force; underscores stand for dashes."""
-    choices = [
-        VerdictChoice(session=name.replace("_", "-"), number=n) for name, n in numbers.items()
-    ]
-    await control.verdicts.use(choices)
+    await control.verdicts.use({name.replace("_", "-"): n for name, n in numbers.items()})
 
 
 def summarize(history: list[VerdictView]) -> list[tuple[int, bool, float | None]]:

@@ -4,8 +4,6 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
 from tugline import protocol
 from tugline.client.transport import Transport, quote_id
 from tugline.types import PluginSpec
@@ -110,7 +108,5 @@ class RunsClient:
         A result whose reward changes is delivered to every consumer again, and its group once for
         each call. Raises `Missing`, and `Invalid` for a verdict without a reward.
         """
-        body: list[msgspec.Struct] = [
-            protocol.VerdictChoice(session=name, number=number) for name, number in numbers.items()
-        ]
+        body = protocol.VerdictChoice(sessions=dict(numbers))
         return await self._http.ask("POST", "/v1/verdicts", list[protocol.ResultView], body=body)

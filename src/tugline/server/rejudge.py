@@ -6,7 +6,7 @@ retried like any other. Its id is made of what is judged by what, so nothing is 
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -206,12 +206,11 @@ class Verdicts:
         first = make_first(history, await asyncio.to_thread(unpack, data))
         return [first, *history.verdicts]
 
-    async def use(self, choices: Sequence[protocol.VerdictChoice]) -> list[protocol.ResultView]:
-        """Put verdicts in force, all or none; return the results.
+    async def use(self, numbers: Mapping[str, int]) -> list[protocol.ResultView]:
+        """Put the verdicts of these numbers in force, all or none; return the results.
 
         Raises `Missing`, and `Invalid` for a verdict without a reward.
         """
-        numbers = {choice.session: choice.number for choice in choices}
         while True:
             revisions = [
                 revision

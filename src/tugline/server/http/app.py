@@ -163,6 +163,7 @@ class Api:
             "what": f"{request.method} {request.path}",
             "query": request.query,
             "tasks": [task.id for task in body] if isinstance(body, list) else None,
+            "sessions": [*getattr(body, "sessions", ())],
         }
         entry = {key: value for key, value in line.items() if value}
         try:

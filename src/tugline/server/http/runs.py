@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from tugline import protocol
-from tugline.errors import Invalid
 from tugline.server.http import route
 from tugline.server.store import runs, sessions
 from tugline.server.store.base import Tx
@@ -49,10 +48,6 @@ async def report_step(call: route.BodyCall[protocol.RunStep]) -> None:
 
 
 # --------------------------------------------------------------------------- verdicts
-_MAX_CHOICES = 1000
-"""Maximum number of verdicts per request."""
-
-
 @ROUTES.add("GET", "/v1/sessions/{id}/verdicts", route.READERS)
 async def list_verdicts(call: route.PlainCall) -> list[protocol.VerdictView]:
     """List the verdicts on a session."""
@@ -68,15 +63,10 @@ async def rejudge(call: route.BodyCall[protocol.RejudgeRequest]) -> protocol.Rej
 
 
 @ROUTES.add("POST", "/v1/verdicts", route.CLIENTS)
-async def use_verdicts(
-    call: route.BodyCall[list[protocol.VerdictChoice]],
-) -> list[protocol.ResultView]:
+async def use_verdicts(call: route.BodyCall[protocol.VerdictChoice]) -> list[protocol.ResultView]:
     """Put verdicts in force, all or none; a result whose reward changes gets a new position."""
-    if not 1 <= len(call.body) <= _MAX_CHOICES:
-        msg = f"the body has {len(call.body)} choices, must have 1 to {_MAX_CHOICES}"
-        raise Invalid(msg)
-    await _check_owner(call, [choice.session for choice in call.body])
-    return await call.control.verdicts.use(call.body)
+    await _check_owner(call, call.body.sessions)
+    return await call.control.verdicts.use(call.body.sessions)
 
 
 async def _check_owner(call: route.ApiCall[Any, Any], ids: Iterable[str]) -> None:
