@@ -21,7 +21,7 @@ from tugline.errors import Invalid, QuotaExceeded, StoreError
 from tugline.server.blobs import Blobs, read_blob
 from tugline.server.dispatch import ServerDispatcher
 from tugline.server.logs import LogPart, Logs
-from tugline.server.rejudge import Verdicts
+from tugline.server.rejudge import Verdicts, hash_options
 from tugline.server.settings import ServerSettings
 from tugline.server.store import events, leases, nodes, results, runs, sessions, tasks
 from tugline.server.store.base import Tx, read_sql
@@ -60,7 +60,7 @@ class ControlPlane:
         folder: Path,
         settings: ServerSettings = ServerSettings(),  # noqa: B008 - immutable
         check: Callable[[Task], None] = lambda _task: None,
-        fingerprint: Callable[[PluginSpec], str] = lambda spec: spec.name,
+        fingerprint: Callable[[PluginSpec], str] = hash_options,
         secret: bytes = b"",
     ) -> None:
         self.database = database

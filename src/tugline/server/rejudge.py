@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from tugline import protocol
@@ -28,6 +29,11 @@ from tugline.types import Boundary, Group, PluginSpec, RecordingRef, Status, Tas
 
 _MAX_NAME = 100
 """Maximum number of characters of a session's id in the id of a task that judges it."""
+
+
+def hash_options(spec: PluginSpec) -> str:
+    """Return a digest of an evaluator's name and options, without the files that these name."""
+    return hashlib.sha256(msgspec.msgpack.encode(spec, order="deterministic")).hexdigest()[:16]
 
 
 class Recorded(NamedTuple):
