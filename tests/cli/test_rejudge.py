@@ -10,13 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from cli.conftest import Shell, end
 from support.commands import run_command
+from support.polling import until
 from support.recorded import REPAIRED, WORKS, function, record
-from support.server import flip_bit
+from support.server import TOKENS, commit, flip_bit, lease_sessions
+from support.tasks import make_task
 from tugline.patch import Patch
+from tugline.protocol import RunKind
 from tugline.recording.file import read
 from tugline.recording.folder import patch_name
-from tugline.recording.trajectories import rebuild
+from tugline.recording.trajectories import read_results, rebuild
 from tugline.recording.verdicts import VERDICTS, VerdictEntry
 from tugline.types import PluginSpec, Reward
 
@@ -249,3 +253,55 @@ def test_a_grader_may_be_beside_its_file(tmp_path: Path) -> None:
     command = ("rejudge", "run", "--evaluator", "graders/own.json", "--json")
     report = read_report(run_command(*command, cwd=tmp_path))
     assert report["changed"] == [{"session": "a-0", "before": 0.0, "now": 0.5}]
+
+
+# --------------------------------------------------------------------------- on a server
+async def test_a_server_s_nodes_judge_and_consumers_get_the_changes(shell: Shell) -> None:
+    """A run is judged by its name; the refused are named; saved results get the new rewards."""
+    client = shell.live.client()
+    async with client:
+        await client.start_run("first", RunKind.RUN)
+        await client.submit([make_task("a", 2), make_task("b")], run="first")
+        async with lease_sessions(shell.live.url, 3) as (node, _, *work):
+            for each in work:
+                patch = "f" * 64 if each.task.id == "a" else ""
+                await commit(node, each, 0.0, patch, seconds={"eval": 1.0})
+        first = await shell.run("results", "--out", "kept")
+        assert first.returncode == 0, first.stderr
+        (shell.folder / "new.json").write_text('"session_completed"')
+        command = ("rejudge", "first", "--dir", "tugline-data", "--evaluator", "new.json")
+        running = await shell.start(*command, "--select", "a*", "--use", "--json")
+
+        async def is_queued() -> bool:
+            return "queued" in (await client.status()).sessions
+
+        await until(is_queued, 60)
+        async with lease_sessions(shell.live.url, 2) as (node, _, *judging):
+            judged = [each.task.judges.session for each in judging if each.task.judges]
+            assert sorted(judged) == ["a-0", "a-1"]
+            for session, each in zip(judged, judging, strict=True):
+                await commit(node, each, float(session == "a-1"))
+        out, err = await end(running)
+        report = json.loads(out)
+        assert (report["sessions"], report["evaluated"]) == (2, 2)
+        assert report["changed"] == [{"session": "a-1", "before": 0.0, "now": 1.0}]
+        assert "2 verdicts are in force, 1 rewards revised" in err
+        refused = await shell.run(*command, "--select", "b", "--json")
+        assert "stored no patches" in json.loads(refused.stdout)["refused"]["b-0"]
+    again = await shell.run("results", "--out", "kept")
+    assert [line.split()[1] for line in again.stdout.splitlines()] == ["a-1"]
+    kept = read_results(shell.folder / "kept")
+    assert {view.session: view.reward for view in kept} == {"a-0": 0.0, "a-1": 1.0, "b-0": 0.0}
+
+
+async def test_mistakes_about_a_server_s_runs(shell: Shell) -> None:
+    """They are named before any work is queued."""
+    for options, message in (
+        (("--server", shell.live.url, "--token", TOKENS.client), "give the name of a run"),
+        (("nothing", "--dir", "tugline-data"), "unknown run 'nothing'"),
+        (("--dir", "tugline-data", "--select", "x"), "has no session that matches x"),
+        (("x", "--dir", "tugline-data", "--out", "y"), "--out and --slots are for a run on this"),
+        (("x", "--use"), "--use needs --server or --dir"),
+    ):
+        done = await shell.run("rejudge", *options)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import tempfile
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from support.control_plane import Clock, Earlier, Open
 from support.server import RunningServer, make_control, serve
 from tugline.server.control import ControlPlane
-from tugline.server.store import base, postgres, sqlite
+from tugline.server.store import base, postgres, sessions, sqlite
 from tugline.server.store.base import STEPS
 from tugline.server.store.database import Database, open_database
 
@@ -86,6 +86,16 @@ async def database(store_url: str) -> AsyncIterator[Database]:
         yield database
 
 
+_insert = base.Tx.insert
+
+
+def _insert_of_layout_6(tx: base.Tx, table: str, *rows: Mapping[str, object]) -> None:
+    """Insert rows without the columns that layout 7 added."""
+    new = {"run", "judges", "pinned"}
+    known = ({name: value for name, value in row.items() if name not in new} for row in rows)
+    _insert(tx, table, *known)
+
+
 @pytest.fixture
 def open_earlier(store_url: str, monkeypatch: pytest.MonkeyPatch) -> Earlier:
     """Opens the store of this test with an earlier layout, given as a number of steps."""
@@ -95,6 +105,10 @@ def open_earlier(store_url: str, monkeypatch: pytest.MonkeyPatch) -> Earlier:
         with monkeypatch.context() as earlier:
             for module in (base, sqlite, postgres):
                 earlier.setattr(module, "STEPS", STEPS[:steps])
+            if steps < 7:
+                columns = sessions._COLUMNS.replace(", run, judges", ", NULL, NULL")
+                earlier.setattr(sessions, "_COLUMNS", columns)
+                earlier.setattr(base.Tx, "insert", _insert_of_layout_6)
             async with open_database(store_url) as database:
                 yield database
 

@@ -185,17 +185,19 @@ async def test_a_failed_evaluation_is_repaired(control: ControlPlane) -> None:
 
 
 async def test_a_session_that_ran_again_has_no_old_verdicts(control: ControlPlane) -> None:
-    """A verdict on another patch than the result's is not added."""
+    """A verdict on its earlier recording is not added, even if both have the same patch."""
     node = await IdleNode.at_work(control, make_task("t"))
     await node.commit("t-0", failure=Cause.EVALUATOR, **PATCH)
     await start(control)
     [judging] = await request(control, "t-0")
     await node.ask()
     await control.database.write(results.run_again, "t", "me")
-    await node.commit(judging, reward=1.0)
     await node.ask()
-    await node.commit("t-0", reward=0.0, patch="b" * 64, seconds={"eval": 1.0})
+    await node.commit(judging, reward=1.0)
+    await node.commit("t-0", reward=0.0, **PATCH)
     assert summarize(await control.verdicts.read("t-0")) == [(1, True, 0.0)]
+    [again] = await request(control, "t-0")
+    assert again != judging
 
 
 async def test_the_work_goes_to_the_node_with_the_recording(control: ControlPlane) -> None:

@@ -242,10 +242,12 @@ async def lease_sessions(
         yield node, welcome.node, *(await node.lease(welcome.node, ask)).work
 
 
-async def commit(node: NodeClient, work: Work, reward: float = 1.0, patch: str = "") -> None:
+async def commit(
+    node: NodeClient, work: Work, reward: float = 1.0, patch: str = "", **fields: Any
+) -> None:
     """Commit a result of this session."""
     of = work.session
-    data = encode_result(of.id, of.task, of.sample, reward, patch=patch)
+    data = encode_result(of.id, of.task, of.sample, reward, patch=patch, **fields)
     await node.commit(of.id, of.epoch, data)
 
 

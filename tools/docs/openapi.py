@@ -56,6 +56,8 @@ _MEDIA = {
 """Media types of answers that are not JSON, or not only JSON."""
 _STATUSES = {"POST /v1/tasks": (201, 200), "GET /v1/sessions/{id}/recording": (200, 204)}
 """Status codes of routes that have several."""
+_REFERRING = {"POST /v1/rejudge", "POST /v1/tasks", "POST /v1/verdicts"}
+"""Routes whose body or query refers to objects by their ids."""
 _CONFLICTS = {
     "GET /v1/sessions/{id}/trajectory",
     "POST /v1/nodes",
@@ -187,9 +189,9 @@ def _problems(route: Route) -> Json:
         names.add("fenced")
     if route.name in _CONFLICTS:
         names.add("conflict")
-    if "{" in route.path:
+    if "{" in route.path or route.name in _REFERRING:
         names.add("missing")
-    if route.name == "POST /v1/tasks":
+    if route.name in {"POST /v1/tasks", "POST /v1/rejudge"}:
         names.add("quota")
     if len(_MEDIA.get(route.name, ())) > 1:
         names.add("not-acceptable")

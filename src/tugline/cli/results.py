@@ -13,9 +13,11 @@ from cyclopts import Parameter
 
 from tugline.cli.options import DEFAULT_SERVER, Json, Remote
 from tugline.cli.output import print_json, print_text
+from tugline.client.api import Client
+from tugline.client.streams import Result
 from tugline.errors import Missing, UsageError
 from tugline.protocol import ResultView
-from tugline.recording.trajectories import ResultFolder
+from tugline.recording.trajectories import ResultFolder, revise
 
 
 async def results(
@@ -55,10 +57,7 @@ async def results(
             async with aclosing(stream) as items:
                 async for item in items:
                     if out and recordings and item.packed:
-                        try:
-                            await client.recording(item.view.session, out / "recordings")
-                        except Missing as error:  # on another machine; the result is saved
-                            print_text(str(error), stderr=True)
+                        await _save_recording(client, item, out / "recordings")
                     if saved:
                         await asyncio.to_thread(saved.add, item.view, item.packed)
                     if as_json:
@@ -75,6 +74,17 @@ async def results(
         print_text("`tugline view SESSION --patch` prints what an agent changed", stderr=True)
     if not count and not saved:
         print_text("no new results", stderr=True)
+
+
+async def _save_recording(client: Client, item: Result, folder: Path) -> None:
+    """Save the recording of a session, with the verdict that is in force."""
+    try:
+        await client.recording(item.view.session, folder)
+    except Missing as error:  # on another machine; the result is saved
+        print_text(str(error), stderr=True)
+        return
+    if item.view.revision and item.trajectory is not None:
+        await asyncio.to_thread(revise, folder, item.trajectory)
 
 
 def _format_result(view: ResultView) -> str:

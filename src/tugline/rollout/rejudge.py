@@ -143,9 +143,9 @@ def _load(task: Task, recordings: Path) -> tuple[Recording, bytes]:
         )
         raise CaptureError(msg)
     recording = read(path)
-    if reason := refuse_session(recording):
+    if (reason := refuse_session(recording)) or recording.result is None:
         raise CaptureError(f"session {judged.session}: {reason}")
-    return recording, load_patch(path, judged.patch)
+    return recording, load_patch(path, recording.result.patch)
 
 
 # --------------------------------------------------------------------------- many sessions

@@ -81,11 +81,10 @@ def make_task(recorded: Recorded, spec: PluginSpec, digest: str, number: int) ->
         session=result.session,
         epoch=recorded.epoch,
         node=recorded.node,
-        patch=result.patch,
         digest=digest,
         round=number,
     )
-    key = "/".join((result.session, result.patch, digest, str(number)))
+    key = f"{result.session}/{recorded.epoch}/{digest}/{number}"
     unique = hashlib.sha256(key.encode()).hexdigest()[:16]
     return replace(
         task,

@@ -159,8 +159,6 @@ class RecordingRef(msgspec.Struct, frozen=True, kw_only=True):
     """Epoch of the recording."""
     node: Annotated[str, Meta(min_length=1, max_length=100)]
     """Name of the node that has the recording."""
-    patch: Annotated[str, Meta(min_length=1, max_length=64)]
-    """SHA-256, in hex, of what the agent changed."""
     digest: Annotated[str, Meta(min_length=1, max_length=64)]
     """Digest of the evaluator."""
     round: Annotated[int, Meta(ge=1, le=10)] = 1

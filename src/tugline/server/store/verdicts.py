@@ -65,12 +65,11 @@ class Revision(NamedTuple):
 
 
 def add(tx: Tx, judging: SessionRow, reward: Reward, report: dict[str, Any]) -> None:
-    """Add a verdict on a recorded session, unless that has run again and has another patch."""
+    """Add a verdict on a recorded session, unless that has run again since, or is deleted."""
     task = tasks.body(tx, judging.task)
     judged = task.judges
-    query = "SELECT view FROM results WHERE session = :session"
-    packed = tx.fetch_value(query, session=judging.judges)
-    if judged is None or packed is None or decode_view(packed).patch != judged.patch:
+    query = "SELECT epoch FROM sessions WHERE id = :session"
+    if judged is None or tx.fetch_value(query, session=judged.session) != judged.epoch:
         return
     query = "SELECT MAX(number) FROM verdicts WHERE session = :session"
     last = tx.fetch_value(query, session=judged.session) or 1
