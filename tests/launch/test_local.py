@@ -23,12 +23,14 @@ from tugline.client.streams import Result
 from tugline.errors import ServerError
 from tugline.gateway.replicas import Upstream
 from tugline.launch.engine import EngineConnection
-from tugline.launch.local import LocalServer, open_local
+from tugline.launch.local import LocalServer, name_run, open_local
+from tugline.launch.server import open_control_plane
 from tugline.launch.settings import Settings
 from tugline.node.settings import NodeSettings
-from tugline.protocol import ResultView
+from tugline.protocol import ResultView, RunKind, SessionQuery
 from tugline.recording.trajectories import read_folder
-from tugline.server.store import stats
+from tugline.server.settings import ServerSettings
+from tugline.server.store import runs, sessions, stats
 from tugline.types import Boundary, Failure, PluginSpec, Status, Task
 from tugline.web.serve import serve
 
@@ -99,6 +101,25 @@ async def test_the_function_runs_in_a_running_event_loop(
         results = await asyncio.to_thread(asyncio.run, run_cell())
     assert [(each.view.session, each.view.reward) for each in results] == [("a-0", 1), ("a-1", 1)]
     assert "2 of 2 sessions, mean reward 1" in capsys.readouterr().err
+
+
+async def test_a_run_is_in_the_store_of_its_folder(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has its kind, configuration and sessions, and continues under its name."""
+    monkeypatch.chdir(config.parent)
+    folder = config.parent / "out"
+    async with serve(create_engine()) as url:
+        for name in ("a", "b"):
+            await tugline.run_async(make(name, samples=1), engine=url, config=config, out=folder)
+    async with open_control_plane(ServerSettings(), folder) as control:
+        [view] = await control.database.read(runs.list_views)
+        view = await control.database.read(runs.get, view.name)
+        page = await control.database.read(sessions.page, SessionQuery(run=view.name))
+    assert (view.name, view.kind) == (name_run(folder), RunKind.RUN)
+    assert view.configuration["engine"]["urls"] == [url]
+    assert view.ended is not None
+    assert [session.id for session in page.sessions] == ["a-0", "b-0"]
 
 
 async def test_a_wrong_option_is_named() -> None:
