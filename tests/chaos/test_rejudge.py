@@ -65,7 +65,7 @@ def rejudge(fleet: Fleet) -> Program:
     """Start the command, which puts the new verdicts in force."""
     (fleet.folder / "new.json").write_text(json.dumps(NEW))
     command = ("rejudge", RUN, "--server", fleet.url, "--token", fleet.tokens["client"])
-    options = ("--evaluator", "new.json", "--use")
+    options = ("--evaluator", "new.json", "--use", "new")
     program = fleet.add("client", TUGLINE, *command, *options)
     program.start()
     return program
