@@ -285,13 +285,20 @@ async def test_a_server_s_nodes_judge_and_consumers_get_the_changes(shell: Shell
         report = json.loads(out)
         assert (report["sessions"], report["evaluated"]) == (2, 2)
         assert report["changed"] == [{"session": "a-1", "before": 0.0, "now": 1.0}]
-        assert report["put_in_force"] == 1, err
+        assert (report["put_in_force"], "run first.rejudge-" in err) == (2, True)
+        verifiers = {each["name"]: each["solved"] for each in report["verifiers"]}
+        assert verifiers == {"recorded": 0, "session_completed": 1}
         refused = await shell.run(*command, "--select", "b", "--json")
         assert "stored no patches" in json.loads(refused.stdout)["refused"]["b-0"]
     again = await shell.run("results", "--out", "kept")
     assert [line.split()[1] for line in again.stdout.splitlines()] == ["a-1"]
     kept = read_results(shell.folder / "kept")
     assert {view.session: view.reward for view in kept} == {"a-0": 0.0, "a-1": 1.0, "b-0": 0.0}
+    back = ("rejudge", "first", "--dir", "tugline-data", "--use", "recorded", "--json")
+    assert read_report(await shell.run(*back)) == {"put_in_force": 2}
+    assert read_report(await shell.run(*back)) == {"put_in_force": 0}
+    await shell.run("results", "--out", "kept")
+    assert {view.reward for view in read_results(shell.folder / "kept")} == {0.0}
 
 
 async def test_mistakes_about_a_server_s_runs(shell: Shell) -> None:
@@ -301,7 +308,7 @@ async def test_mistakes_about_a_server_s_runs(shell: Shell) -> None:
         (("nothing", "--dir", "tugline-data"), "unknown run 'nothing'"),
         (("--dir", "tugline-data", "--select", "x"), "has no session that matches x"),
         (("x", "--dir", "tugline-data", "--out", "y"), "--out and --slots are for a run on this"),
-        (("x", "--use", "new"), "'x' is not a folder"),
+        ((), "'' is not a folder; give the folder of a run"),
     ):
         done = await shell.run("rejudge", *options)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr

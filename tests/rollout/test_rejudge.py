@@ -12,14 +12,26 @@ from msgspec.structs import replace
 from rollout.test_rollout import SESSION, a_task, gateway, run_task, shell
 from support.deployment import CALL
 from support.recorded import FILES, REPAIRED, WORKS, function, record
+from support.tasks import make_task
 from tugline.evaluators.base import Verdict
 from tugline.gateway.app import Gateway
 from tugline.patch import Patch, unpack_patch
 from tugline.recording.file import read
 from tugline.recording.patches import load_patch
 from tugline.rollout.parts import Parts
-from tugline.rollout.rejudge import judge_again, refuse_evaluator, refuse_session
-from tugline.types import Limits, PluginSpec, Reward, Status, Task, Trajectory
+from tugline.rollout.rejudge import judge_again, refuse_evaluator, refuse_session, run_judging
+from tugline.rollout.stages import StageSlots
+from tugline.types import (
+    Cause,
+    Limits,
+    PluginSpec,
+    RecordingRef,
+    Reward,
+    Session,
+    Status,
+    Task,
+    Trajectory,
+)
 
 __all__ = ["gateway"]
 
@@ -113,3 +125,53 @@ def test_a_refused_session_says_why(tmp_path: Path) -> None:
     assert not refuse_evaluator(OWN, evaluator)
     evaluator.in_place = True
     assert "in_place" in refuse_evaluator(OWN, evaluator)
+
+
+# --------------------------------------------------------------------------- on a node
+def name_recording(node: str = "home", epoch: int = 1) -> Task:
+    """A task that judges the session ``right-0``, recorded on a node."""
+    recorded = RecordingRef(session="right-0", epoch=epoch, node=node, digest="d")
+    evaluator = PluginSpec("tests", {"files": REPAIRED})
+    return make_task("again", evaluator=evaluator, judges=recorded)
+
+
+async def run_on_node(task: Task, folder: Path, slots: StageSlots) -> Trajectory:
+    """Judge as a node does, with the recordings of `folder`."""
+    return await run_judging(
+        task,
+        Session(id="again-0", task="again", sample=0),
+        recordings=folder,
+        directory=folder / "work",
+        parts=Parts(),
+        on_stage=lambda _status: None,
+        slots=slots,
+    )
+
+
+async def test_a_node_goes_straight_to_the_evaluation(tmp_path: Path) -> None:
+    """The result has the verdict, no token, and no other stage."""
+    record(tmp_path, "right-0", WORKS["right"])
+    result = await run_on_node(name_recording(), tmp_path, StageSlots())
+    assert (result.status, result.failure) == (Status.COMPLETED, None)
+    assert list(result.seconds) == ["eval"]
+    assert result.reward is not None
+    assert (result.reward.value, result.traces, result.ledger.sampled) == (1.0, (), 0)
+
+
+async def test_a_node_without_the_recording_says_where_it_was(tmp_path: Path) -> None:
+    """The failure is retried, and names session, node and file; nothing is judged."""
+    record(tmp_path, "right-0", WORKS["right"])
+    result = await run_on_node(name_recording(epoch=2), tmp_path, StageSlots())
+    assert result.failure is not None
+    assert (result.status, result.failure.cause) == (Status.FAILED, Cause.RECORDING)
+    assert "session right-0 was recorded on node 'home'" in result.failure.message
+    assert str(tmp_path / "right-0.2.rec") in result.failure.message
+
+
+async def test_a_cancelled_judging_has_no_verdict(tmp_path: Path) -> None:
+    """It ends like a cancelled rollout."""
+    record(tmp_path, "right-0", WORKS["right"])
+    slots = StageSlots()
+    slots.cancel_scope.cancel()
+    result = await run_on_node(name_recording(), tmp_path, slots)
+    assert (result.status, result.reward) == (Status.CANCELLED, None)

@@ -9,6 +9,9 @@ from support.control_plane import IdleNode, Open, pass_time, session_ids
 from support.tasks import make_task
 from tugline.errors import Invalid, Missing
 from tugline.protocol import (
+    DeliveryQuery,
+    DeliveryState,
+    EventKind,
     RejudgeRequest,
     ResultQuery,
     RunKind,
@@ -19,8 +22,8 @@ from tugline.protocol import (
 )
 from tugline.recording.trajectories import unpack
 from tugline.server.control import ControlPlane
-from tugline.server.store import results, runs, sessions, tasks
-from tugline.types import Cause, PluginSpec, Status
+from tugline.server.store import events, results, runs, sessions, tasks
+from tugline.types import Callback, Cause, PluginSpec, Status
 
 PATCH = {"patch": "a" * 64, "seconds": {"eval": 1.0}}
 """What the result of an evaluated session has."""
@@ -237,3 +240,21 @@ async def test_work_of_a_lost_node_ends_with_its_name(open_control: Open) -> Non
         assert (
             "session 't-0' is recorded on node 'home', which takes no work" in view.failure.message
         )
+
+
+async def test_callbacks_are_sent_again(control: ControlPlane) -> None:
+    """A changed result and its group have new deliveries, in place of those not delivered yet."""
+    task = make_task("t", callback=Callback("http://127.0.0.1:9/"))
+    node = await IdleNode.at_work(control, task)
+    await node.commit("t-0", reward=0.0, **PATCH)
+    before = await control.database.read(events.list_deliveries, DeliveryQuery())
+    await control.database.write(events.settle, before[0].id, DeliveryState.DELIVERED)
+    await start(control)
+    await use(control, t_0=await judge(control, node, "t-0", 1.0))
+    after = await control.database.read(events.list_deliveries, DeliveryQuery())
+    assert [(each.kind, each.state) for each in after] == [
+        (EventKind.RESULT, DeliveryState.DELIVERED),
+        (EventKind.RESULT, DeliveryState.PENDING),
+        (EventKind.RELEASED, DeliveryState.PENDING),
+    ]
+    assert (await control.database.read(results.get_at, after[1].id)).revision == 1

@@ -7,8 +7,10 @@ from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 
+from tugline.cli.rejudge_report import RejudgeReport, summarize
 from tugline.client.api import Client
 from tugline.client.runs import BATCH
 from tugline.errors import UsageError
@@ -16,7 +18,7 @@ from tugline.launch.progress import SessionProgress
 from tugline.protocol import Rejudging, RunKind, SessionView, TaskState, VerdictView
 from tugline.recording.verdicts import VerdictEntry
 from tugline.rollout.rejudge import SessionVerdicts, name_user
-from tugline.types import PluginSpec
+from tugline.types import TERMINAL, PluginSpec
 
 
 class RejudgeOptions(NamedTuple):
@@ -27,18 +29,16 @@ class RejudgeOptions(NamedTuple):
     select: Sequence[str]
     evaluator: PluginSpec | None
     name: str
-    """Name of the evaluator's file without suffix; empty for the evaluator of each task."""
+    """Name of the evaluator's file; empty for the evaluator of each task."""
     rounds: int
     use: Literal["new", "recorded"] | None
-    """Verdicts to put in force: the first ones of this evaluator, or those of the rollouts."""
+    """Verdicts that are put in force."""
 
 
 async def judge_on_server(
     client: Client, wanted: RejudgeOptions, console: Console
-) -> tuple[list[SessionVerdicts], int]:
-    """Judge sessions on the server's nodes; also return the number of revised rewards.
-
-    The same call continues after an interruption.
+) -> RejudgeReport:
+    """Judge sessions on the server's nodes; the same call continues after an interruption.
 
     Raises `UsageError` if no session is selected, and the errors of `Client.rejudge`.
     """
@@ -56,20 +56,38 @@ async def judge_on_server(
     )
     console.print(f"run {name}: {len(work.tasks)} sessions, {len(work.refused)} refused")
     errors = await _wait(client, work, console)
-    outcomes = [await _read(client, view, work, errors, wanted.name) for view in views]
-    revised = await _use(client, views, work) if wanted.use else 0
+    histories = {view.id: await client.verdicts(view.id) for view in views if view.id in work.tasks}
+    changed = 0
+    if wanted.use:
+        numbers = {
+            session: verdict.number
+            for session, history in histories.items()
+            if (verdict := _find(history, work.digests[session], 1)) is not None
+        }
+        changed = await _put_in_force(client, views, numbers)
     await client.end_run(name)
-    return outcomes, revised
+    outcomes = [_read(view, work, histories.get(view.id, ()), errors) for view in views]
+    entries = [
+        make_entry(view.id, view.task, each, own.value if own else None)
+        for view in views
+        if view.id in histories
+        for own in (histories[view.id][0].reward,)
+        for each in histories[view.id][1:]
+    ]
+    where = f"{client.url}/v1/sessions/SESSION/verdicts"
+    return summarize(outcomes, where, entries, set(histories), changed)
 
 
 async def use_recorded(client: Client, wanted: RejudgeOptions) -> int:
-    """Put the verdicts of the rollouts in force again; return the number of revised rewards."""
-    groups: dict[str, dict[str, int]] = {}
-    for view in await _select(client, wanted):
-        history = await client.verdicts(view.id)
-        if history and not history[0].in_force:
-            groups.setdefault(view.task, {})[view.id] = history[0].number
-    return await _put_in_force(client, groups)
+    """Put the verdicts of the sessions' own evaluations in force; return how many had another."""
+    views = await _select(client, wanted)
+    judged = {}
+    for view in views:
+        if view.status in TERMINAL:
+            history = await client.verdicts(view.id)
+            if not history[0].in_force:
+                judged[view.id] = 1
+    return await _put_in_force(client, views, judged)
 
 
 async def _select(client: Client, wanted: RejudgeOptions) -> list[SessionView]:
@@ -121,35 +139,43 @@ async def _wait(client: Client, work: Rejudging, console: Console) -> Mapping[st
     return errors
 
 
-async def _read(
-    client: Client, view: SessionView, work: Rejudging, errors: Mapping[str, str], name: str
+def _read(
+    view: SessionView, work: Rejudging, history: Sequence[VerdictView], errors: Mapping[str, str]
 ) -> SessionVerdicts:
     """Return the verdicts on a session, or why there are none."""
     if view.id in work.refused:
         return SessionVerdicts(view.id, refused=work.refused[view.id])
-    history = await client.verdicts(view.id)
-    first = history[0].reward
     entries = []
     for number, task in enumerate(work.tasks[view.id], 1):
         verdict = _find(history, work.digests[view.id], number)
-        entry = VerdictEntry(
-            recording=view.node or "",
-            session=view.id,
-            task=view.task,
-            at=verdict.at if verdict else 0.0,
-            by=verdict.by if verdict else "",
-            evaluator=verdict.evaluator if verdict else "",
-            name=name,
-            digest=work.digests[view.id],
-            round=number,
-            patch="",
-            before=first.value if first else None,
-            reward=verdict.reward if verdict else None,
-            report=verdict.report if verdict else {},
-            error="" if verdict else errors.get(task, "its result has changed meanwhile"),
-        )
+        first = history[0].reward if history else None
+        entry = make_entry(view.id, view.task, verdict, first.value if first else None)
+        if verdict is None:
+            error = errors.get(task, "its result has changed meanwhile")
+            entry = replace(entry, round=number, error=error)
         entries.append(entry)
     return SessionVerdicts(view.id, tuple(entries))
+
+
+def make_entry(
+    session: str, task: str, verdict: VerdictView | None, before: float | None = None
+) -> VerdictEntry:
+    """Return a verdict as in a history on this machine; None: an entry without a verdict."""
+    return VerdictEntry(
+        recording=session,
+        session=session,
+        task=task,
+        at=verdict.at if verdict else 0.0,
+        by=verdict.by if verdict else "",
+        evaluator=verdict.evaluator if verdict else "",
+        name=verdict.evaluator if verdict else "",
+        digest=verdict.digest if verdict else "",
+        round=verdict.round if verdict else 1,
+        patch="",
+        before=before,
+        reward=verdict.reward if verdict else None,
+        report=verdict.report if verdict else {},
+    )
 
 
 def _find(history: Sequence[VerdictView], digest: str, number: int) -> VerdictView | None:
@@ -158,24 +184,22 @@ def _find(history: Sequence[VerdictView], digest: str, number: int) -> VerdictVi
     return found[-1] if found else None
 
 
-async def _use(client: Client, views: Sequence[SessionView], work: Rejudging) -> int:
-    """Put the verdicts of the first round in force; return the number of revised rewards."""
+async def _put_in_force(
+    client: Client, views: Sequence[SessionView], numbers: Mapping[str, int]
+) -> int:
+    """Put verdicts in force, those of a task together; return how many sessions had another."""
     groups: dict[str, dict[str, int]] = {}
     for view in views:
-        if view.id in work.tasks:
-            verdict = _find(await client.verdicts(view.id), work.digests[view.id], 1)
-            if verdict is not None:
-                groups.setdefault(view.task, {})[view.id] = verdict.number
-    return await _put_in_force(client, groups)
-
-
-async def _put_in_force(client: Client, groups: Mapping[str, Mapping[str, int]]) -> int:
-    """Put verdicts in force by their numbers, those of a task together."""
+        if view.id in numbers:
+            groups.setdefault(view.task, {})[view.id] = numbers[view.id]
     batch: dict[str, int] = {}
-    revised = 0
-    for numbers in (*groups.values(), {}):
-        if batch and (not numbers or len(batch) + len(numbers) > BATCH):
-            revised += sum(view.revision > 0 for view in await client.use_verdicts(batch))
+    changed = 0
+    for group in (*groups.values(), {}):
+        if batch and (not group or len(batch) + len(group) > BATCH):
+            for session, number in batch.items():
+                now = [each.number for each in await client.verdicts(session) if each.in_force]
+                changed += now != [number]
+            await client.use_verdicts(batch)
             batch = {}
-        batch |= numbers
-    return revised
+        batch |= group
+    return changed

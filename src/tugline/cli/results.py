@@ -5,6 +5,7 @@ disk (I3); with ``--out`` alone the position is that of the latest result in the
 """
 
 import asyncio
+import glob
 from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated
@@ -13,11 +14,13 @@ from cyclopts import Parameter
 
 from tugline.cli.options import DEFAULT_SERVER, Json, Remote
 from tugline.cli.output import print_json, print_text
+from tugline.cli.rejudge_server import make_entry
 from tugline.client.api import Client
 from tugline.client.streams import Result
 from tugline.errors import Missing, UsageError
 from tugline.protocol import ResultView
-from tugline.recording.trajectories import ResultFolder, revise
+from tugline.recording.trajectories import ResultFolder
+from tugline.recording.verdicts import VerdictEntry, put_in_force
 
 
 async def results(
@@ -83,8 +86,16 @@ async def _save_recording(client: Client, item: Result, folder: Path) -> None:
     except Missing as error:  # on another machine; the result is saved
         print_text(str(error), stderr=True)
         return
-    if item.view.revision and item.trajectory is not None:
-        await asyncio.to_thread(revise, folder, item.trajectory)
+    if item.view.revision:
+        session = item.view.session
+        [chosen] = [each for each in await client.verdicts(session) if each.in_force]
+        entry = make_entry(session, item.view.task, chosen) if chosen.number > 1 else None
+        await asyncio.to_thread(_put_in_force, folder, session, entry)
+
+
+def _put_in_force(folder: Path, session: str, entry: VerdictEntry | None) -> None:
+    for path in folder.glob(f"{glob.escape(session)}.*.rec"):
+        put_in_force(path, entry)
 
 
 def _format_result(view: ResultView) -> str:

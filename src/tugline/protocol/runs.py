@@ -35,7 +35,7 @@ class RunKind(StrEnum):
     REJUDGE = "rejudge"
 
 
-By = Annotated[str, Meta(max_length=200)]
+By = Annotated[str, Meta(max_length=200, pattern="^[^\\x00]*$")]
 """Who started something, such as ``user@machine``."""
 
 

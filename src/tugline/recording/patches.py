@@ -16,7 +16,7 @@ from tugline.atomic import write_file
 from tugline.errors import CaptureError
 from tugline.patch import format_patch, unpack_patch
 from tugline.recording.folder import patch_name
-from tugline.recording.records import Header, RecordedResult
+from tugline.recording.records import Header
 from tugline.types import Failure, Status
 
 
@@ -72,15 +72,7 @@ class EndedSession(Protocol):
         """Digest of the patch; empty without one."""
 
 
-def refuse_result(result: EndedSession) -> str:
-    """Return why a session with this result cannot be judged again; empty if it can."""
-    if Status.EVAL.value not in result.seconds or result.status is Status.CANCELLED:
-        reason = result.failure.message if result.failure else f"it was {result.status.value}"
-        return f"it was not evaluated: {reason}"
-    return "" if result.patch else describe_no_patch(result)
-
-
-def read_diff(recording: Path, header: Header | None, result: RecordedResult | None) -> str:
+def read_diff(recording: Path, header: Header | None, result: EndedSession | None) -> str:
     """Return what the agent changed as a unified diff, or the reason why there is none.
 
     Of a task with a base, changed files are whole, as the agent left them.
@@ -96,6 +88,14 @@ def read_diff(recording: Path, header: Header | None, result: RecordedResult | N
     whole = "# files of the workspace are shown whole, as the agent left them\n"
     prefix = whole if header.task.workspace.has_base else ""
     return prefix + format_patch(header.task.files, patch)
+
+
+def refuse_result(result: EndedSession) -> str:
+    """Return why a session with this result cannot be judged again; empty if it can."""
+    if Status.EVAL.value not in result.seconds or result.status is Status.CANCELLED:
+        reason = result.failure.message if result.failure else f"it was {result.status.value}"
+        return f"it was not evaluated: {reason}"
+    return "" if result.patch else describe_no_patch(result)
 
 
 def describe_no_patch(result: EndedSession | None) -> str:

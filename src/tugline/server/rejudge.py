@@ -180,16 +180,19 @@ class Verdicts:
         Raises `Invalid` for an evaluator that is unknown or cannot judge recorded sessions,
         `Missing` for an unknown run or session, and `QuotaExceeded`.
         """
+        found, refused = await self._database.read(read_recorded, request.sessions)
         batch: list[tasks.Packed] = []
         ids: dict[str, tuple[str, ...]] = {}
         digests = {}
-        found, refused = await self._database.read(read_recorded, request.sessions)
+        known: dict[bytes, str] = {}
         for recorded in found:
             session = recorded.result.session
             spec = request.evaluator or recorded.task.evaluator
-            digest = await asyncio.to_thread(self._fingerprint, spec)
+            key = msgspec.msgpack.encode(spec, order="deterministic")
+            if key not in known:  # it reads files
+                known[key] = await asyncio.to_thread(self._fingerprint, spec)
             rounds = range(1, request.rounds + 1)
-            judging = [make_task(recorded, spec, digest, number) for number in rounds]
+            judging = [make_task(recorded, spec, known[key], number) for number in rounds]
             try:
                 batch += await asyncio.to_thread(pack_tasks, judging, self._check)
             except Invalid as error:
@@ -198,7 +201,7 @@ class Verdicts:
                 refused[session] = str(error)
                 continue
             ids[session] = tuple(task.id for task in judging)
-            digests[session] = digest
+            digests[session] = known[key]
         await self._database.write(tasks.submit, batch, self._settings, request.run)
         return protocol.Rejudging(tasks=ids, digests=digests, refused=refused)
 

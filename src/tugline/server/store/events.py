@@ -108,6 +108,12 @@ def add_delivery(tx: Tx, position: int, task: str, kind: EventKind, url: str) ->
     tx.notify("outbox")
 
 
+def replace_delivery(tx: Tx, old: int, position: int, task: str, kind: EventKind, url: str) -> None:
+    """Queue a delivery in place of that of the event at `old`, unless that is delivered."""
+    tx.run("DELETE FROM outbox WHERE id = :old AND state <> 'delivered'", old=old)
+    add_delivery(tx, position, task, kind, url)
+
+
 def next_tries(tx: Tx) -> dict[str, float]:
     """Return the time of the next delivery by host; hosts without one are left out."""
     rows = tx.all(_NEXT_TRIES)

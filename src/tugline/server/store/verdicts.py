@@ -181,7 +181,8 @@ def _move(tx: Tx, view: ResultView, number: int) -> ResultView:
     position = events.add(tx, EventKind.REVISED, note)
     query = "SELECT callback FROM tasks WHERE id = :task"
     if callback := tx.fetch_value(query, task=view.task):
-        events.add_delivery(tx, position, view.task, EventKind.RESULT, callback)
+        kind = EventKind.RESULT
+        events.replace_delivery(tx, view.position, position, view.task, kind, callback)
     tx.notify("results")
     return replace(view, position=position)
 
@@ -196,8 +197,8 @@ def _count_usable(tx: Tx, before: ResultView, now: ResultView) -> None:
 
 def _release_again(tx: Tx, changed: Iterable[str]) -> None:
     """Move released tasks behind their changed results."""
-    for task, usable, callback in tx.all(
-        "SELECT id, usable, callback FROM tasks WHERE id IN :ids AND released IS NOT NULL"
+    for task, usable, callback, before in tx.all(
+        "SELECT id, usable, callback, released FROM tasks WHERE id IN :ids AND released IS NOT NULL"
         " ORDER BY released",
         ids=sorted(changed),
     ):
@@ -206,4 +207,5 @@ def _release_again(tx: Tx, changed: Iterable[str]) -> None:
         tx.update("tasks", task, released=position)
         tx.notify("releases")
         if callback:
-            events.add_delivery(tx, position, task, EventKind.RELEASED, callback)
+            kind = EventKind.RELEASED
+            events.replace_delivery(tx, before, position, task, kind, callback)
