@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
-from rich.table import Column
 
 from tugline.aio import handle_signals
 from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote

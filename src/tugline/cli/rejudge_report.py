@@ -5,6 +5,7 @@ from itertools import combinations
 from statistics import fmean
 
 import msgspec
+from rich.table import Column
 
 from tugline.cli.output import make_table, print_text
 from tugline.recording.verdicts import VerdictEntry
@@ -183,7 +184,8 @@ def _show_verifiers(report: RejudgeReport) -> None:
         )
         for pair in report.pairs
     ]
-    heads = ("evaluators", "sessions", "same verdict", "change of pass@1", "change of reward")
+    first = Column("evaluators", no_wrap=True)
+    heads = (first, "sessions", "same verdict", "change of pass@1", "change of reward")
     print_text(make_table(heads, rows))
 
 

@@ -8,7 +8,6 @@ memory at a time.
 """
 
 import filecmp
-import glob
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ import zstandard
 from tugline.atomic import append_line, read_whole_lines, write_file
 from tugline.errors import CaptureError, UsageError
 from tugline.protocol import ResultView
-from tugline.recording.file import Recording, write_result
+from tugline.recording.file import Recording
 from tugline.recording.file import read as read_recording
 from tugline.recording.folder import parse_name
 from tugline.recording.records import RecordedResult
@@ -190,19 +189,6 @@ class ResultFolder:
 
 
 # --------------------------------------------------------------------------- rebuilding
-def revise(recordings: Path, trajectory: Trajectory) -> None:
-    """Append the result that is in force to a copy of a session's recording in a folder. Blocks.
-
-    Raises `CaptureError`.
-    """
-    for path in recordings.glob(f"{glob.escape(trajectory.session)}.*.rec"):
-        result = read_recording(path).result or NO_RESULT
-        changed = {
-            name: getattr(trajectory, name) for name in ("reward", "report", "status", "failure")
-        }
-        write_result(path, msgspec.structs.replace(result, **changed))
-
-
 NO_RESULT = RecordedResult(
     status=Status.FAILED,
     builder="",
