@@ -22,7 +22,7 @@ from trl import GRPOTrainer
 from tugline.errors import UsageError
 from tugline.exports.forms import drop_experts, drop_sets
 from tugline.inference.load import load
-from tugline.launch.local import make_prefix
+from tugline.launch.naming import make_prefix
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import TrainConfig
 from tugline.trainers.engines import make_publisher, open_replicas

@@ -15,9 +15,12 @@ import torch
 
 from cli.conftest import Run, end, kill_when, start
 from support.commands import TUGLINE
+from support.polling import until
 from support.training import check_totals, write_config
 from trainers.test_sft import write_run
+from tugline.client.api import Client
 from tugline.inference.load import load
+from tugline.protocol import RunKind
 from tugline.trainers.config import CHECKPOINTS, MODEL
 from tugline.trainers.sinks import METRICS, read_lines
 
@@ -160,3 +163,45 @@ async def test_a_killed_fine_tuning_resumes(tmp_path: Path) -> None:
     assert state["step"] == max(map(int, state["heldout"]))
     assert state["heldout"][str(state["step"])] < state["heldout"]["0"]
     assert (tmp_path / "run" / MODEL / "tokenizer.json").exists()
+
+
+@pytest.mark.timeout(300)
+async def test_a_plain_run_has_a_console(tmp_path: Path) -> None:
+    """While it runs, its figures, sessions and texts are served; `up --dir` opens it afterwards."""
+    write_config(tmp_path, schedule={"steps": 2, "tasks_per_step": 1, "samples": 2}, heldout=None)
+    run = tmp_path / "run"
+    process = await start(tmp_path, *TRAIN)
+    await until((run / "server.json").exists, 120)
+    async with Client(folder=run) as client:
+
+        async def has_trained() -> bool:
+            names = [each.name for each in await client.runs()]
+            return any([await client.run_steps(name, after=0) for name in names])
+
+        await until(has_trained, 120)
+        [view] = await client.runs()
+        assert (view.kind, view.ended) == (RunKind.TRAIN, None)
+        session = await anext(client.sessions(run=view.name))
+        await client.recording(session.id, tmp_path / "kept")
+        assert list((tmp_path / "kept").glob(f"{session.id}.*.rec"))
+    _, err = await end(process)
+    link = f"the console is at {json.loads((run / 'server.json').read_bytes())['url']}/#token="
+    assert link in err
+    figures: dict[int, dict[str, float]] = {1: {}, 2: {}}
+    for row in read_lines(run / METRICS):
+        if row["step"] in figures:
+            figures[row["step"]] |= row
+    again = await start(tmp_path, TUGLINE, "up", "--dir", "run", "--port", "0")
+    (run / "server.json").unlink()
+    await until((run / "server.json").exists, 60)
+    async with Client(folder=run) as client:
+        [view] = await client.runs()
+        assert view.ended is not None
+        reported = {each.step: each.figures for each in await client.run_steps(view.name)}
+        assert (await client.status()).nodes == 0
+    for step in (1, 2):
+        assert reported[step]["rollout/reward"] == figures[step]["rollout/reward"]
+        assert reported[step]["time/step_s"] == figures[step]["time/step_s"]
+    again.terminate()
+    _, err = await end(again)
+    assert "is the folder of a run" in err

@@ -23,7 +23,8 @@ from tugline.client.streams import Result
 from tugline.errors import ServerError
 from tugline.gateway.replicas import Upstream
 from tugline.launch.engine import EngineConnection
-from tugline.launch.local import LocalServer, name_run, open_local
+from tugline.launch.local import LocalServer, open_local
+from tugline.launch.naming import name_run
 from tugline.launch.server import open_control_plane
 from tugline.launch.settings import Settings
 from tugline.node.settings import NodeSettings

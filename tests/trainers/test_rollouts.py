@@ -12,7 +12,7 @@ from support.tokenizer import make_rendering
 from tugline.chat.engines.generate import Embedded
 from tugline.gateway.replicas import Upstream
 from tugline.launch.engine import EngineConnection
-from tugline.launch.local import name_run
+from tugline.launch.naming import name_run
 from tugline.launch.settings import EngineSettings
 from tugline.protocol import RunKind
 from tugline.server.http.route import Person, Tokens

@@ -32,6 +32,7 @@ def train(
     server: str | None = None,
     engine: list[str] | None = None,
     changes: Changes = None,
+    no_console: bool = False,
     dry_run: bool = False,
     as_json: Json = False,
 ) -> None:
@@ -41,6 +42,7 @@ def train(
         config: YAML or TOML file of the run.
         server: URL of the server whose nodes run the sessions, instead of the file's.
         engine: URL of the engine, instead of the file's; repeat for replicas.
+        no_console: Do not serve the console of this run.
         dry_run: Check everything and print the plan of the run.
     """
     console = Console(stderr=True, highlight=False)
@@ -62,7 +64,12 @@ def train(
             return
         tasks = batches.TaskBatches(settings, config.absolute().parent)
         tasks.check()
-        figures = sinks.make_sinks(settings.metrics, console, settings.server)
+        figures = sinks.make_sinks(
+            settings.metrics,
+            console,
+            settings.server,
+            served=not no_console and settings.server is None,
+        )
         folder = choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
         if dry_run:
             print(batches.describe(settings, tasks, folder))
@@ -70,6 +77,7 @@ def train(
         report = sinks.make_report(console)
         command = ["train", str(config), *(f"--set={each}" for each in changes or ())]
         with keep_resumable(folder, shlex.join(command), console):
-            summary = uvloop.run(loop.train(settings, tasks, folder, figures, report))
+            training = loop.train(settings, tasks, folder, figures, report, console=not no_console)
+            summary = uvloop.run(training)
     save_report(folder / SUMMARY, summary, as_json=as_json)
     console.print(f"done after {summary.state.elapsed_s:.0f} s: {folder}")

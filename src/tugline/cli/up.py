@@ -8,6 +8,7 @@ from tugline.cli.options import DATA, Folder
 from tugline.cli.output import echo
 from tugline.cli.process import keep_running
 from tugline.errors import UsageError
+from tugline.launch.naming import is_run
 from tugline.launch.server import run_server
 from tugline.launch.tokens import is_local
 
@@ -25,6 +26,8 @@ def up(
     local: NodeOptions = DEFAULT_NODE,
 ) -> None:
     """Start server, node and engine, and run submitted tasks until stopped.
+
+    In the folder of a run that has ended, only its console is served.
 
     Args:
         host: Address that the API listens on.
@@ -44,6 +47,9 @@ def up(
             f"the API will listen on {settings.server.host} without TLS: tokens and results can be"
             " read in transit; give server.tls_cert and server.tls_key"
         )
+    if is_run(folder) and not cluster:
+        echo(f"{folder} is the folder of a run: its console is served, and nothing is run")
+        no_node = True
     if cluster:
         settings = add_default_engine(settings)
     if cluster or no_node:

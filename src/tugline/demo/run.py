@@ -194,8 +194,9 @@ async def run_demo(
     harness = Parts().harness(harness_spec(settings))
     console.print(f"installing {harness.name} ...")
     await harness.install()
-    sinks = make_sinks(config.metrics, console)
-    state = (await train(config, batches, folder, sinks, make_report(console))).state
+    sinks = make_sinks(config.metrics, console, served=True)
+    report = make_report(console)
+    state = (await train(config, batches, folder, sinks, report, console=True)).state
     ends = (state.scores[0], state.scores[-1])
     before, after = (score.evaluation.pass_at.get(1, NOTHING) for score in ends)
     rows = read_lines(folder / METRICS)

@@ -8,8 +8,6 @@ sessions that have no result yet.
 
 import asyncio
 import contextlib
-import re
-import secrets
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +21,13 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from tugline import log
-from tugline.atomic import read_or_make
 from tugline.client.streams import Result
 from tugline.config import NO_CHANGES
 from tugline.errors import Missing, ServerError
 from tugline.launch.engine import EngineConnection, open_engine, share_engine
 from tugline.launch.folder_lock import folder_lock
 from tugline.launch.garbage import managed_gc
+from tugline.launch.naming import name_run
 from tugline.launch.node import RECORDINGS, open_node
 from tugline.launch.processes import NODES, divide, keep_nodes
 from tugline.launch.progress import SessionProgress
@@ -65,17 +63,6 @@ OnResult = Callable[[ResultView, int], None]
 """Callback with each result, those of an earlier run first, and the number of sessions."""
 
 
-def name_run(folder: Path) -> str:
-    """Return the name of the run in `folder`, which is unique and stays the same."""
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", folder.absolute().name)[:100]
-    return f"{name}-{make_prefix(folder).rstrip('.')}"
-
-
-def make_prefix(folder: Path) -> str:
-    """Return a unique prefix of task ids, stored in `folder` so that a resumed run keeps it."""
-    return read_or_make(folder / "name", lambda: f"{secrets.token_hex(4)}.")
-
-
 class LocalServer:
     """Server and nodes of `open_local`, for any number of batches of tasks."""
 
@@ -93,6 +80,8 @@ class LocalServer:
         self.control = control
         self.run_name: str | None = None
         """Registered run that submitted tasks belong to."""
+        self.url: str | None = None
+        """Address of the API, if it is served."""
         self.is_idle = is_idle
         self._running = running
         self._recordings = recordings
@@ -206,9 +195,12 @@ class LocalServer:
 
 @contextlib.asynccontextmanager
 async def open_local(
-    settings: Settings, folder: Path, engine: EngineConnection
+    settings: Settings, folder: Path, engine: EngineConnection, *, serve: bool = False
 ) -> AsyncIterator[LocalServer]:
-    """Open a server in `folder`, with a node in this process or with ``node.processes``."""
+    """Open a server in `folder`, with a node in this process or with ``node.processes``.
+
+    With `serve`, its API and console are served on loopback.
+    """
     if settings.node.processes is not None:
         async with _open_with_processes(settings, folder, engine) as local:
             yield local
@@ -216,10 +208,15 @@ async def open_local(
     async with (
         open_control_plane(settings.server, folder) as control,
         open_node(settings, folder, control.dispatcher, engine, keep_recordings=True) as (node, _),
+        contextlib.AsyncExitStack() as stack,
     ):
         running = asyncio.create_task(node.run(), name="node")
+        local = LocalServer(control, running, [folder / RECORDINGS], lambda: node.gateway.idle)
+        if serve:
+            serving = serve_control_plane(control, settings.server, folder)
+            local.url, _ = await stack.enter_async_context(serving)
         try:
-            yield LocalServer(control, running, [folder / RECORDINGS], lambda: node.gateway.idle)
+            yield local
         finally:
             running.cancel()
             await asyncio.wait({running}, timeout=_STOP_S)
@@ -242,8 +239,10 @@ async def _open_with_processes(
         keeping = keep_nodes(nodes, folder, url, token, asyncio.Event(), _log.warning)
         running = asyncio.create_task(keeping, name="nodes")
         try:
-            names = [each.node.name for each in nodes]
-            yield LocalServer(control, running, [folder / NODES / n / RECORDINGS for n in names])
+            folders = [folder / NODES / each.node.name / RECORDINGS for each in nodes]
+            local = LocalServer(control, running, folders)
+            local.url = url
+            yield local
         finally:
             running.cancel()
             await asyncio.wait({running}, timeout=_STOP_S)

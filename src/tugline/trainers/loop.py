@@ -32,7 +32,7 @@ from msgspec.structs import replace
 from tugline import log
 from tugline.launch.folder_lock import folder_lock
 from tugline.launch.garbage import freeze_gc
-from tugline.launch.local import make_prefix
+from tugline.launch.naming import make_prefix
 from tugline.traces.base import sum_ledgers
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import CHECKPOINTS, MODEL, TrainConfig, store_config
@@ -77,11 +77,18 @@ class _Learned(NamedTuple):
 
 
 async def train(
-    config: TrainConfig, batches: TaskBatches, folder: Path, sinks: Sinks, report: Report
+    config: TrainConfig,
+    batches: TaskBatches,
+    folder: Path,
+    sinks: Sinks,
+    report: Report,
+    *,
+    console: bool = False,
 ) -> TrainSummary:
     """Train to the end in `folder`, from its newest checkpoint; `report` gets progress messages.
 
-    It may be cancelled or killed at any point and called again. Raises `TuglineError`.
+    With `console`, the console of a server in this process is served. It may be cancelled or killed
+    at any point and called again. Raises `TuglineError`.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder_lock(folder, instead="choose another --out"))
@@ -94,19 +101,20 @@ async def train(
         models = stack.enter_context(open_models(config))
         report(f"packing: {models.trainer.packing}")
         state = checkpoint.load_newest(folder / CHECKPOINTS, models.trainer.load, TrainState())
-        sinks.start(folder, msgspec.to_builtins(config, enc_hook=str), state.step)
-        try:
-            async with (
-                open_replicas(config, models, published / "first") as replicas,
-                open_rollout_server(config, folder, replicas.connection) as server,
-            ):
+        announce = report if console else None
+        async with (
+            open_replicas(config, models, published / "first") as replicas,
+            open_rollout_server(config, folder, replicas.connection, announce) as server,
+        ):
+            sinks.start(folder, msgspec.to_builtins(config, enc_hook=str), state.step)
+            try:
                 freeze_gc()
                 loop = TrainingLoop(
                     config, batches, folder, models, replicas, server, state, sinks, report
                 )
                 return await loop.run()
-        finally:
-            sinks.close()
+            finally:
+                await asyncio.to_thread(sinks.close)  # figures are sent to a server of this process
 
 
 @dataclass(eq=False)

@@ -4,7 +4,7 @@ A remote server has any number of nodes and outlives the trainer; recordings sta
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol
@@ -16,8 +16,10 @@ from tugline import log
 from tugline.client.api import Client
 from tugline.errors import Missing, ServerError
 from tugline.launch.engine import EngineConnection
-from tugline.launch.local import LocalServer, OnDone, name_run, open_local
+from tugline.launch.local import LocalServer, OnDone, open_local
+from tugline.launch.naming import name_run
 from tugline.launch.settings import Settings
+from tugline.launch.tokens import describe_console
 from tugline.protocol import Accepted, Control, RunKind
 from tugline.rollout.rejudge import name_user
 from tugline.server.settings import ServerSettings
@@ -111,9 +113,15 @@ class RemoteServer(Client):
 
 @contextlib.asynccontextmanager
 async def open_rollout_server(
-    config: TrainConfig, folder: Path, engine: EngineConnection
+    config: TrainConfig,
+    folder: Path,
+    engine: EngineConnection,
+    announce: Callable[[str], None] | None = None,
 ) -> AsyncIterator[RolloutServer]:
-    """Connect to ``server``, or open a server with a node in `folder`."""
+    """Connect to ``server``, or open a server with a node in `folder`.
+
+    With `announce`, the console of the opened server is served on loopback; it gets the link.
+    """
     if config.server is not None:
         async with (
             RemoteServer(config.server, deadline_s=_SERVER_S) as remote,
@@ -122,13 +130,18 @@ async def open_rollout_server(
             yield remote
         return
     settings = Settings(
-        server=ServerSettings(lease_s=_LEASE_S),
+        server=ServerSettings(lease_s=_LEASE_S, port=0),
         # The name is the same in every folder, so that a resumed run replaces its old node.
         node=replace(config.node, name="train"),
         gateway=config.gateway,
         engine=config.engine,
     )
-    async with open_local(settings, folder, engine) as local, _register(local, config, folder):
+    async with (
+        open_local(settings, folder, engine, serve=announce is not None) as local,
+        _register(local, config, folder),
+    ):
+        if announce is not None and local.url is not None:
+            announce(describe_console(settings.server, folder, local.url))
         yield local
 
 

@@ -17,7 +17,7 @@ from tugline import log
 from tugline.atomic import write_file
 from tugline.client.sync import SyncClient
 from tugline.errors import TuglineError
-from tugline.launch.local import name_run
+from tugline.launch.naming import name_run
 from tugline.plugins import import_extra, make
 from tugline.schema import read_values
 from tugline.types import PluginSpec
@@ -87,13 +87,20 @@ class Sinks(Sink):
             getattr(sink, method)(*arguments)
 
 
-def make_sinks(parts: Sequence[PluginSpec], console: Console, server: str | None = None) -> Sinks:
-    """Make the sinks of the console, the folder, the server (if given) and `parts`.
+def make_sinks(
+    parts: Sequence[PluginSpec],
+    console: Console,
+    server: str | None = None,
+    *,
+    served: bool = False,
+) -> Sinks:
+    """Make the sinks of the terminal, the folder, the server (if any) and `parts`.
 
-    Raises `ConfigError`, or `UsageError` for a package that is not installed.
+    `served` is for a server of this process, in the folder of the run. Raises `ConfigError`, or
+    `UsageError` for a package that is not installed.
     """
     named = [make("metrics", part, Sink) for part in parts]
-    reporting = [] if server is None else [ServerSink(server)]
+    reporting = [ServerSink(server)] if server is not None or served else []
     return Sinks([ConsoleSink(console), JsonLinesSink(), *reporting, *named])
 
 
@@ -174,15 +181,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 class ServerSink(Sink):
     """Sends figures to a server, whose console shows them; unsent figures are dropped."""
 
-    def __init__(self, server: str) -> None:
-        """`server` is the server's URL."""
+    def __init__(self, server: str | None) -> None:
+        """`server` is the server's URL; None: the server in the folder of the run."""
         self._server = server
         self._sender = ThreadPoolExecutor(1, "report-steps")
 
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
         """Resend the rows of `step`, in case of an earlier kill."""
         self._run = name_run(folder)
-        self._client = SyncClient(self._server, deadline_s=_SEND_S)
+        base = folder if self._server is None else None
+        self._client = SyncClient(self._server, folder=base, deadline_s=_SEND_S)
         self._client.__enter__()
         self._send(step, rewound=True)
         for row in [row for row in read_lines(folder / METRICS) if row.pop("step") == step]:

@@ -190,10 +190,13 @@ class RecordingQuery(msgspec.Struct, frozen=True):
 async def get_recording(call: route.QueryCall[RecordingQuery]) -> Response:
     """Get a session's recording so far, as gzip of JSON and arrays; 204 if it is not stored here.
 
-    It is stored here if the node's files are in the server's folder, as with `tugline up`.
+    It is stored here if the node's files are in the server's folder, as with `tugline up`, or if
+    the server is that of a training run.
     """
     session = (await call.db.read(sessions.get, call.id)).session()
-    path = next(call.control.folder.glob(f"nodes/*/recordings/{file_name(session)}"), None)
+    folder = call.control.folder
+    places = (f"nodes/*/recordings/{file_name(session)}", f"recordings/{file_name(session)}")
+    path = next((path for place in places for path in folder.glob(place)), None)
     if path is None:
         return Response(status_code=204)
     if not call.query.files:
