@@ -64,6 +64,12 @@ class Schedule(Config, frozen=True):
     choose: Literal["order", "pass_rate"] = "order"
     """Choice of tasks after one pass over all of them: further passes in new orders (`order`), or
     more often the tasks that only some sessions solve (`pass_rate`)."""
+    refill: bool = False
+    """Sample further groups until `tasks_per_step` groups of a step have a training signal (dynamic
+    sampling of DAPO, arXiv 2503.14476)."""
+    refill_limit: Annotated[int, Meta(ge=2)] = 4
+    """Maximum groups of a step with `refill`, as a multiple of `tasks_per_step`; the step then
+    trains on what it has, and raises an alarm."""
     staleness: NonNegativeInt = 0
     """Maximum policy versions between sampling a session and training on it; 0: synchronous."""
     pause: PauseMode = PauseMode.WAIT
