@@ -22,7 +22,7 @@ from tugline.datasets.base import HELD_OUT, INSTANCE, task_id
 from tugline.datasets.files import SelectedTasks, SetFile, TaskSelection, instance_of
 from tugline.errors import ConfigError, UsageError
 from tugline.launch.server import check_runnable
-from tugline.trainers.config import TaskSource, TrainConfig, add_digests
+from tugline.trainers.config import Schedule, TaskSource, TrainConfig, add_digests
 from tugline.types import Task, Trajectory
 
 ATTEMPTS = 20
@@ -235,8 +235,8 @@ def _read(source: TaskSource, config: TrainConfig, folder: Path, where: str) -> 
     return SelectedTasks(file, where, folder).tasks()
 
 
-def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:
-    """Return a readable description of a run."""
+def describe(config: TrainConfig, batches: TaskBatches, folder: Path, *, rows: int = 0) -> str:
+    """Return a readable description of a run; `rows` is the number of supervised rows."""
     plan = config.schedule
     size = len(batches.trained)
     groups = plan.steps * plan.tasks_per_step
@@ -259,21 +259,18 @@ def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:
         "constant": "by its trained tokens: one with ten traces like it counts ten times",
     }
     most = f" to {plan.refill_limit * groups * plan.samples}" if plan.refill else ""
-    refill = ""
-    if plan.refill:
-        least, limit = plan.tasks_per_step, plan.refill_limit * plan.tasks_per_step
-        refill = f"refill      until {least} groups have a signal, at most {limit} groups a step"
     lines = [
         f"model       {config.model}",
         f"engine      {engine}; new weights after each step, running calls: {plan.pause}",
         f"tasks       {size}, each trained {groups / size:.1f} times{order}",
         f"steps       {plan.steps} of {plan.tasks_per_step} groups, {kind}",
-        refill,
+        _describe_refill(plan),
         f"held out    {len(batches.held_out)} tasks, {held_out.samples} sessions each, every"
         f" {held_out.every} steps"
         if held_out
         else "",
         f"objective   {objective}",
+        _describe_supervised(config, rows),
         f"weights     a session counts {weights[grpo.normalisation]}",
         f"sessions    {groups * plan.samples}{most}, {plan.samples} in a group",
         f"checkpoints every {often}, the last {plan.keep} are kept",
@@ -281,3 +278,19 @@ def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:
         f"folder      {folder}{' (resumed)' if folder.exists() else ''}",
     ]
     return "\n".join(filter(None, lines))
+
+
+def _describe_refill(plan: Schedule) -> str:
+    if not plan.refill:
+        return ""
+    least = plan.tasks_per_step
+    limit = plan.refill_limit * least
+    return f"refill      until {least} groups have a signal, at most {limit} groups a step"
+
+
+def _describe_supervised(config: TrainConfig, rows: int) -> str:
+    if config.supervised is None:
+        return ""
+    weight = config.grpo.cross_entropy
+    text = f"supervised  {config.supervised.rows} of {rows} rows in each step, weight {weight:g}"
+    return text + (", and tool output, with the same" if config.grpo.tool_tokens else "")

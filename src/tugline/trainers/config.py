@@ -49,6 +49,16 @@ class HeldOut(TaskSource, frozen=True):
     """Sessions per task; pass@k is estimated for every power of two up to this."""
 
 
+class Supervised(Config, frozen=True):
+    """Conversations that are trained beside the sessions of each step."""
+
+    data: tuple[Path, ...]
+    """Data sets in the forms that `tugline sft` reads; they are rendered with `engine.renderer`."""
+    rows: PositiveInt = 8
+    """Rows in each step. The mean negative log likelihood of their answers' tokens is added to the
+    loss with the weight `grpo.cross_entropy`."""
+
+
 class Schedule(Config, frozen=True):
     """Amounts of sampling and training, and intervals of publishing and saving."""
 
@@ -143,6 +153,8 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     """The node's gateway."""
     grpo: GrpoConfig = GrpoConfig()
     """Settings of the updates."""
+    supervised: Supervised | None = None
+    """Conversations whose answers are trained as well; None: only sessions are trained."""
     schedule: Schedule = Schedule()
     """Number of steps, staleness and checkpoints."""
     metrics: tuple[PluginSpec, ...] = ()
@@ -172,6 +184,11 @@ class TrainConfig(Config, frozen=True, kw_only=True):
                 " 'wait' or 'abort': with 'keep', running calls would continue with the old adapter"
             )
             raise ConfigError(msg, "lora.publish")
+        if self.supervised is not None and self.grpo.cross_entropy == 0:
+            msg = "grpo.cross_entropy is 0, so the rows of `supervised` would have no weight: set"
+            raise ConfigError(f"{msg} it, such as to 0.1", "grpo.cross_entropy")
+        if self.supervised is not None and not self.supervised.data:
+            raise ConfigError("supervised.data is empty, must name data sets", "supervised.data")
         stale = self.grpo.max_staleness
         if stale is not None and stale < self.schedule.staleness:
             msg = (
@@ -234,6 +251,10 @@ def read_config(
         )
         raise ConfigError(msg, "engine.tokenizer")
     engine = replace(config.engine, urls=urls, tokenizer=tokenizer)
+    supervised = config.supervised
+    if supervised is not None:
+        data = tuple(folder / part.expanduser() for part in supervised.data)
+        supervised = replace(supervised, data=data)
     given_folder = config.publish_folder
     publish_folder = None if given_folder is None else folder / given_folder.expanduser()
     return replace(
@@ -241,6 +262,7 @@ def read_config(
         server=server or config.server,
         model=model,
         engine=engine,
+        supervised=supervised,
         publish_folder=publish_folder,
     )
 

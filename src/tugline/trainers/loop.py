@@ -61,6 +61,7 @@ from tugline.trainers.patience import summarize_failures
 from tugline.trainers.proof import Probe
 from tugline.trainers.rollouts import RolloutServer, open_rollout_server
 from tugline.trainers.sinks import FAILED, Sinks
+from tugline.trainers.supervised import SupervisedRows, read_supervised
 
 _PROBE_IDS = 1024
 Report = Callable[[str], None]
@@ -84,7 +85,9 @@ async def train(
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder_lock(folder, instead="choose another --out"))
+        supervised = read_supervised(config)
         store_config(folder, config)
+        supervised.store(folder)
         published = config.weights_folder(folder)
         shutil.rmtree(published, ignore_errors=True)  # of a run that was killed
         batches.store(folder)
@@ -101,7 +104,16 @@ async def train(
             ):
                 freeze_gc()
                 loop = TrainingLoop(
-                    config, batches, folder, models, replicas, server, state, sinks, report
+                    config,
+                    batches,
+                    folder,
+                    models,
+                    replicas,
+                    server,
+                    state,
+                    sinks,
+                    report,
+                    supervised,
                 )
                 return await loop.run()
         finally:
@@ -121,6 +133,7 @@ class TrainingLoop:
     state: TrainState
     sinks: Sinks
     report: Report
+    supervised: SupervisedRows
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
     def __post_init__(self) -> None:
@@ -233,7 +246,8 @@ class TrainingLoop:
         longest = max(traces, key=lambda trace: trace.trained, default=None)
         ids = None if longest is None else longest.ids[:_PROBE_IDS]
         before = None if ids is None else self._trainer.score(ids)
-        report = self._trainer.step(groups.results, version)
+        supervised = self.supervised.choose(self.state.step + 1)
+        report = self._trainer.step(groups.results, version, supervised)
         probe = None
         if ids is not None and before is not None:
             probe = Probe(ids, before, self._trainer.score(ids))
