@@ -49,27 +49,27 @@ async def main() -> None:
     options = parser.parse_args()
     print("| correlation | min_usable | reward, all | reward, usable | bias | signal lost |")
     print("|---|---|---|---|---|---|")
-    for enough in options.min_usable:
+    for least in options.min_usable:
         for correlation in options.correlation:
-            groups = await measure(options.groups, enough, correlation)
+            groups = await measure(options.groups, least, correlation)
             gaps = [one.kept - one.whole for one in groups]
             lost = [one.signal and not one.signal_kept for one in groups]
             print(
-                f"| {correlation} | {enough} of {SAMPLES} | {fmean(g.whole for g in groups):.3f}"
+                f"| {correlation} | {least} of {SAMPLES} | {fmean(g.whole for g in groups):.3f}"
                 f" | {fmean(g.kept for g in groups):.3f} | {fmean(gaps):+.3f} +-"
                 f" {stdev(gaps) / math.sqrt(len(gaps)):.3f} | {fmean(lost):.1%} |"
             )
 
 
-async def measure(groups: int, enough: int, correlation: float) -> list[Outcome]:
+async def measure(groups: int, least: int, correlation: float) -> list[Outcome]:
     """Run the groups on a new server."""
-    chance = random.Random(f"{enough}/{correlation}")
+    chance = random.Random(f"{least}/{correlation}")
     with tempfile.TemporaryDirectory() as name:
         async with open_control_plane(ServerSettings(), Path(name)) as control:
             registration = NodeRegistration(name="node", slots=SAMPLES, capacity=SAMPLES)
             node = (await control.dispatcher.register(registration)).node
             return [
-                await run_group(control, node, f"g{number}", enough, draw(chance, correlation))
+                await run_group(control, node, f"g{number}", least, draw(chance, correlation))
                 for number in range(groups)
             ]
 
@@ -86,11 +86,11 @@ def draw(chance: random.Random, correlation: float) -> list[tuple[float, float]]
 
 
 async def run_group(
-    control: ControlPlane, node: str, name: str, enough: int, drawn: list[tuple[float, float]]
+    control: ControlPlane, node: str, name: str, least: int, drawn: list[tuple[float, float]]
 ) -> Outcome:
     """Lease the samples of a group, and commit them by duration until the server stops the rest."""
     parts = {"harness": PluginSpec("shell", {"command": "true"}), "evaluator": PluginSpec("tests")}
-    task = Task(id=name, instruction="?", samples=SAMPLES, group=Group(min_usable=enough), **parts)
+    task = Task(id=name, instruction="?", samples=SAMPLES, group=Group(min_usable=least), **parts)
     await control.submit([task])
     held: dict[int, Work] = {}
     while len(held) < SAMPLES:
