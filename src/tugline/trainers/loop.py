@@ -4,7 +4,8 @@ Step n trains on batch n. With staleness bound s, batch n + s is submitted once 
 n - 1 are published; its tasks are chosen from the results of the steps until then. So at most s + 1
 batches are submitted and not yet trained, no token is older than s versions, and no finished group
 is discarded. Batches are trained in the order of submission, so long tasks are not postponed. With
-s = 0, sampling and training alternate.
+s = 0, sampling and training alternate. With `schedule.refill` a step adds further groups to its
+batch, see `tugline.trainers.groups`.
 
 Order of writes (I3). A session is done once its result is in the store, a step once a checkpoint of
 it or of a later step has been renamed into place. Checkpoints are written in the background, after
