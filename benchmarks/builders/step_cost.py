@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from tugline.plugins import find
 from tugline.trainers.grpo.batch import Row
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.trainers.grpo.loss import token_weights
+from tugline.trainers.grpo.tokens import token_weights
 from tugline.trainers.grpo.train import Grpo
 from tugline.types import (
     Branch,

@@ -109,7 +109,7 @@ def simulate(setting: Setting, choose: str, seed: int, steps: int) -> Outcome:
     for step in range(1, steps + 1):
         for ahead in range(step, step + setting.staleness + 1):
             chosen.setdefault(ahead, batches.choose(ahead, rates))
-        tasks = batches.batch(step, chosen[step])
+        tasks = batches.batch((step - 1) * schedule.tasks_per_step, chosen[step])
         groups = {task.id: n for task, n in zip(tasks, chosen[step], strict=True)}
         results = [
             finish(task, sample, passed=source.random() < solve(number))

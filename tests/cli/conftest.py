@@ -24,6 +24,7 @@ from tugline.protocol import Work
 from tugline.types import Task
 
 TESTS = Path(__file__).parents[1]
+SEARCH_PATH = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -85,7 +86,7 @@ async def start(folder: Path, *argv: str | Path) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *argv,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        env={**os.environ, "PYTHONPATH": SEARCH_PATH},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,

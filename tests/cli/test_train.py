@@ -18,10 +18,12 @@ from support.commands import TUGLINE
 from support.polling import until
 from support.training import check_totals, write_config
 from trainers.test_sft import write_run
+from tugline.cli.training_run import SUMMARY
 from tugline.client.api import Client
 from tugline.inference.load import load
 from tugline.protocol import RunKind
 from tugline.trainers.config import CHECKPOINTS, MODEL
+from tugline.trainers.groups import ROUNDS
 from tugline.trainers.sinks import METRICS, read_lines
 
 TORCHRUN = (TUGLINE.with_name("torchrun"), "--standalone", "--nproc-per-node=2", "--no-python")
@@ -65,6 +67,54 @@ async def test_a_killed_run_resumes(tmp_path: Path) -> None:
     assert [score["step"] for score in state["scores"]] == [0, 4]
     started = {path.name.rpartition("-")[0] for path in (run / "recordings").rglob("g*.rec")}
     assert len(started) == 8, f"a batch was chosen twice: {sorted(started)}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+async def test_a_killed_refill_has_the_rounds_of_a_whole_run(tmp_path: Path) -> None:
+    """Killed in further rounds and after them, a run submits and trains the same groups once."""
+    schedule: dict[str, Any] = {"steps": 4, "tasks_per_step": 3, "samples": 2, "staleness": 1}
+    schedule |= {"refill": True, "choose": "pass_rate", "checkpoint_every": 2}
+    judged = {"evaluator": {"name": "function", "options": {"target": "support.training:by_name"}}}
+    write_config(tmp_path, schedule=schedule, heldout={"every": 2}, template=judged)
+    await end(await start(tmp_path, *TRAIN[:-1], "whole"))
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    expected = (whole / ROUNDS).read_bytes()
+    lines = expected.splitlines(keepends=True)
+    rounds = [json.loads(line) for line in lines]
+    further = [
+        n for n, each in enumerate(rounds) if each["step"] in {r["step"] for r in rounds[:n]}
+    ]
+    assert len(further) >= 3
+
+    def has_rounds(count: int) -> Callable[[], bool]:
+        part = b"".join(lines[:count])
+        return lambda: (run / ROUNDS).exists() and (run / ROUNDS).read_bytes().startswith(part)
+
+    points: dict[str, Callable[[], bool]] = {
+        "as the first further round is submitted": has_rounds(further[0] + 1),
+        "before its update is published": has_metric(run, "rollout/reward"),
+        "in another step without a checkpoint": has_rounds(further[1] + 1),
+        "after a checkpoint": lambda: any((run / CHECKPOINTS).glob("step-000002")),
+        "in the last further round": has_rounds(further[-1] + 1),
+    }
+    for number, reached in enumerate(points.values()):
+        process = await start(tmp_path, *TRAIN, *(["--resume"] if number else []))
+        await kill_when(process, reached)
+    out, _ = await end(await start(tmp_path, *TRAIN, "--resume", "--json"))
+    assert (run / ROUNDS).read_bytes() == expected
+    state = json.loads(out)["state"]
+    sessions = 2 * sum(len(each["tasks"]) for each in rounds)
+    figures = check_totals(run, state, steps=4, sessions=sessions)
+    assert [row["rollout/signal"] + row["rollout/lacking"] for row in figures] == [3.0] * 4
+    plain = check_totals(whole, json.loads((whole / SUMMARY).read_text())["state"], 4, sessions)
+    for row, other in zip(figures, plain, strict=True):
+        names = ("reward", "groups", "signal", "rounds", "further", "lacking", "sessions")
+        assert [row[f"rollout/{n}"] for n in names] == [other[f"rollout/{n}"] for n in names]
+    started = [{p.name.rpartition("-")[0] for p in (folder / "recordings").rglob("g*.rec")}
+               for folder in (run, whole)]  # fmt: skip
+    assert started[0] == started[1]
+    assert 2 * len(started[0]) == sessions
 
 
 @pytest.mark.slow

@@ -30,7 +30,9 @@ def test_every_step_has_tasks_of_every_kind(tmp_path: Path, per_step: int) -> No
     """The kinds have the proportion of the whole set, as nearly as a step's size allows."""
     config = make_config(DemoSettings(tasks_per_step=per_step, steps=12))
     batches = TaskBatches(config, tmp_path)
-    chosen = [batches.batch(step, batches.choose(step, {})) for step in range(1, 13)]
+    chosen = [
+        batches.batch((step - 1) * per_step, batches.choose(step, {})) for step in range(1, 13)
+    ]
     steps = [[task.tags["family"] for task in tasks] for tasks in chosen]
     seen = Counter({family.name: 0 for family in VOCABULARY.families})
     for names in steps:

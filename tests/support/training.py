@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def by_chance(outcome: SessionOutcome) -> float:
 def by_sample(outcome: SessionOutcome) -> float:
     """Earn 1 in every second session of a task, so that each step has a signal."""
     return float(int(outcome.calls[0].session.rpartition("-")[2]) % 2)
+
+
+def by_name(outcome: SessionOutcome) -> float:
+    """Earn 1 in every session of about half of the groups, and in every second one of the others.
+
+    It depends on nothing but the name of the session.
+    """
+    group, _, sample = outcome.calls[0].session.rpartition("-")
+    return float(zlib.crc32(group.encode()) % 2 or int(sample) % 2)
 
 
 def never(_outcome: SessionOutcome) -> float:

@@ -19,8 +19,9 @@ from tugline.schema import read_jsonl
 from tugline.trainers.grpo.advantage import SessionReward, baselines, turn_shares
 from tugline.trainers.grpo.batch import Row
 from tugline.trainers.grpo.config import Deviation, Estimator, GrpoConfig
-from tugline.trainers.grpo.loss import TokenTerms, TrainedTokens, token_terms, token_weights
+from tugline.trainers.grpo.loss import TokenTerms, token_terms
 from tugline.trainers.grpo.packing import Costs, pack
+from tugline.trainers.grpo.tokens import TrainedTokens, token_weights
 from tugline.trainers.grpo.train import StepReport
 from tugline.types import Sample
 

@@ -170,13 +170,18 @@ async def test_a_hybrid_with_images_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-async def test_alarms_are_logged_with_the_figures(tmp_path: Path) -> None:
+@pytest.mark.parametrize("refill", [False, True])
+async def test_alarms_are_logged_with_the_figures(tmp_path: Path, *, refill: bool) -> None:
     """An alarm is logged with its cause: here, no session has a reward."""
-    plan = {"steps": 1, "tasks_per_step": 1, "samples": 2}
+    plan = {"steps": 1, "tasks_per_step": 1, "samples": 2, "refill": refill}
     never = {"evaluator": {"name": "function", "options": {"target": "support.training:never"}}}
     await run(write_config(tmp_path, schedule=plan, heldout=None, template=never), tmp_path / "run")
     notes = {row["note"]: row["text"] for row in rows(tmp_path / "run", "note")}
-    assert notes.keys() == {"alarm no_signal", "alarm no_tokens"}
+    expected = {"alarm no_signal", "alarm no_tokens"}
+    if refill:
+        expected |= {"alarm refill"}
+        assert "1 less than asked: after 4 groups the limit" in notes["alarm refill"]
+    assert notes.keys() == expected
     assert "all rewards within each group are equal (mean 0.00)" in notes["alarm no_signal"]
 
 

@@ -24,8 +24,9 @@ from trainers.sessions import sample
 from tugline.trainers.grpo.advantage import compute_penalty, grade, whiten
 from tugline.trainers.grpo.batch import MicroBatch, Row, collate
 from tugline.trainers.grpo.config import ESTIMATORS, LOSSES, GrpoConfig
-from tugline.trainers.grpo.loss import TrainedTokens, cross_entropy, token_terms
+from tugline.trainers.grpo.loss import cross_entropy, token_terms
 from tugline.trainers.grpo.objectives import BUILT_IN, find_loss
+from tugline.trainers.grpo.tokens import TrainedTokens
 from tugline.trainers.grpo.train import sum_by_session
 from tugline.trainers.grpo.update import Recomputed
 from tugline.types import Ledger, Reward, Sample, Status, Trace, Trajectory

@@ -189,25 +189,28 @@ def test_the_loss_is_the_sum_of_its_terms(chunk: int, loss: str) -> None:
 
 @pytest.mark.parametrize("tools", [True, False])
 def test_the_cross_entropy_is_that_of_transformers(*, tools: bool) -> None:
-    """Its value is the mean over tool output, and over the tokens of given samples."""
+    """It is the mean over tool output, and that over the tokens of given samples, each a term."""
     batch = groups(tiny())
     config = GrpoConfig(cross_entropy=0.3, tool_tokens=tools, tree_packing=tools, lr=1e-9)
     given = sample([5, 6, 7, 8, 9], [False, True, True, False, True], session="text")
     report = Grpo(tiny(), config).step(batch, version=VERSION, supervised=[given])
-    total, count = 0.0, 0
     model = tiny()
-    labelled = [(given.input_ids, given.loss_mask)]
+    labelled = {"supervised": [(given.input_ids, given.loss_mask)]}
     for own in (each for done in batch for each in done.traces if tools):
         first, last = own.spans
         place = np.arange(len(own.ids))
-        labelled.append((own.ids, (place >= first.end) & (place < last.start)))
-    for ids, mask in labelled:
-        inputs = torch.tensor(ids, dtype=torch.long)[None]
-        labels = torch.where(torch.tensor(mask)[None], inputs, -100)
-        chosen = int(mask.sum())
-        total += model(inputs, labels=labels).loss.item() * chosen
-        count += chosen
-    assert report.terms["cross_entropy"] == pytest.approx(0.3 * total / count, rel=1e-5)
+        between = (place >= first.end) & (place < last.start)
+        labelled.setdefault("cross_entropy", []).append((own.ids, between))
+    assert {*report.terms} == {"policy", *labelled}
+    for term, rows in labelled.items():
+        total, count = 0.0, 0
+        for ids, mask in rows:
+            inputs = torch.tensor(ids, dtype=torch.long)[None]
+            labels = torch.where(torch.tensor(mask)[None], inputs, -100)
+            chosen = int(mask.sum())
+            total += model(inputs, labels=labels).loss.item() * chosen
+            count += chosen
+        assert report.terms[term] == pytest.approx(0.3 * total / count, rel=1e-5)
     assert report.loss == pytest.approx(sum(report.terms.values()), abs=1e-6)
     assert report.ledger.trained == sum(each.ledger.trained for each in batch)
 

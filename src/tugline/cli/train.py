@@ -47,7 +47,7 @@ def train(
     """
     console = Console(stderr=True, highlight=False)
     with name_missing_extra("train"):
-        from tugline.trainers import batches, loop, models, sinks  # noqa: PLC0415 - needs the extra
+        from tugline.trainers import batches, loop, models, sinks, supervised  # noqa: PLC0415 - extra
         from tugline.trainers.config import CONFIG, read_config  # noqa: PLC0415 - the same
 
         settings = read_config(
@@ -72,7 +72,8 @@ def train(
         )
         folder = choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
         if dry_run:
-            print(batches.describe(settings, tasks, folder))
+            rows = supervised.read_supervised(settings)
+            print(batches.describe(settings, tasks, folder, rows=len(rows.samples)))
             return
         report = sinks.make_report(console)
         command = ["train", str(config), *(f"--set={each}" for each in changes or ())]

@@ -22,7 +22,7 @@ from tugline.datasets.base import HELD_OUT, INSTANCE, task_id
 from tugline.datasets.files import SelectedTasks, SetFile, TaskSelection, instance_of
 from tugline.errors import ConfigError, UsageError
 from tugline.launch.server import check_runnable
-from tugline.trainers.config import TaskSource, TrainConfig, add_digests
+from tugline.trainers.config import Schedule, TaskSource, TrainConfig, add_digests
 from tugline.types import Task, Trajectory
 
 ATTEMPTS = 20
@@ -64,7 +64,7 @@ class TaskBatches:
 
     def check(self) -> None:
         """Check the first batch and a held-out task. Raises `Invalid` if one cannot be run."""
-        for task in [*self.batch(1, self.choose(1, {})), *self.held_out[:1]]:
+        for task in [*self.batch(0, self.choose(1, {})), *self.held_out[:1]]:
             check_runnable(task)
 
     def store(self, folder: Path) -> None:
@@ -82,20 +82,38 @@ class TaskBatches:
                 raise UsageError(f"{msg}. Restore them, or choose another --out")
         write_file(path, msgspec.json.format(msgspec.json.encode(now)))
 
-    def choose(self, step: int, rates: Mapping[int, float]) -> tuple[int, ...]:
+    def choose(
+        self, step: int, rates: Mapping[int, float], start: int | None = None
+    ) -> tuple[int, ...]:
         """Return the tasks of a step, counted from 1, as their numbers in `trained`.
 
-        `rates` are the pass rates known so far. A drawn task has the same kind as the task that
-        it replaces in the order.
+        `rates` are the pass rates known so far, `start` is the place of its first task in the
+        order; None: that without refill. A drawn task has the same kind as the task that it
+        replaces in the order.
         """
+        size = self._schedule.tasks_per_step
+        first = (step - 1) * size if start is None else start
+        return self._choose(str(step), rates, range(first, first + size), ())
+
+    def choose_further(
+        self, step: int, rates: Mapping[int, float], places: range, chosen: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Return the tasks of a further round of a step, at `places` of the order.
+
+        Tasks that are drawn are others than those of the earlier rounds, `chosen`, if possible.
+        """
+        return self._choose(f"{step}/{places.start}", rates, places, chosen)
+
+    def _choose(
+        self, draw: str, rates: Mapping[int, float], places: range, chosen: Sequence[int]
+    ) -> tuple[int, ...]:
         plan = self._schedule
         count = len(self.trained)
-        numbers = range((step - 1) * plan.tasks_per_step, step * plan.tasks_per_step)
-        order = [_order(self._kinds, f"{plan.seed}/{n // count}")[n % count] for n in numbers]
-        if plan.choose == "order" or numbers.stop <= count:
+        order = [_order(self._kinds, f"{plan.seed}/{n // count}")[n % count] for n in places]
+        if plan.choose == "order" or places.stop <= count:
             return tuple(order)
-        first = order[: max(0, count - numbers.start)]
-        drawn = self._draw(f"{plan.seed}/{step}", rates, first)
+        first = order[: max(0, count - places.start)]
+        drawn = self._draw(f"{plan.seed}/{draw}", rates, [*chosen, *first])
         return (*first, *(next(drawn[self._kinds[number]]) for number in order[len(first) :]))
 
     def _draw(
@@ -129,13 +147,18 @@ class TaskBatches:
             known[number] = newest + _KEPT * (known.get(number, newest) - newest)
         return known
 
-    def batch(self, step: int, chosen: Sequence[int]) -> list[Task]:
-        """Return the chosen tasks of a step, each of which is a group."""
-        numbered = enumerate(chosen, (step - 1) * self._schedule.tasks_per_step)
-        return [
+    def batch(self, start: int, chosen: Sequence[int], *, further: bool = False) -> list[Task]:
+        """Return the chosen tasks, each of which is a group, from place `start` of the order on.
+
+        Tasks of `further` rounds run before those of later batches, because a step waits for them.
+        """
+        tasks = [
             self.make(f"g{at:07d}", self.trained[n], str(at), samples=self._schedule.samples)
-            for at, n in numbered
+            for at, n in enumerate(chosen, start)
         ]
+        if further:
+            tasks = [replace(task, priority=min(_FIRST, task.priority + 1)) for task in tasks]
+        return tasks
 
     def evaluation(self, version: int) -> list[Task]:
         """Return the held-out tasks for a version; sampling seeds are equal for every version."""
@@ -212,8 +235,8 @@ def _read(source: TaskSource, config: TrainConfig, folder: Path, where: str) -> 
     return SelectedTasks(file, where, folder).tasks()
 
 
-def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:
-    """Return a readable description of a run."""
+def describe(config: TrainConfig, batches: TaskBatches, folder: Path, *, rows: int = 0) -> str:
+    """Return a readable description of a run; `rows` is the number of supervised rows."""
     plan = config.schedule
     size = len(batches.trained)
     groups = plan.steps * plan.tasks_per_step
@@ -235,20 +258,39 @@ def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:
         "sequence": "once, whatever its number of traces",
         "constant": "by its trained tokens: one with ten traces like it counts ten times",
     }
+    most = f" to {plan.refill_limit * groups * plan.samples}" if plan.refill else ""
     lines = [
         f"model       {config.model}",
         f"engine      {engine}; new weights after each step, running calls: {plan.pause}",
         f"tasks       {size}, each trained {groups / size:.1f} times{order}",
         f"steps       {plan.steps} of {plan.tasks_per_step} groups, {kind}",
+        _describe_refill(plan),
         f"held out    {len(batches.held_out)} tasks, {held_out.samples} sessions each, every"
         f" {held_out.every} steps"
         if held_out
         else "",
         f"objective   {objective}",
+        _describe_supervised(config, rows),
         f"weights     a session counts {weights[grpo.normalisation]}",
-        f"sessions    {groups * plan.samples}, {plan.samples} in a group",
+        f"sessions    {groups * plan.samples}{most}, {plan.samples} in a group",
         f"checkpoints every {often}, the last {plan.keep} are kept",
         f"metrics     console, metrics.jsonl {' '.join(sink.name for sink in config.metrics)}",
         f"folder      {folder}{' (resumed)' if folder.exists() else ''}",
     ]
     return "\n".join(filter(None, lines))
+
+
+def _describe_refill(plan: Schedule) -> str:
+    if not plan.refill:
+        return ""
+    least = plan.tasks_per_step
+    limit = plan.refill_limit * least
+    return f"refill      until {least} groups have a signal, at most {limit} groups a step"
+
+
+def _describe_supervised(config: TrainConfig, rows: int) -> str:
+    if config.supervised is None:
+        return ""
+    weight = config.grpo.cross_entropy
+    text = f"supervised  {config.supervised.rows} of {rows} rows in each step, weight {weight:g}"
+    return text + (", and tool output, with the same" if config.grpo.tool_tokens else "")

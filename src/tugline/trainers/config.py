@@ -49,6 +49,16 @@ class HeldOut(TaskSource, frozen=True):
     """Sessions per task; pass@k is estimated for every power of two up to this."""
 
 
+class Supervised(Config, frozen=True):
+    """Conversations that are trained beside the sessions of each step."""
+
+    data: tuple[Path, ...]
+    """Data sets in the forms that `tugline sft` reads; they are rendered with `engine.renderer`."""
+    rows: PositiveInt = 8
+    """Rows in each step. The mean negative log likelihood of their answers' tokens is added to the
+    loss with the weight `grpo.cross_entropy`."""
+
+
 class Schedule(Config, frozen=True):
     """Amounts of sampling and training, and intervals of publishing and saving."""
 
@@ -64,6 +74,12 @@ class Schedule(Config, frozen=True):
     choose: Literal["order", "pass_rate"] = "order"
     """Choice of tasks after one pass over all of them: further passes in new orders (`order`), or
     more often the tasks that only some sessions solve (`pass_rate`)."""
+    refill: bool = False
+    """Sample further groups until `tasks_per_step` groups of a step have a training signal (dynamic
+    sampling of DAPO, arXiv 2503.14476)."""
+    refill_limit: Annotated[int, Meta(ge=2)] = 4
+    """Maximum groups of a step with `refill`, as a multiple of `tasks_per_step`; the step then
+    trains on what it has, and raises an alarm."""
     staleness: NonNegativeInt = 0
     """Maximum policy versions between sampling a session and training on it; 0: synchronous."""
     pause: PauseMode = PauseMode.WAIT
@@ -137,6 +153,8 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     """The node's gateway."""
     grpo: GrpoConfig = GrpoConfig()
     """Settings of the updates."""
+    supervised: Supervised | None = None
+    """Conversations whose answers are trained as well; None: only sessions are trained."""
     schedule: Schedule = Schedule()
     """Number of steps, staleness and checkpoints."""
     metrics: tuple[PluginSpec, ...] = ()
@@ -166,6 +184,11 @@ class TrainConfig(Config, frozen=True, kw_only=True):
                 " 'wait' or 'abort': with 'keep', running calls would continue with the old adapter"
             )
             raise ConfigError(msg, "lora.publish")
+        if self.supervised is not None and self.grpo.cross_entropy == 0:
+            msg = "grpo.cross_entropy is 0, so the rows of `supervised` would have no weight: set"
+            raise ConfigError(f"{msg} it, such as to 0.1", "grpo.cross_entropy")
+        if self.supervised is not None and not self.supervised.data:
+            raise ConfigError("supervised.data is empty, must name data sets", "supervised.data")
         stale = self.grpo.max_staleness
         if stale is not None and stale < self.schedule.staleness:
             msg = (
@@ -228,6 +251,10 @@ def read_config(
         )
         raise ConfigError(msg, "engine.tokenizer")
     engine = replace(config.engine, urls=urls, tokenizer=tokenizer)
+    supervised = config.supervised
+    if supervised is not None:
+        data = tuple(folder / part.expanduser() for part in supervised.data)
+        supervised = replace(supervised, data=data)
     given_folder = config.publish_folder
     publish_folder = None if given_folder is None else folder / given_folder.expanduser()
     return replace(
@@ -235,6 +262,7 @@ def read_config(
         server=server or config.server,
         model=model,
         engine=engine,
+        supervised=supervised,
         publish_folder=publish_folder,
     )
 

@@ -4,7 +4,8 @@ Step n trains on batch n. With staleness bound s, batch n + s is submitted once 
 n - 1 are published; its tasks are chosen from the results of the steps until then. So at most s + 1
 batches are submitted and not yet trained, no token is older than s versions, and no finished group
 is discarded. Batches are trained in the order of submission, so long tasks are not postponed. With
-s = 0, sampling and training alternate.
+s = 0, sampling and training alternate. With `schedule.refill` a step adds further groups to its
+batch, see `tugline.trainers.groups`.
 
 Order of writes (I3). A session is done once its result is in the store, a step once a checkpoint of
 it or of a later step has been renamed into place. Checkpoints are written in the background, after
@@ -19,7 +20,7 @@ import asyncio
 import contextlib
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ from tugline.trainers.evaluation import (
     format_estimate,
     read_attempts,
 )
+from tugline.trainers.groups import GroupSampler, StepGroups
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.train import StepReport
 from tugline.trainers.metrics import (
@@ -54,14 +56,13 @@ from tugline.trainers.metrics import (
     describe_replay,
     find_alarms,
     flatten,
-    measure_rollout,
 )
 from tugline.trainers.models import Models, model_folder, open_models, write_weights
-from tugline.trainers.patience import run_patiently, summarize_failures
+from tugline.trainers.patience import summarize_failures
 from tugline.trainers.proof import Probe
 from tugline.trainers.rollouts import RolloutServer, open_rollout_server
 from tugline.trainers.sinks import FAILED, Sinks
-from tugline.types import Call, Task, Trajectory
+from tugline.trainers.supervised import SupervisedRows, read_supervised
 
 _PROBE_IDS = 1024
 Report = Callable[[str], None]
@@ -92,7 +93,9 @@ async def train(
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder_lock(folder, instead="choose another --out"))
+        supervised = read_supervised(config)
         store_config(folder, config)
+        supervised.store(folder)
         published = config.weights_folder(folder)
         shutil.rmtree(published, ignore_errors=True)  # of a run that was killed
         batches.store(folder)
@@ -110,7 +113,16 @@ async def train(
             try:
                 freeze_gc()
                 loop = TrainingLoop(
-                    config, batches, folder, models, replicas, server, state, sinks, report
+                    config,
+                    batches,
+                    folder,
+                    models,
+                    replicas,
+                    server,
+                    state,
+                    sinks,
+                    report,
+                    supervised,
                 )
                 return await loop.run()
             finally:
@@ -130,6 +142,7 @@ class TrainingLoop:
     state: TrainState
     sinks: Sinks
     report: Report
+    supervised: SupervisedRows
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
     def __post_init__(self) -> None:
@@ -145,8 +158,10 @@ class TrainingLoop:
         self._began = time.monotonic()
         self._saved = self._began
         self._earlier_s = self.state.elapsed_s
-        self._submitted = self.state.step
-        self.state = self._choose(self.state)
+        self._groups = GroupSampler(
+            self.config, self.batches, self.folder, self.server, self.report, self.sleep
+        )
+        self.state = self._groups.choose(self.state)
         # malloc keeps freed memory per thread, so all steps run in the same thread
         self._learner = ThreadPoolExecutor(1, "learner")
         self._evaluation: asyncio.Task[None] | None = None
@@ -188,7 +203,8 @@ class TrainingLoop:
 
         It shows whether an engine loads weights rightly before anything is sampled.
         """
-        text = "\n\n".join(task.instruction for task in self._batch(self.state.step + 1))
+        tasks = self._groups.list_batch(self.state, self.state.step + 1)
+        text = "\n\n".join(task.instruction for task in tasks)
         ids = np.array(self.models.tokenizer.encode(text)[:_PROBE_IDS], np.int32)
         if len(ids) < 2:
             return None
@@ -202,24 +218,24 @@ class TrainingLoop:
         began = time.monotonic()
         number = self.state.step + 1
         version = self.state.version
-        await self._submit(min(number + self._schedule.staleness, self._schedule.steps))
-        results, calls = await self._collect(number)
+        await self._groups.submit(self.state)
+        groups = await self._groups.collect(self.state)
         wait_s = time.monotonic() - began
         self.report(f"step {number}: updating the policy")
         event_loop = asyncio.get_running_loop()
-        learned = await event_loop.run_in_executor(self._learner, self._learn, results, calls)
+        learned = await event_loop.run_in_executor(self._learner, self._learn, groups)
         figures = flatten(learned.rollout, "rollout") | flatten(learned.report, "update")
         # Figures by version are left out: every step would add new names.
         lasting = {name: value for name, value in figures.items() if "/by_version/" not in name}
         await self._finish_evaluation()  # it needs the weights that are still served
         self.sinks.log(number, {"version": float(version)} | lasting)
-        self._count(learned, results)
+        self._count(learned, groups)
         publication = await self._served.publish(self.state.version, learned.probe)
         self._step_s = time.monotonic() - began
         spent = {"wait_s": wait_s, "train_s": learned.seconds, "step_s": self._step_s}
         times = {f"time/{name}": seconds for name, seconds in spent.items()}
         if learned.rollout.failed:
-            self.sinks.note(number, FAILED, summarize_failures(results))
+            self.sinks.note(number, FAILED, summarize_failures(groups.results))
         replay = describe_replay(learned.report)
         if replay is not None:
             self.sinks.note(number, "replay", replay)
@@ -231,85 +247,42 @@ class TrainingLoop:
         if self._is_checkpoint_due():
             await asyncio.to_thread(self._save)
 
-    async def _submit(self, last: int) -> None:
-        """Submit the batches up to `last` that have not been submitted.
-
-        Sessions of an earlier start of the run that failed outside the policy run again.
-        """
-        for number in range(self._submitted + 1, last + 1):
-            await self._start(self._batch(number))
-        self._submitted = max(self._submitted, last)
-
-    async def _start(self, tasks: Sequence[Task]) -> None:
-        await self.server.submit(tasks)
-        await self.server.run_again([task.id for task in tasks])
-
-    async def _collect(self, number: int) -> tuple[list[Trajectory], list[Call]]:
-        """Wait for the sessions of a batch. Raises `EngineError` if none earned a reward."""
-        tasks = self._batch(number)
-        results = await self._run(tasks, f"step {number}")
-        return results, await self.server.read_calls([task.id for task in tasks])
-
-    async def _run(self, tasks: Sequence[Task], name: str) -> list[Trajectory]:
-        """Run the unfinished sessions of `tasks`; see `run_patiently`."""
-        return await run_patiently(
-            self.server,
-            tasks,
-            name,
-            patience_s=self._schedule.patience,
-            report=self.report,
-            sleep=self.sleep,
-        )
-
-    def _learn(self, results: Sequence[Trajectory], calls: Sequence[Call]) -> _Learned:
+    def _learn(self, groups: StepGroups) -> _Learned:
         began = time.monotonic()
         version = self.state.version
-        rollout = measure_rollout(results, calls, version=version)
-        traces = [trace for result in results for trace in result.traces if trace.mask.any()]
+        rollout = groups.measure(version, self.config)
+        traces = [trace for result in groups.results for trace in result.traces if trace.mask.any()]
         longest = max(traces, key=lambda trace: trace.trained, default=None)
         ids = None if longest is None else longest.ids[:_PROBE_IDS]
         before = None if ids is None else self._trainer.score(ids)
-        report = self._trainer.step(results, version)
+        supervised = self.supervised.choose(self.state.step + 1)
+        report = self._trainer.step(groups.results, version, supervised)
         probe = None
         if ids is not None and before is not None:
             probe = Probe(ids, before, self._trainer.score(ids))
         return _Learned(report, rollout, probe, time.monotonic() - began)
 
-    def _batch(self, number: int) -> list[Task]:
-        return self.batches.batch(number, self.state.chosen[number])
-
-    def _choose(self, state: TrainState) -> TrainState:
-        """Choose the tasks of the batches to submit next, unless already chosen."""
-        ahead = range(state.step + 1, state.step + self._schedule.staleness + 2)
-        chosen = {
-            number: state.chosen.get(number) or self.batches.choose(number, state.pass_rates)
-            for number in ahead
-        }
-        return replace(state, chosen=chosen)
-
-    def _count(self, learned: _Learned, results: Sequence[Trajectory]) -> None:
+    def _count(self, learned: _Learned, groups: StepGroups) -> None:
         """Add a trained step to the totals, and choose the tasks of another batch."""
         done = self.state
         report = learned.report
         rollout = learned.rollout
         known = () if rollout.entropy is None else (rollout.entropy,)
-        number = done.step + 1
-        names = [task.id for task in self._batch(number)]
-        groups = dict(zip(names, done.chosen[number], strict=True))
+        rates = self.batches.update_rates(done.pass_rates, groups.numbers, groups.results)
         counted = replace(
             done,
-            step=number,
+            step=done.step + 1,
             version=done.version + 1,
-            pass_rates=self.batches.update_rates(done.pass_rates, groups, results),
+            pass_rates=rates,
             ledger=sum_ledgers([done.ledger, report.ledger]),
-            sessions=done.sessions + len(results),
+            sessions=done.sessions + len(groups.results),
             failed=done.failed + rollout.failed,
             updates=done.updates + report.updates,
             tokens_forwarded=done.tokens_forwarded + report.tokens_forwarded,
             training_s=done.training_s + report.seconds,
             entropies=(*done.entropies, *known),
         )
-        self.state = self._choose(counted)
+        self.state = self._groups.choose(counted, groups.rounds[-1].end)
 
     def _is_checkpoint_due(self) -> bool:
         every = self._schedule.checkpoint_every
@@ -355,8 +328,8 @@ class TrainingLoop:
         step = self.state.step
         version = self.state.version
         tasks = self.batches.evaluation(version)
-        await self._start(tasks)
-        results = await self._run(tasks, f"held out, step {step}")
+        await self._groups.start(tasks)
+        results = await self._groups.run(tasks, f"held out, step {step}")
         sampled_by = [
             {span.version for trace in result.traces for span in trace.spans} for result in results
         ]

@@ -9,6 +9,8 @@ import numpy as np
 
 from tugline.chat.model_call import decode_arguments
 from tugline.trainers.evaluation import Comparison, VersionScore
+from tugline.trainers.grpo.advantage import grade
+from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.train import StepReport
 from tugline.trainers.publish import Publication
 from tugline.types import Call, Finish, Ledger, Trajectory, is_pass
@@ -23,6 +25,8 @@ class TrainState(msgspec.Struct, frozen=True, kw_only=True):
     """Version of the weights."""
     chosen: dict[int, tuple[int, ...]] = {}
     """Numbers in the task set of the next batches' tasks, by step; submitted or not."""
+    starts: dict[int, int] = {}
+    """Places of these batches' first tasks in the order of all groups, by step."""
     pass_rates: dict[int, float] = {}
     """Moving average of each task's pass rate, by its number; with `choose: pass_rate` only."""
     ledger: Ledger = Ledger()
@@ -57,7 +61,13 @@ class RolloutFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Sessions without a reward."""
     groups: int
     signal: int
-    """Groups whose sessions did not all earn the same reward."""
+    """Groups with a training signal: their sessions did not all earn the same reward."""
+    rounds: int = 1
+    """Rounds of groups; see `schedule.refill`."""
+    further: int = 0
+    """Groups of the rounds after the first."""
+    lacking: int = 0
+    """Groups with a signal that the step lacks although it was refilled up to its limit."""
     reward: float | None
     """Mean over rewarded sessions."""
     passed: float | None
@@ -81,15 +91,27 @@ class RolloutFigures(msgspec.Struct, frozen=True, kw_only=True):
     staleness_max: int | None
 
 
+_PLAIN = GrpoConfig()
+
+
+def find_signal(trajectories: Sequence[Trajectory], config: GrpoConfig) -> frozenset[str]:
+    """Return the tasks whose groups have a training signal, before any `kl_reward`."""
+    groups: dict[str, list[Trajectory]] = {}
+    for each in trajectories:
+        groups.setdefault(each.task, []).append(each)
+    return frozenset(task for task, group in groups.items() if grade(group, config)[1])
+
+
 def measure_rollout(
-    trajectories: Sequence[Trajectory], calls: Sequence[Call], *, version: int
+    trajectories: Sequence[Trajectory],
+    calls: Sequence[Call],
+    *,
+    version: int,
+    config: GrpoConfig = _PLAIN,
 ) -> RolloutFigures:
     """Measure the sessions of a step, before the weights of `version` are trained on them."""
     offered = [call for call in calls if call.tools]
     rewards = [each.reward.value for each in trajectories if each.reward is not None]
-    groups: dict[str, set[float]] = {}
-    for each in trajectories:
-        groups.setdefault(each.task, set()).update([each.reward.value] if each.reward else [])
     traces = [trace for each in trajectories for trace in each.traces]
     logprobs = [trace.logprobs[trace.mask] for trace in traces]
     spans = [span for trace in traces for span in trace.spans if span.masked is None]
@@ -98,8 +120,8 @@ def measure_rollout(
     return RolloutFigures(
         sessions=len(trajectories),
         failed=len(trajectories) - len(rewards),
-        groups=len(groups),
-        signal=sum(len(values) > 1 for values in groups.values()),
+        groups=len({each.task for each in trajectories}),
+        signal=len(find_signal(trajectories, config)),
         reward=_mean(rewards),
         passed=_mean([float(is_pass(reward)) for reward in rewards]),
         sampled=sum(each.ledger.sampled for each in trajectories),
@@ -204,6 +226,12 @@ def find_alarms(
             "no group has a training signal: all rewards within each group are equal (mean "
             f"{earned:.2f});"
             " the tasks are too hard or too easy, or the evaluator fails"
+        )
+    if rollout.lacking:
+        alarms["refill"] = (
+            f"{rollout.signal} groups have a training signal, {rollout.lacking} less than asked:"
+            f" after {rollout.groups} groups the limit schedule.refill_limit is reached; the tasks"
+            " are too hard or too easy"
         )
     if rollout.tool_calls is not None and rollout.tool_calls < _TOOL_CALLS:
         alarms["no_tool_calls"] = (

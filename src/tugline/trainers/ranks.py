@@ -20,7 +20,7 @@ from tugline.trainers.grpo.distributed import rank_and_world
 from tugline.trainers.grpo.draft import write_adapter
 from tugline.trainers.grpo.train import Grpo, StepReport
 from tugline.trainers.lora import merge_adapter, write_trained
-from tugline.types import Ids, Logprobs, Trajectory
+from tugline.types import Ids, Logprobs, Sample, Trajectory
 
 _BETWEEN_CALLS = timedelta(days=365)
 """Timeout of other ranks' waits: sampling may take any time; torchrun ends them if rank 0 dies."""
@@ -46,10 +46,12 @@ class TrainerGroup:
         """See `PolicyModel.packing`."""
         return self.trainer.policy.packing
 
-    def step(self, trajectories: Sequence[Trajectory], version: int) -> StepReport:
-        """Run `Grpo.step` with the trajectories of rank 0."""
+    def step(
+        self, trajectories: Sequence[Trajectory], version: int, supervised: Sequence[Sample] = ()
+    ) -> StepReport:
+        """Run `Grpo.step` with the trajectories and the supervised rows of rank 0."""
         with self._announced(_step, (), version):
-            return _step(self, trajectories, version)
+            return _step(self, trajectories, version, supervised)
 
     def score(self, ids: Ids) -> Logprobs:
         """See `Grpo.score`."""
@@ -131,8 +133,13 @@ class TrainerGroup:
 
 
 # --------------------------------------------------------------------------- calls
-def _step(group: TrainerGroup, trajectories: Sequence[Trajectory], version: int) -> StepReport:
-    return group.trainer.step(trajectories, version=version)
+def _step(
+    group: TrainerGroup,
+    trajectories: Sequence[Trajectory],
+    version: int,
+    supervised: Sequence[Sample] = (),
+) -> StepReport:
+    return group.trainer.step(trajectories, version=version, supervised=supervised)
 
 
 def _score(group: TrainerGroup, ids: Ids) -> Logprobs:

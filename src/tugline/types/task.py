@@ -130,7 +130,8 @@ class Group(msgspec.Struct, frozen=True):
     """Rules for the samples of a task as a group. None means no bound."""
 
     min_usable: Annotated[int, Meta(ge=1, le=10_000)] | None = None
-    """Usable (evaluated) samples after which the remaining ones are cancelled."""
+    """Usable (evaluated) samples after which the remaining ones are cancelled. This prefers fast
+    samples: the mean reward is biased if failing takes longer than solving, or less long."""
     deadline_s: Annotated[float, Meta(gt=0, le=52 * _WEEK_S)] | None = None
     """Seconds from submission after which finished samples are released and others cancelled."""
     attempts: Annotated[int, Meta(ge=1, le=100)] = 3

@@ -11,7 +11,8 @@ import torch
 from tugline import log, plugins
 from tugline.errors import ConfigError
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.trainers.grpo.loss import Loss, LossResult, TrainedTokens, clip, combine
+from tugline.trainers.grpo.loss import Loss, LossResult, clip
+from tugline.trainers.grpo.tokens import TrainedTokens, combine
 
 _log = log.get("trainer")
 _DUAL_CLIP = 3.0

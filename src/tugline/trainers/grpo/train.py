@@ -29,16 +29,13 @@ from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.distributed import gather
 from tugline.trainers.grpo.forward import PolicyModel, TokenLoss, make_probe
 from tugline.trainers.grpo.hub import get_base_model
-from tugline.trainers.grpo.loss import (
-    TrainedTokens,
-    find_largest_weight,
-    token_terms,
-    token_weights,
-)
+from tugline.trainers.grpo.loss import token_terms
 from tugline.trainers.grpo.objectives import CustomLoss, find_loss
 from tugline.trainers.grpo.routes import check_replay
 from tugline.trainers.grpo.samples import RouterShape, list_samples, list_tool_tokens, prepare
+from tugline.trainers.grpo.tokens import TrainedTokens, find_largest_weight, token_weights
 from tugline.trainers.grpo.update import (
+    Chosen,
     MismatchReport,
     Recomputed,
     Update,
@@ -72,7 +69,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Mean over updates."""
     terms: dict[str, float]
     """Terms of the loss, each with its coefficient and its divisor: ``policy``, ``kl``,
-    ``entropy``, ``cross_entropy``. Mean over updates."""
+    ``entropy``, ``cross_entropy``, ``supervised``. Mean over updates."""
     figures: dict[str, float]
     """Figures of the loss by name, and ``entropy`` of the tokens' distributions if there is a bonus
     for it."""
@@ -134,8 +131,8 @@ class Grpo(Updater):
     ) -> StepReport:
         """Train on `trajectories`; those of the same task are a group.
 
-        `version` is the policy version before this step. The trained tokens of `supervised` are
-        chosen for `cross_entropy`; they are divided among the updates. Under torchrun every rank
+        `version` is the policy version before this step. The cross entropy of `supervised` is a
+        term of its own; these rows are divided among the updates. Under torchrun every rank
         must call this method, with any part of both, and gets the same report.
         """
         began = time.perf_counter()
@@ -164,7 +161,7 @@ class Grpo(Updater):
             for number, minibatch in enumerate(chosen):
                 largest = max(largest, find_largest_weight(minibatch))
                 given = supervised[number :: len(chosen)]
-                updates.append(self.apply(minibatch, self._choose_supervised(minibatch, given)))
+                updates.append(self.apply(minibatch, self._choose_rows(minibatch, given)))
                 changed = changed or routes.take_shares(self.policy.device)
         if updates and not recomputed:
             recomputed = _collect(samples, updates[0].recomputed)
@@ -214,14 +211,18 @@ class Grpo(Updater):
             weights = token_weights([row.sample for row in chosen], self.config)
             yield [row._replace(weight=w) for row, w in zip(chosen, weights, strict=True)]
 
-    def _choose_supervised(self, rows: Sequence[Row], given: Sequence[Sample]) -> list[Row]:
-        """Return the rows of an update's cross entropy, with the weight of each token."""
-        if self.config.cross_entropy == 0:
-            return []
-        found = list_tool_tokens([row.sample for row in rows]) if self.config.tool_tokens else []
-        samples = [*found, *given]
-        weight = self.config.cross_entropy / max(1, sum(each.trained for each in samples))
-        return [Row(each, weight=weight) for each in samples]
+    def _choose_rows(self, rows: Sequence[Row], given: Sequence[Sample]) -> Chosen:
+        """Return the rows of an update's cross entropies, with the weight of each token."""
+        coefficient = self.config.cross_entropy
+        terms = {"supervised": given}
+        if self.config.tool_tokens:
+            terms["cross_entropy"] = list_tool_tokens([row.sample for row in rows])
+        chosen = dict[str, list[Row]]()
+        for term, samples in terms.items():
+            if coefficient and samples:
+                weight = coefficient / max(1, sum(each.trained for each in samples))
+                chosen[term] = [Row(each, weight=weight) for each in samples]
+        return chosen
 
     def make_loss(self, micro: MicroBatch, figures: Update) -> TokenLoss:
         """Return the policy loss of a pass's tokens with its penalty."""

@@ -12,9 +12,10 @@ maximum hides a broad loss of precision.
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -70,6 +71,11 @@ class Update:
         for name, total in self._pending.items():
             self.sums[name] += float(total)
         self._pending.clear()
+
+
+Chosen = Mapping[str, Sequence[Row]]
+"""Rows with a cross entropy, by the name of their term of the loss."""
+NONE_CHOSEN: Chosen = MappingProxyType({})
 
 
 class Updater(ABC):
@@ -135,14 +141,14 @@ class Updater(ABC):
             left = (1 - math.cos(math.pi * left)) / 2
         return config.final_lr + (1 - config.final_lr) * left
 
-    def apply(self, rows: Sequence[Row], supervised: Sequence[Row] = ()) -> Update:
+    def apply(self, rows: Sequence[Row], chosen: Chosen = NONE_CHOSEN) -> Update:
         """Make one optimizer update, unless its gradient is zero or not finite.
 
-        The loss of `supervised` is the cross entropy.
+        The loss of the rows in `chosen` is the cross entropy.
         """
         figures = Update(frozenset(row.sample.session for row in rows))
-        if not self._accumulate(rows, figures, supervised):
-            figures.culprits = self._find_culprits(rows, supervised)
+        if not self._accumulate(rows, figures, chosen):
+            figures.culprits = self._find_culprits(rows, chosen)
             self.optimizer.zero_grad(set_to_none=True)
             _log.warning("update skipped, not finite", sessions=figures.culprits)
         elif figures.grad_norm > 0:
@@ -152,16 +158,15 @@ class Updater(ABC):
             self.updates += 1
         return figures
 
-    def _accumulate(
-        self, rows: Sequence[Row], figures: Update, supervised: Sequence[Row] = ()
-    ) -> bool:
-        """Accumulate and clip the gradient of `rows`; return whether it is finite."""
+    def _accumulate(self, rows: Sequence[Row], figures: Update, chosen: Chosen) -> bool:
+        """Accumulate and clip the gradient of rows; return whether it is finite."""
         self.optimizer.zero_grad(set_to_none=True)
         trained = sum(row.sample.trained for row in rows)
         for micro in self.pack(rows):
             self._backward(micro, figures, len(micro.target) / max(1, trained))
-        for micro in self.pack(supervised):
-            self._imitate(micro, figures)
+        for term, others in chosen.items():
+            for micro in self.pack(others):
+                self._imitate(micro, figures, term)
         names = [*figures.sums]
         if self.has_own_figures:  # which a rank without rows does not have
             names = sorted({*gather(names)})
@@ -170,14 +175,17 @@ class Updater(ABC):
         figures.grad_norm = clip_gradient(self.model, self.config.max_grad_norm)
         return math.isfinite(figures.grad_norm) and math.isfinite(figures.sums["loss"])
 
-    def _find_culprits(self, rows: Sequence[Row], supervised: Sequence[Row]) -> tuple[str, ...]:
+    def _find_culprits(self, rows: Sequence[Row], chosen: Chosen) -> tuple[str, ...]:
         """Return the sessions whose own gradient is not finite; all if only the sum is not."""
-        sessions = sorted({row.sample.session for row in rows})
+        every = [*rows, *(row for others in chosen.values() for row in others)]
+        sessions = sorted({row.sample.session for row in every})
 
         def is_finite(name: str) -> bool:
-            own = [row for row in rows if row.sample.session == name]
-            chosen = [row for row in supervised if row.sample.session == name]
-            return self._accumulate(own, Update(frozenset()), chosen)
+            def select(some: Sequence[Row]) -> list[Row]:
+                return [row for row in some if row.sample.session == name]
+
+            others = {term: select(some) for term, some in chosen.items()}
+            return self._accumulate(select(rows), Update(frozenset()), others)
 
         culprits = [name for name in sessions if not is_finite(name)]
         return tuple(culprits or sessions)
@@ -220,13 +228,13 @@ class Updater(ABC):
         figures.sums["tokens"] += len(new)
         self._count_positions(micro, figures)
 
-    def _imitate(self, micro: MicroBatch, figures: Update) -> None:
+    def _imitate(self, micro: MicroBatch, figures: Update, term: str) -> None:
         """Accumulate the gradient and the figures of the cross entropy of one forward pass."""
 
         def compute_loss(new: torch.Tensor, tokens: slice) -> torch.Tensor:
             losses = cross_entropy(new, micro.weight[tokens])
             figures.add("loss", losses)
-            figures.add("term/cross_entropy", losses)
+            figures.add(f"term/{term}", losses)
             return losses
 
         self.policy.backward(micro, compute_loss)
