@@ -153,6 +153,8 @@ def _find_unknown_keys(value: Any, kind: Any, path: Location) -> Iterator[Config
             other = OTHER_NAMES.get(str(name))
             close = [other] if other in known else difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+            for each in structs:
+                hint = getattr(each, "renamed", {}).get(name, hint)
             field = dotted((*path, name))
             yield ConfigError(f"unknown key {field!r}; {hint}", field, known)
 

@@ -92,6 +92,7 @@ async def test_an_async_function_may_open_sandboxes(judge: Judge) -> None:
         (2, Reward(2.0)),
         (Reward(0.5, {"a": 1.0}, (0.5, 0.5)), Reward(0.5, {"a": 1.0}, (0.5, 0.5))),
         (Verdict(Reward(-1.0), {"why": "x"}), Reward(-1.0)),
+        ({"value": 1, "per_call": {0: 2}, "a": 3}, Reward(1.0, {"a": 3.0}, per_call={0: 2.0})),
     ],
 )
 async def test_returned_values_become_rewards(judge: Judge, value: object, reward: Reward) -> None:

@@ -133,13 +133,26 @@ def test_a_wrong_advantage_is_reported(mine: Path, body: str, problem: str, sess
         ({"loss": "clipp"}, "loss is 'clipp', must be one of clip, .*, or module:function"),
         ({"advantage": "mean"}, "advantage is 'mean', must be one of grpo, "),
         ({"loss": "gmpo", "ratio_level": "trace"}, "the loss 'gmpo' has ratios of tokens only"),
-        ({"advantage": "a:b", "reward": "per_trace"}, "reward is 'per_trace'"),
+        ({"advantage": "a:b", "credit": "trace"}, "credit is 'trace'"),
+        ({"advantage": "a:b", "repeated": "penalise"}, "repeated is 'penalise'"),
+        ({"credit": "mean"}, "credit is 'mean', must be one of session, call, trace, return"),
+        ({"turn_discount": 0.5}, "credit is 'session'; only 'return' has a discount"),
     ],
 )
 def test_wrong_names_are_refused(changes: dict[str, Any], error: str) -> None:
     """The error has the known names, or what does not fit together."""
     with pytest.raises(ConfigError, match=error):
         GrpoConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [({"reward": "per_trace"}, "credit: trace"), ({"drop_truncated": True}, "truncated: mask")],
+)
+def test_former_keys_are_refused(former: dict[str, Any], now: str) -> None:
+    """The error says what to write instead."""
+    with pytest.raises(ConfigError, match=f"unknown key '{next(iter(former))}'; write `{now}`"):
+        from_mapping(former, GrpoConfig)
 
 
 def test_a_missing_module_is_reported() -> None:
