@@ -109,6 +109,17 @@ def test_rules_give_each_call_a_reward(config: dict[str, object], expected: list
     assert assign(calls, GrpoConfig(**config)).tolist() == expected  # type: ignore[arg-type]
 
 
+def test_each_earlier_turn_is_discounted_once_more() -> None:
+    """Traces with the same call have one turn, and masked calls have none."""
+    masked = make_trace({5: 2}, masked=Reason.SIDE_CALL)
+    traces = [make_trace({number: 2}) for number in (4, 0, 9, 4)]
+    silent = replace(masked, mask=np.zeros_like(masked.mask))
+    calls = SessionCalls.of(make_session(*traces, silent, reward=Reward(1.0)))
+    assert calls.numbers.tolist() == [0, 4, 4, 5, 9]
+    rewards = assign(calls, GrpoConfig(credit="return", turn_discount=0.5))
+    assert rewards[calls.tokens > 0].tolist() == [0.25, 0.5, 0.5, 1.0]
+
+
 @pytest.mark.parametrize("credit", CREDITS)
 @pytest.mark.parametrize("advantage", ESTIMATORS)
 def test_sessions_without_rewards_of_calls_have_their_outcome(credit: str, advantage: str) -> None:
