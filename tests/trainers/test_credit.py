@@ -71,12 +71,12 @@ def make_session(*traces: Trace, sample: int = 0, reward: Reward, **fields: obje
 
 def advantages_by_call(samples: Sequence[Sample], session: Trajectory) -> dict[int, float]:
     """The advantage of each call; all of its tokens have the same."""
-    found: dict[int, float] = {}
+    values: dict[int, float] = {}
     own = [each for each in samples if each.session == session.session]
     for row, trace in zip(own, session.traces, strict=True):
         for span in trace.spans:
-            (found[span.call],) = set(row.advantages[span.start : span.end].tolist())
-    return found
+            (values[span.call],) = set(row.advantages[span.start : span.end].tolist())
+    return values
 
 
 # --------------------------------------------------------------------------- rules

@@ -134,10 +134,12 @@ def baselines(
     ``grad log p(y_t)`` is 0, so that of ``sum_t grad log p(y_t) (r_t - b)`` is that of
     ``sum_t grad log p(y_t) r_t``, however the session ends (Williams 1992; Kool et al. 2019 for
     ``b`` from other samples). A mean over the group's sessions that reach turn ``t``, summed over
-    the turns that a session has, depends on where it stopped, hence on ``y_t``: it punishes every
-    decision to go on (verl issue 7244). A mean with the session itself does, too, unless it has one
-    reward: then ``r - m = (n - 1) / n * (r - mean of the others)`` for ``n`` sessions. So `grpo`
-    and `dr_grpo` use the right-hand side, which is the same for one reward a session.
+    the turns that a session has, depends on where it stopped, hence on ``y_t``: each decision to go
+    on is charged the mean rewards of the turns after it (verl issue 7244). A mean with the session
+    itself depends on it, too, unless it has one reward: then ``r - m = (n - 1) / n * (r - mean of
+    the others)`` for ``n`` sessions. So all estimators but `rloo` use the right-hand side, which is
+    the same for one reward a session. The scales of `grpo` and `max_rl` are those of their papers,
+    with the session itself in them.
     """
     means = np.array([session.mean for session in group], np.float64)
     if not has_signal(group):
