@@ -66,6 +66,9 @@ OTHER_NAMES = {
     "num_iterations": "epochs",
     "ppo_epochs": "epochs",
     "adv_estimator": "advantage",
+    "reward": "credit",
+    "drop_truncated": "truncated",
+    "mask_truncated_completions": "truncated",
     "num_generations": "samples",
     "group_size": "samples",
     "n": "samples",
@@ -79,7 +82,7 @@ OTHER_NAMES = {
     "max_async_level": "staleness",
     "model_name_or_path": "model",
 }
-"""Our names of keys of other trainers (TRL, verl, prime-rl), which users are likely to try."""
+"""Our names of keys of other trainers (TRL, verl, prime-rl) and of former ones of ours."""
 _LOCATION = re.compile(r" - at `((?:key in )?\$[^`]*|key` in `\$[^`]*)`$")
 _EXPECTED = re.compile(r"Expected `([^`]+)`(.*?)(?:, got `?[^`]*`?)?$")
 
@@ -153,8 +156,6 @@ def _find_unknown_keys(value: Any, kind: Any, path: Location) -> Iterator[Config
             other = OTHER_NAMES.get(str(name))
             close = [other] if other in known else difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-            for each in structs:
-                hint = getattr(each, "renamed", {}).get(name, hint)
             field = dotted((*path, name))
             yield ConfigError(f"unknown key {field!r}; {hint}", field, known)
 

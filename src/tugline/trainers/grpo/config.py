@@ -3,9 +3,7 @@
 Strict and frozen: an unknown key is an error.
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
@@ -90,14 +88,6 @@ class UpdateConfig(Config, frozen=True):
 
 class GrpoConfig(UpdateConfig, frozen=True):
     """Settings of policy updates from rewarded sessions; docs/training.md has the formulas."""
-
-    renamed: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "reward": "write `credit: trace` for `reward: per_trace`; `outcome` is the default",
-            "drop_truncated": "write `truncated: mask`",
-        }
-    )
-    """What to write instead of a former key."""
 
     credit: str = "session"
     """Reward of a trained token: that of its `session`; of its `call` or `trace`, if the evaluator
