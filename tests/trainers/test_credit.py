@@ -157,15 +157,17 @@ GO = 0.6
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("advantage", ["rloo", "dr_grpo"])
-@pytest.mark.parametrize("discount", [None, 0.7])
+@pytest.mark.parametrize(
+    ("credit", "discount"), [("session", None), ("return", None), ("return", 0.7)]
+)
 def test_the_expected_gradient_is_exact(
-    advantage: str, discount: float | None, *, split: bool
+    credit: str, advantage: str, discount: float | None, *, split: bool
 ) -> None:
     """Summed over all groups of three sessions, it is that of the expected return.
 
     A session of up to three turns goes on or stops at each; calls may have traces of their own.
     """
-    config = GrpoConfig(credit="return", advantage=advantage, turn_discount=discount)
+    config = GrpoConfig(credit=credit, advantage=advantage, turn_discount=discount)
     factor = 1.0 if discount is None else discount
     chances = {(0,): 1 - GO, (1, 0): GO * (1 - GO), (1, 1, 0): GO**2 * (1 - GO), (1, 1, 1): GO**3}
     rewards = {0: 1.0, 1: -0.2}
@@ -180,7 +182,8 @@ def test_the_expected_gradient_is_exact(
         for sample, choices in enumerate(group):
             sizes = {turn: turn + 1 + choice for turn, choice in enumerate(choices)}
             parts = [{turn: size} for turn, size in sizes.items()] if split else [sizes]
-            reward = Reward(0.0, per_call={turn: rewards[c] for turn, c in enumerate(choices)})
+            earned = {turn: rewards[choice] for turn, choice in enumerate(choices)}
+            reward = Reward(sum(earned.values()), per_call=earned)
             members.append(make_session(*map(make_trace, parts), sample=sample, reward=reward))
         samples, _ = prepare(members, config, version=VERSION)
         chance = math.prod(chances[choices] for choices in group)
