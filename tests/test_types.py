@@ -18,6 +18,7 @@ from tugline.types import (
     Message,
     PluginSpec,
     Reason,
+    Reward,
     Role,
     Sampling,
     Span,
@@ -59,7 +60,7 @@ TRACE = Trace(
     ids=np.array([1, 2, 3], dtype=np.int32),
     mask=np.array([False, True, False]),
     logprobs=np.array([0, -0.5, -0.25], dtype=np.float32),
-    spans=(Span(0, 1, 2, 4), Span(1, 2, 3, 4, Reason.CLIENT_GONE)),
+    spans=(Span(0, 1, 2, 4), Span(1, 2, 3, 4, Reason.CLIENT_GONE, truncated=True, repeats=2)),
 )
 TASK = Task(id="t", instruction="x", harness=PluginSpec("pi"), evaluator=PluginSpec("tests"))
 
@@ -75,6 +76,16 @@ def test_types_round_trip(noun: msgspec.Struct) -> None:
             assert ours.tolist() == theirs.tolist()
         else:
             assert ours == theirs, field.name
+
+
+def test_results_of_older_versions_are_read() -> None:
+    """Spans without marks and rewards without those of calls have the defaults."""
+    span = {"call": 0, "start": 1, "end": 2, "version": 4}
+    assert decode(msgspec.msgpack.encode(span), Span) == Span(0, 1, 2, 4)
+    assert decode(msgspec.msgpack.encode({"value": 1.0}), Reward) == Reward(1.0)
+    graded = Reward(1.0, per_call={0: 0.5, 3: 1.0})
+    assert decode(encode(graded), Reward) == graded
+    assert msgspec.json.decode(msgspec.json.encode(graded), type=Reward) == graded
 
 
 def test_strided_views_are_encoded_in_their_own_order() -> None:

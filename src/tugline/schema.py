@@ -66,6 +66,9 @@ OTHER_NAMES = {
     "num_iterations": "epochs",
     "ppo_epochs": "epochs",
     "adv_estimator": "advantage",
+    "reward": "credit",
+    "drop_truncated": "truncated",
+    "mask_truncated_completions": "truncated",
     "num_generations": "samples",
     "group_size": "samples",
     "n": "samples",
@@ -79,7 +82,7 @@ OTHER_NAMES = {
     "max_async_level": "staleness",
     "model_name_or_path": "model",
 }
-"""Our names of keys of other trainers (TRL, verl, prime-rl), which users are likely to try."""
+"""Our names of keys of other trainers (TRL, verl, prime-rl) and of former ones of ours."""
 _LOCATION = re.compile(r" - at `((?:key in )?\$[^`]*|key` in `\$[^`]*)`$")
 _EXPECTED = re.compile(r"Expected `([^`]+)`(.*?)(?:, got `?[^`]*`?)?$")
 

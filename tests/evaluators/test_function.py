@@ -11,12 +11,25 @@ from pathlib import Path
 
 import pytest
 
+from support.engine import reply_in_turn
 from support.evaluation import Judge, make_task_with_files
+from support.gateway import open_session
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.evaluators.function import FunctionEvaluator
-from tugline.types import Reward
+from tugline.rollout.parts import Parts
+from tugline.rollout.rollout import roll_out
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.credit import SessionCalls, assign
+from tugline.types import PluginSpec, Reward, Session, Task, Trajectory, decode, encode
 
+ASK_TWICE = """
+ask() {
+  curl -sf -d '{"model":"m","messages":[{"role":"user","content":"'$1'"}]}' \\
+    -H "Authorization: Bearer $OPENAI_API_KEY" "$OPENAI_BASE_URL/chat/completions"
+}
+ask x && ask y
+"""
 RELEASE = threading.Event()
 
 
@@ -92,6 +105,7 @@ async def test_an_async_function_may_open_sandboxes(judge: Judge) -> None:
         (2, Reward(2.0)),
         (Reward(0.5, {"a": 1.0}, (0.5, 0.5)), Reward(0.5, {"a": 1.0}, (0.5, 0.5))),
         (Verdict(Reward(-1.0), {"why": "x"}), Reward(-1.0)),
+        ({"value": 1, "per_call": {0: 2}, "a": 3}, Reward(1.0, {"a": 3.0}, per_call={0: 2.0})),
     ],
 )
 async def test_returned_values_become_rewards(judge: Judge, value: object, reward: Reward) -> None:
@@ -129,3 +143,29 @@ async def test_a_hanging_function_is_abandoned(judge: Judge) -> None:
     assert all("took more than 0.5 s" in str(each) for each in results)
     judge.timeout_s = 30.0
     assert (await judge(target(share))).reward.value == 0.0
+
+
+def by_call(outcome: SessionOutcome) -> dict[str, object]:
+    """Rewards of calls: 1 for the last."""
+    last = outcome.calls[-1].number
+    return {"value": 1, "per_call": {c.number: float(c.number == last) for c in outcome.calls}}
+
+
+async def test_rewards_of_calls_are_part_of_a_result(tmp_path: Path) -> None:
+    """Those of a real session reach its trajectory, and survive its encoding."""
+    task = Task(
+        id="t",
+        instruction="Mend the bill.",
+        harness=PluginSpec("shell", {"command": ASK_TWICE}),
+        runtime=PluginSpec("local"),
+        evaluator=PluginSpec("function", {"target": f"{__name__}:by_call"}),
+    )
+    session = Session(id="t-0", task="t", sample=0)
+    async with open_session(tmp_path / "gateway", reply_in_turn("One.", "Two.")) as opened:
+        done = await roll_out(
+            task, session, gateway=opened.gateway, directory=tmp_path / "s", parts=Parts()
+        )
+    assert done.reward == Reward(1.0, per_call={0: 0.0, 1: 1.0}), done.failure
+    assert decode(encode(done), Trajectory).reward == done.reward
+    calls = SessionCalls.of(done)
+    assert assign(calls, GrpoConfig(credit="call")).tolist() == [0.0, 1.0]

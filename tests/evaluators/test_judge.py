@@ -20,7 +20,9 @@ from support.evaluation import Judge as Sandboxes
 from support.evaluation import make_task_with_files
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import SessionOutcome
-from tugline.evaluators.judge import Criterion, JudgeEvaluator, make_prompt, shorten
+from tugline.evaluators.judge import JudgeEvaluator
+from tugline.evaluators.judge_prompts import Criterion, make_prompt, shorten
+from tugline.evaluators.verdict import evaluate
 from tugline.types import Call, Message, Role, ToolCall, Workspace
 
 RUBRIC = [
@@ -284,3 +286,41 @@ def test_a_repeated_history_is_in_the_prompt_once() -> None:
     calls = [call(0, old, answer="a"), call(1, old, Message(Role.USER, "New."))]
     text = make_prompt("", calls, "", [Criterion("a", "b", 1.0)], 9000)[1]["content"]
     assert (text.count("Once only."), text.count("New.")) == (1, 1)
+
+
+# --------------------------------------------------------------------------- calls
+async def test_calls_are_graded_in_parts(model: Model, outcome: SessionOutcome) -> None:
+    """Every call has a score of its own, by number; one that is missing is asked for again."""
+    numbers = [0, 1, 2, 4, 5]  # that of a failed call is not used again
+    calls = [call(n, Message(Role.TOOL, f"output {n}"), answer="Again.") for n in numbers]
+    model.script = [
+        reply(GOOD),
+        *(reply({"0": 10, "1": 5}), reply({"2": 0}), reply({"2": 0, "4": 4}), reply({"5": 7})),
+    ]
+    judge = model.judge(per_call=True, calls_per_request=2)
+    verdict = await evaluate(judge, replace(outcome, calls=calls))
+    assert verdict.reward.per_call == {0: 1.0, 1: 0.5, 2: 0.0, 4: 0.4, 5: 0.7}
+    assert verdict.reward.value == pytest.approx((3 * 1.0 + 0.6) / 4)
+    assert verdict.report["calls"]["scores"] == {"0": 10, "1": 5, "2": 0, "4": 4, "5": 7}
+    assert len(model.requests) == 5
+    schema = model.requests[3]["response_format"]["json_schema"]["schema"]
+    assert schema["properties"]["scores"]["required"] == ["2", "4"]
+    rules, data = (message["content"] for message in model.requests[3]["messages"])
+    assert "each call from 2 to 4" in rules
+    before, own = (
+        re.search(rf"<<<\w+ {name}\n(.*)\n", data)[1]  # type: ignore[index]
+        for name in ("BEFORE", "CALLS")
+    )
+    assert re.findall(r"assistant, call (\d)", before) == ["0", "1"]
+    assert re.findall(r"assistant, call (\d)", own) == ["2", "4"]
+    assert "output 5" not in data
+
+
+async def test_every_call_is_in_its_prompt(model: Model, outcome: SessionOutcome) -> None:
+    """Calls of a part are shortened one by one, so that all have room."""
+    calls = [call(n, answer=f"{n} " + "y" * 50_000) for n in range(16)]
+    model.script = [reply(GOOD), reply({str(n): 5 for n in range(16)})]
+    judge = model.judge(per_call=True, max_chars=20_000)
+    await judge.evaluate(replace(outcome, calls=calls))
+    assert re.findall(r"assistant, call (\d+)", model.seen) == [str(n) for n in range(16)]
+    assert len(model.seen) < 25_000

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.calls import make_call
 from support.evaluation import make_task_with_files
 from support.failing_plugins import Ending
 from tugline.errors import EvaluatorError
@@ -142,9 +143,43 @@ def test_other_rewards_are_no_verdict(value: Any) -> None:
         (Reward(value), "reward.value"),
         (Reward(1.0, {"p": value}), r"reward.parts\['p'\]"),
         (Reward(1.0, {}, (0.0, value)), r"reward.per_trace\[1\]"),
+        (Reward(1.0, per_call={0: 0.0, 3: value}), r"reward.per_call\[3\]"),
     ):
         with pytest.raises(EvaluatorError, match=f"^{name} is .*, must be a finite number$"):
             make_plain(Verdict(reward, {}))
+
+
+class Gives(Evaluator):
+    """An evaluator with a given reward."""
+
+    def __init__(self, **fields: Any) -> None:
+        self._reward = Reward(1.0, **fields)
+
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
+        """Give the reward."""
+        return Verdict(self._reward, {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"per_call": {2: 0.5, 0: 1.0}}, ""),
+        ({}, ""),
+        ({"per_call": {0: 1.0}}, r"session s: .*1 values for 2 recorded calls.*recorded: 2\)"),
+        ({"per_call": {0: 1.0, 1: 1.0, 2: 1.0}}, r"3 values for 2 recorded.*recorded: 1\)"),
+        ({"per_call": (1.0, 1.0)}, r"reward.per_call is \(1.0, 1.0\), must be a mapping from the"),
+        ({"per_trace": (1.0,)}, "session s: reward.per_trace has 1 values for 0 traces"),
+    ],
+)
+async def test_rewards_of_calls_fit_the_session(fields: dict[str, Any], error: str) -> None:
+    """There is one for each recorded call or none, in order; the error names the session."""
+    outcome = dataclasses.replace(OUTCOME, calls=[make_call(0, [1], [2]), make_call(2, [1], [2])])
+    if error:
+        with pytest.raises(EvaluatorError, match=error):
+            await evaluate(Gives(**fields), outcome)
+    else:
+        verdict = await evaluate(Gives(**fields), outcome)
+        assert list(verdict.reward.per_call.items()) == sorted(fields.get("per_call", {}).items())
 
 
 def test_texts_of_failures_can_be_written() -> None:

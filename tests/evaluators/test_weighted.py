@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.calls import make_call
 from support.engine import reply_in_turn
 from support.evaluation import Judge, make_task_with_files
 from support.gateway import open_session
 from tugline.errors import ConfigError, EvaluatorError, SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.evaluators.verdict import evaluate
 from tugline.evaluators.weighted import WeightedEvaluator
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
@@ -38,6 +40,7 @@ class Fixed(Evaluator):
     in_place: bool = False
     hides: Sequence[str] = ()
     graded_by_model: bool = False
+    per_call: Mapping[int, float] | None = None
 
     def mounts(self, _task: Task) -> tuple[Mount, ...]:
         """`mount`, if it is given."""
@@ -55,7 +58,8 @@ class Fixed(Evaluator):
         if self.fails:
             msg = "broken"
             raise {"evaluator": EvaluatorError, "runtime": SandboxError}[self.fails](msg)
-        return Verdict(Reward(self.value, {"part": 2.0}), {"fixed": True})
+        per_call = dict(self.per_call or {})
+        return Verdict(Reward(self.value, {"part": 2.0}, per_call=per_call), {"fixed": True})
 
 
 @pytest.fixture
@@ -214,3 +218,27 @@ async def test_several_evaluators_in_a_rollout(tmp_path: Path) -> None:
     assert done.reward.parts["work.passed"] == 1.0
     assert done.report["work"]["refused"] == {"test_bill.py": "is a file of the tests"}
     assert done.report["end"]["calls"] == 1
+
+
+def call_parts(judge: Judge, mode: str, **parts: dict[str, Any]) -> tuple[WeightedEvaluator, Any]:
+    """The evaluator of these parts, and the outcome of a session with calls 0 and 2."""
+    calls = [make_call(0, [1], [2]), make_call(2, [1], [2])]
+    return WeightedEvaluator(parts=parts, mode=mode), replace(judge.outcome({}), calls=calls)
+
+
+async def test_rewards_of_calls_are_combined(judge: Judge) -> None:
+    """By weight; the value of a part without them counts at the last call."""
+    by_call = part(1, value=0.5, per_call={0: 0.4, 2: 0.8})
+    weighted, outcome = call_parts(judge, "mean", a=part(3), b=by_call)
+    reward = (await evaluate(weighted, outcome)).reward
+    assert reward.per_call == pytest.approx({0: 0.1, 2: 0.75 + 0.2})
+    assert reward.value == pytest.approx(0.75 + 0.125)
+
+
+async def test_a_mode_that_leaves_out_rewards_of_calls_says_so(judge: Judge) -> None:
+    """The report has the reason."""
+    by_call = part(1, value=0.5, per_call={0: 0.4, 2: 0.8})
+    weighted, outcome = call_parts(judge, "min", a=part(3), b=by_call)
+    verdict = await evaluate(weighted, outcome)
+    assert verdict.reward.per_call == {}
+    assert verdict.report["per_call"] == "left out: only mode 'mean' combines it, not 'min'"

@@ -25,10 +25,12 @@ from tugline.trainers.grpo.train import Grpo
 from tugline.types import Call, Reward, Sample, Sampling, Trajectory
 
 BUILDERS = [name for name in list_names("builder") if ":" not in name]
-REWARDS = [
-    {"reward": "outcome"},
-    {"reward": "per_trace"},
-    {"reward": "outcome", "turn_discount": 0.7},
+CREDITS = [
+    {"credit": "session"},
+    {"credit": "call"},
+    {"credit": "trace"},
+    {"credit": "return", "turn_discount": 0.7},
+    {"credit": "return", "malformed": "mask", "truncated": "penalise", "repeated": "penalise"},
 ]
 
 
@@ -52,7 +54,8 @@ def build(
     for i, (calls, outcome) in enumerate(group):
         traces, ledger, _ = find("builder", builder)(max_length=limit).build(calls)
         done = session(traces, task="t", sample=i, reward=outcome)
-        made.append(replace(done, session=calls[0].session, ledger=ledger))
+        reward = Reward(outcome, per_call={call.number: call.number % 3 / 4 for call in calls})
+        made.append(replace(done, session=calls[0].session, ledger=ledger, reward=reward))
     return made
 
 
@@ -71,7 +74,7 @@ def tokens(
     )
 
 
-@pytest.mark.parametrize("reward", REWARDS, ids=lambda case: case["reward"])
+@pytest.mark.parametrize("credit", CREDITS, ids=lambda case: case["credit"])
 @given(
     group=groups(),
     advantage=st.sampled_from(["grpo", "dr_grpo", "rloo"]),
@@ -80,7 +83,7 @@ def tokens(
     limit=st.sampled_from([None, 9]),
 )
 def test_builders_give_tokens_the_same_weight(
-    reward: dict[str, object],
+    credit: dict[str, object],
     group: list[tuple[list[Call], float]],
     advantage: Estimator,
     normalisation: Normalisation,
@@ -89,7 +92,7 @@ def test_builders_give_tokens_the_same_weight(
 ) -> None:
     """Tokens, advantages, weights and the ledger are exactly the same."""
     chosen = {"advantage": advantage, "normalisation": normalisation, "max_staleness": stale}
-    config = from_mapping(reward | chosen, GrpoConfig)
+    config = from_mapping(credit | chosen, GrpoConfig)
     seen, ledgers, orders = [], [], []
     for builder in BUILDERS:
         batch = build(group, builder, limit)[:: -1 if ledgers else 1]  # in any order
@@ -118,7 +121,7 @@ def test_rewards_per_trace_do_not_depend_on_the_builder(
     seen = []
     for batch in (merged, single):
         rewarded = [replace(done, reward=reward_traces(done, of_call)) for done in batch]
-        config = GrpoConfig(reward="per_trace", advantage=advantage)
+        config = GrpoConfig(credit="trace", advantage=advantage)
         samples, _ = prepare(rewarded, config, version=2)
         seen.append(tokens(samples, [1.0] * len(samples)))
     assert seen[0] == seen[1]
@@ -152,14 +155,14 @@ def make_group(model: torch.nn.Module) -> list[tuple[list[Call], float]]:
     return group
 
 
-@pytest.mark.parametrize("reward", REWARDS, ids=lambda case: case["reward"])
+@pytest.mark.parametrize("credit", CREDITS, ids=lambda case: case["credit"])
 @pytest.mark.parametrize("normalisation", ["token", "sequence", "constant"])
 def test_builders_give_the_same_gradient(
-    reward: dict[str, object], normalisation: Normalisation
+    credit: dict[str, object], normalisation: Normalisation
 ) -> None:
     """A step of two updates gives the same weights; it costs less with merged traces."""
     knobs = {"normalisation": normalisation, "sessions_per_update": 2, "lr": 1e-3}
-    config = from_mapping(reward | knobs | {"tree_packing": False}, GrpoConfig)
+    config = from_mapping(credit | knobs | {"tree_packing": False}, GrpoConfig)
     trained, cost = {}, {}
     for builder in BUILDERS:
         model = tiny()

@@ -16,7 +16,7 @@ from trainers.sessions import sample
 from tugline.config import from_mapping
 from tugline.errors import ConfigError
 from tugline.schema import read_jsonl
-from tugline.trainers.grpo.advantage import SessionReward, baselines, turn_shares
+from tugline.trainers.grpo.advantage import SessionReward, baselines
 from tugline.trainers.grpo.batch import Row
 from tugline.trainers.grpo.config import Deviation, Estimator, GrpoConfig
 from tugline.trainers.grpo.loss import TokenTerms, token_terms
@@ -85,6 +85,7 @@ def test_equal_rewards_have_no_advantage(estimator: str, rewards: list[float]) -
 def test_several_rewards_of_a_session_are_weighted_by_tokens() -> None:
     """Rewards 1 (1 token) and 0 (3 tokens) against a session of 0.5 have means 1/4 and 1/2.
 
+    The baseline is the other session's mean, and half of the difference to it is the advantage.
     The centre is 3/8; the variance of a token's reward is the mean of (1/4 (5/8)^2 + 3/4 (3/8)^2)
     and (1/8)^2, which is 7/64.
     """
@@ -92,11 +93,11 @@ def test_several_rewards_of_a_session_are_weighted_by_tokens() -> None:
     group = [several, SessionReward.of([0.5], [2], otherwise=9.0)]
     assert [each.mean for each in group] == [0.25, 0.5]
     centred = baselines(group, "dr_grpo", 0.0)
-    assert [b.advantage(1.0) for b in centred] == [0.625, 0.625]
+    assert [b.advantage(1.0) for b in centred] == [0.25, 0.375]
     scaled = baselines(group, "grpo", 0.0, "population")
-    assert scaled[0].advantage(1.0) == pytest.approx(0.625 / math.sqrt(7 / 64))
+    assert scaled[0].advantage(1.0) == pytest.approx(0.25 / math.sqrt(7 / 64))
     scaled = baselines(group, "grpo", 0.0)  # times 2 / (2 - 1)
-    assert scaled[0].advantage(1.0) == pytest.approx(0.625 / math.sqrt(7 / 32))
+    assert scaled[0].advantage(1.0) == pytest.approx(0.25 / math.sqrt(7 / 32))
     others = baselines(group, "rloo", 0.0)
     assert [b.advantage(1.0) for b in others] == [0.5, 0.75]
 
@@ -105,11 +106,6 @@ def test_a_session_without_trained_tokens_has_its_outcome() -> None:
     """Rewards of traces without trained tokens do not count; the session's outcome does."""
     assert SessionReward.of([5.0], [0], otherwise=2.0).mean == 2.0
     assert SessionReward.of([], [], otherwise=2.0).mean == 2.0
-
-
-def test_turn_shares_decrease_backwards() -> None:
-    """Each earlier turn is discounted once more; traces with the same call have one turn."""
-    assert turn_shares([4, 0, 9, 4], 0.5) == {9: 1.0, 4: 0.5, 0: 0.25}
 
 
 # --------------------------------------------------------------------------- loss

@@ -144,12 +144,12 @@ def two_sessions(model: torch.nn.Module, *per_trace: float) -> list[Trajectory]:
 
 
 def test_traces_may_have_their_own_rewards() -> None:
-    """A trace's advantage is its reward less the mean of the sessions' means."""
+    """A trace's advantage is half of its reward less the mean of the other of two sessions."""
     batch = two_sessions(tiny(), 3.0, math.nan)
-    samples, _ = prepare(batch, GrpoConfig(reward="per_trace", advantage="dr_grpo"), version=5)
+    samples, _ = prepare(batch, GrpoConfig(credit="trace", advantage="dr_grpo"), version=5)
     many, few = (int(each.mask.sum()) for each in batch[0].traces)
-    centre = (3 * many + 1 * few) / (many + few) / 2
-    expected = [3 - centre, 1 - centre, -centre]
+    mean = (3 * many + 1 * few) / (many + few)
+    expected = [3 / 2, 1 / 2, -mean / 2]
     for row, advantage in zip(samples, expected, strict=True):
         assert row.advantages[row.loss_mask] == pytest.approx(advantage, rel=1e-6)
         assert not row.advantages[~row.loss_mask].any()
@@ -161,20 +161,24 @@ def test_a_wrong_number_of_rewards_is_refused() -> None:
     """Rewards made for another builder's traces are an error that names the session."""
     batch = two_sessions(tiny(), 1.0, 0.0, 0.5)
     with pytest.raises(CaptureError, match=r"session t/0: reward\.per_trace has 3 numbers for 2"):
-        prepare(batch, GrpoConfig(reward="per_trace"), version=5)
+        prepare(batch, GrpoConfig(credit="trace"), version=5)
     prepare(batch, GrpoConfig(), version=5)
 
 
 def test_earlier_turns_are_discounted() -> None:
-    """At discount 0.5 the last of two turns has the session's advantage, the first half of it."""
+    """At discount 0.5 the last of two turns has the session's reward, the first half of it."""
     batch = two_sessions(tiny())
-    config = GrpoConfig(turn_discount=0.5, advantage="dr_grpo")
+    config = GrpoConfig(credit="return", turn_discount=0.5, advantage="rloo")
     samples, _ = prepare(batch, config, version=VERSION)
-    traces = [*batch[0].traces, *batch[1].traces]
-    for row, made_of, sign in zip(samples, traces, (1, 1, -1), strict=True):
+    earned = tokens = 0.0
+    for row, made_of in zip(samples[:2], batch[0].traces, strict=True):
         first, last = made_of.spans
-        assert set(row.advantages[first.start : first.end]) == {sign * 0.25}
-        assert set(row.advantages[last.start : last.end]) == {sign * 0.5}
+        assert set(row.advantages[first.start : first.end]) == {0.5}
+        assert set(row.advantages[last.start : last.end]) == {1.0}
+        earned += 0.5 * (first.end - first.start) + last.end - last.start
+        tokens += first.end - first.start + last.end - last.start
+    mean = pytest.approx(-earned / tokens, rel=1e-6)
+    assert samples[2].advantages[samples[2].loss_mask] == mean
 
 
 def test_masked_answers_are_no_turns() -> None:
@@ -185,11 +189,14 @@ def test_masked_answers_are_no_turns() -> None:
     gone = replace(last, masked=Reason.CLIENT_GONE)
     mask = whole.mask & (np.arange(len(whole.ids)) < last.start)
     cut = replace(whole, spans=(first, gone), mask=mask)
-    batch[1] = session([cut], task="t", sample=1, reward=0.0)
-    config = GrpoConfig(turn_discount=0.5, advantage="dr_grpo")
+    batch = [
+        session([cut], task="t", sample=0, reward=1.0),
+        session([whole], task="t", sample=1, reward=0.0),
+    ]
+    config = GrpoConfig(credit="return", turn_discount=0.5, advantage="rloo")
     samples, _ = prepare(batch, config, version=VERSION)
-    assert set(samples[2].advantages[first.start : first.end]) == {-0.5}
-    assert not samples[2].advantages[first.end :].any()
+    assert set(samples[0].advantages[first.start : first.end]) == {1.0}
+    assert not samples[0].advantages[first.end :].any()
 
 
 def test_a_ledger_that_contradicts_its_traces_is_refused() -> None:

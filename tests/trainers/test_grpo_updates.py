@@ -140,7 +140,7 @@ def test_sessions_stopped_at_a_limit_can_be_left_out(end: dict[str, Any]) -> Non
     stopped = replace(batch[1], **end)
     batch[1] = stopped
     kept, _ = prepare(batch, GrpoConfig(), version=VERSION)
-    samples, ledger = prepare(batch, GrpoConfig(drop_truncated=True), version=VERSION)
+    samples, ledger = prepare(batch, GrpoConfig(truncated="mask"), version=VERSION)
     assert ledger.balanced
     assert ledger.dropped == {Reason.TRUNCATED: stopped.ledger.trained}
     rest = [row for row in kept if row.session != stopped.session]

@@ -21,15 +21,16 @@ import torch
 from msgspec.structs import replace as change
 
 from trainers.sessions import sample
-from tugline.trainers.grpo.advantage import compute_penalty, grade, whiten
+from tugline.trainers.grpo.advantage import grade, whiten
 from tugline.trainers.grpo.batch import MicroBatch, Row, collate
 from tugline.trainers.grpo.config import ESTIMATORS, LOSSES, GrpoConfig
 from tugline.trainers.grpo.loss import cross_entropy, token_terms
 from tugline.trainers.grpo.objectives import BUILT_IN, find_loss
+from tugline.trainers.grpo.shaping import penalise_length
 from tugline.trainers.grpo.tokens import TrainedTokens
 from tugline.trainers.grpo.train import sum_by_session
 from tugline.trainers.grpo.update import Recomputed
-from tugline.types import Ledger, Reward, Sample, Status, Trace, Trajectory
+from tugline.types import Ledger, Reward, Sample, Span, Status, Trace, Trajectory
 
 FOREIGN = json.loads(Path(__file__).with_name("foreign_losses.json").read_text())
 TRACES: list[dict[str, Any]] = FOREIGN["traces"]
@@ -289,7 +290,7 @@ def make_sessions() -> list[Trajectory]:
             ids=np.zeros(count + 1, np.int32),
             mask=mask,
             logprobs=np.zeros(count + 1, np.float32),
-            spans=(),
+            spans=(Span(0, 1, count + 1, 0),),
         )
         made.append(
             Trajectory(
@@ -311,7 +312,7 @@ def grade_all(config: GrpoConfig, penalties: dict[str, float] | None = None) -> 
     graded: dict[str, float] = {}
     for task in sorted({each.task for each in sessions}):
         group = [each for each in sessions if each.task == task]
-        graded |= {n: v[0] for n, v in grade(group, config, penalties or {})[0].items()}
+        graded |= {n: v[0][0] for n, v in grade(group, config, penalties or {})[0].items()}
     return np.array([graded[each.session] for each in sessions])
 
 
@@ -342,9 +343,9 @@ def test_the_divergence_in_the_reward_is_that_of_verl() -> None:
 def test_overlong_sessions_lose_reward_as_in_verl(row: dict[str, Any]) -> None:
     """A session's reward of 1 is reduced by its number of sampled tokens."""
     config = GrpoConfig(overlong_length=20, overlong_buffer=7, overlong_penalty=0.5)
-    assert abs(1.0 - compute_penalty(row["tokens"], config) - row["reward"]) < DOUBLE
+    assert abs(1.0 - penalise_length(row["tokens"], config) - row["reward"]) < DOUBLE
     session = make_sessions()[0]
     long = change(session, ledger=Ledger(sampled=row["tokens"]), reward=Reward(1.0))
     short = change(session, session="short", ledger=Ledger(sampled=1), reward=Reward(0.0))
     graded, _ = grade([long, short], change(config, advantage="dr_grpo"))
-    assert graded[long.session][0] == pytest.approx(row["reward"] / 2)
+    assert graded[long.session][0][0] == pytest.approx(row["reward"] / 2)

@@ -21,7 +21,7 @@ from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.logits import TargetLogprobs, TargetScores
 from tugline.trainers.grpo.samples import list_tool_tokens, prepare
 from tugline.trainers.grpo.train import Grpo
-from tugline.types import Kept, Reason
+from tugline.types import Kept, Reason, TraceKind
 
 PAGE = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text()
 CODE = "\n".join(re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
@@ -41,10 +41,12 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(path: Path, body: str) -> None:
-    """Define the functions `loss` and `advantage`, whose results are the expression."""
+    """Define the functions `loss`, `advantage` and `credit`, whose results are the expression."""
     imports = "import numpy as np, torch\n"
     loss = f"def loss(new, tokens, config):\n    return {body}\n"
-    path.write_text(f"{imports}{loss}def advantage(group, config):\n    return {body}\n")
+    advantage = f"def advantage(group, config):\n    return {body}\n"
+    credit = f"def credit(calls, config):\n    return {body}\n"
+    path.write_text(imports + loss + advantage + credit)
 
 
 # --------------------------------------------------------------------------- as documented
@@ -73,6 +75,19 @@ def test_an_advantage_of_zeros_has_no_signal() -> None:
     batch = [replace(each, reward=groups(tiny())[0].reward) for each in groups(tiny())]
     report = Grpo(tiny(), GrpoConfig(advantage="mine:from_median")).step(batch, version=VERSION)
     assert report.ledger.dropped == {Reason.NO_SIGNAL: sum(e.ledger.trained for e in batch)}
+
+
+@pytest.mark.usefixtures("mine")
+def test_credit_of_the_page_is_given() -> None:
+    """Calls of a sub-agent have half of the outcome; the baseline is the other session's mean."""
+    batch = groups(tiny(), samples=2)[:2]
+    main, helper = batch[0].traces
+    batch[0] = replace(batch[0], traces=(main, replace(helper, kind=TraceKind.SUBAGENT)))
+    config = GrpoConfig(credit="mine:half_to_helpers", advantage="rloo")
+    samples, _ = prepare(batch, config, version=VERSION)
+    mean = (main.trained + helper.trained / 2) / (main.trained + helper.trained)
+    for row, advantage in zip(samples, [1.0, 0.5, -mean], strict=True):
+        assert row.advantages[row.loss_mask] == pytest.approx(advantage)
 
 
 # --------------------------------------------------------------------------- wrong results
@@ -128,18 +143,49 @@ def test_a_wrong_advantage_is_reported(mine: Path, body: str, problem: str, sess
 
 
 @pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("np.zeros(1)", r"the rewards must be of shape \(4,\), not \(1,\)"),
+        ("calls.numbers", "must return an array of floats, not int64"),
+        ("1.0", "must return an array of floats, not float"),
+        ("np.array([0, 1, np.nan, 1])", r"rewards must be finite, not \[0.0, 1.0, nan, 1.0\]"),
+    ],
+)
+def test_wrong_credit_is_reported(mine: Path, body: str, problem: str) -> None:
+    """The error names the function and the session."""
+    write(mine, body)
+    trainer = Grpo(tiny(), GrpoConfig(credit="mine:credit"))
+    with pytest.raises(ConfigError, match=rf"'mine:credit': .*{problem} \(session: t0/0\)"):
+        trainer.step(groups(tiny()), version=VERSION)
+
+
+@pytest.mark.parametrize(
     ("changes", "error"),
     [
         ({"loss": "clipp"}, "loss is 'clipp', must be one of clip, .*, or module:function"),
         ({"advantage": "mean"}, "advantage is 'mean', must be one of grpo, "),
         ({"loss": "gmpo", "ratio_level": "trace"}, "the loss 'gmpo' has ratios of tokens only"),
-        ({"advantage": "a:b", "reward": "per_trace"}, "reward is 'per_trace'"),
+        ({"advantage": "a:b", "credit": "trace"}, "credit is 'trace'"),
+        ({"advantage": "a:b", "repeated": "penalise"}, "repeated is 'penalise'"),
+        ({"credit": "mean"}, "credit is 'mean', must be one of session, call, trace, return"),
+        ({"turn_discount": 0.5}, "credit is 'session'; only 'return' has a discount"),
     ],
 )
 def test_wrong_names_are_refused(changes: dict[str, Any], error: str) -> None:
     """The error has the known names, or what does not fit together."""
     with pytest.raises(ConfigError, match=error):
         GrpoConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [({"reward": "per_trace"}, "credit"), ({"drop_truncated": True}, "truncated")],
+)
+def test_former_keys_are_refused(former: dict[str, Any], now: str) -> None:
+    """The error has the present name."""
+    unknown = f"unknown key '{next(iter(former))}'; did you mean '{now}'"
+    with pytest.raises(ConfigError, match=unknown):
+        from_mapping(former, GrpoConfig)
 
 
 def test_a_missing_module_is_reported() -> None:
@@ -149,10 +195,11 @@ def test_a_missing_module_is_reported() -> None:
 
 
 # --------------------------------------------------------------------------- resuming
-@pytest.mark.parametrize("option", ["loss", "advantage"])
+@pytest.mark.parametrize("option", ["loss", "advantage", "credit"])
 def test_a_run_is_not_resumed_with_a_changed_function(mine: Path, option: str) -> None:
     """The stored configuration has the digest of the file; the error names the function."""
-    name = {"loss": "mine:quadratic", "advantage": "mine:from_median"}[option]
+    names = ("mine:quadratic", "mine:from_median", "mine:half_to_helpers")
+    name = dict(zip(("loss", "advantage", "credit"), names, strict=True))[option]
     folder = mine.parent / "run"
     folder.mkdir()
     given = {"tasks": {"taskset": {"name": "jsonl"}}, "template": {}, "grpo": {option: name}}

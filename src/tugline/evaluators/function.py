@@ -20,13 +20,15 @@ from tugline.plugins import find
 from tugline.types import Reward
 
 _TRACEBACK_LINES = 6
+_FIELDS = ("value", "per_trace", "per_call")
+"""Keys of a returned dict that are fields of `Reward`."""
 
 
 class FunctionEvaluator(Evaluator):
     """Calls `target` with the outcome, and with `options` as keyword arguments.
 
-    The function returns a number, a `Reward`, a `Verdict`, or a dict with ``value`` and the parts
-    as further named numbers.
+    The function returns a number, a `Reward`, a `Verdict`, or a dict with ``value``, maybe
+    ``per_call`` and ``per_trace`` as in `Reward`, and the parts as further named numbers.
     """
 
     sandboxes = 0
@@ -94,8 +96,9 @@ def _to_verdict(name: str, result: object) -> Verdict:
         if isinstance(result, Verdict):
             return make_plain(result)
         if isinstance(result, Mapping) and "value" in result:
-            parts = {key: value for key, value in result.items() if key != "value"}
-            result = Reward(result["value"], parts)
+            parts = dict(result)
+            known = {name: parts.pop(name) for name in _FIELDS if name in parts}
+            result = Reward(parts=parts, **known)
         if not isinstance(result, Reward):
             expected = "a number, a Reward, a Verdict or a dict with 'value'"
             result = Reward(to_number(result, "the result", expected))

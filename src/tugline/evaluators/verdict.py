@@ -25,16 +25,35 @@ _INTEGERS = range(-(1 << 63), 1 << 63)
 async def evaluate(evaluator: Evaluator, outcome: SessionOutcome) -> Verdict:
     """Score one session; the verdict holds plain values only.
 
-    Raises `EvaluatorError` for a reward that is not finite, and if the evaluator's code cancels or
-    exits, neither of which it may do to the node: only an order to this task is a cancellation.
-    Other errors of the evaluator are raised as they are.
+    Raises `EvaluatorError` for a reward that is not finite or does not fit the session's calls and
+    traces, and if the evaluator's code cancels or exits, neither of which it may do to the node:
+    only an order to this task is a cancellation. Other errors of the evaluator are raised as they
+    are.
     """
     name = type(evaluator).__name__
     with refuse_endings(name, EvaluatorError):
         verdict = await evaluator.evaluate(outcome)
     if not isinstance(verdict, Verdict):
         raise EvaluatorError(f"{name} returned {_describe(verdict)}, must be a Verdict")
-    return make_plain(verdict)
+    made = make_plain(verdict)
+    _check_fit(made.reward, outcome)
+    return made
+
+
+def _check_fit(reward: Reward, outcome: SessionOutcome) -> None:
+    """Check that each call and trace has a value, or none. Raises `EvaluatorError`."""
+    session = outcome.calls[0].session if outcome.calls else f"of task {outcome.task.id}"
+    recorded = [call.number for call in outcome.calls]
+    differing = sorted(set(recorded) ^ set(reward.per_call))
+    if reward.per_call and differing:
+        wrong = ", ".join(map(str, differing))
+        msg = f"session {session}: reward.per_call has {len(reward.per_call)} values for"
+        msg += f" {len(recorded)} recorded calls; it must have one for each number of a call, or be"
+        raise EvaluatorError(f"{msg} empty (missing or not recorded: {wrong})")
+    traces = len(outcome.traces)
+    if reward.per_trace and len(reward.per_trace) != traces:
+        msg = f"session {session}: reward.per_trace has {len(reward.per_trace)} values for {traces}"
+        raise EvaluatorError(f"{msg} traces; it must have one for each, or be empty")
 
 
 def make_plain(verdict: Verdict) -> Verdict:
@@ -48,16 +67,33 @@ def make_plain(verdict: Verdict) -> Verdict:
             plain_text(str(name)): to_number(value, f"reward.parts[{name!r}]")
             for name, value in reward.parts.items()
         }
-        per_trace = tuple(
-            to_number(value, f"reward.per_trace[{at}]") for at, value in enumerate(reward.per_trace)
+        made = Reward(
+            to_number(reward.value, "reward.value"),
+            parts,
+            tuple(
+                to_number(each, f"reward.per_trace[{at}]")
+                for at, each in enumerate(reward.per_trace)
+            ),
+            _read_per_call(reward.per_call),
         )
-        made = Reward(to_number(reward.value, "reward.value"), parts, per_trace)
         report = _Report().convert(verdict.report, 0)
     except EvaluatorError:
         raise
     except Exception as error:
         raise EvaluatorError(f"the verdict is invalid: {type(error).__name__}: {error}") from error
     return Verdict(made, report if isinstance(report, dict) else {"report": report})
+
+
+def _read_per_call(per_call: object) -> dict[int, float]:
+    if not isinstance(per_call, Mapping):
+        what = _describe(per_call)
+        msg = f"reward.per_call is {what}, must be a mapping from the number of each call"
+        raise EvaluatorError(msg)
+    values = {
+        int(call): to_number(value, f"reward.per_call[{call!r}]")
+        for call, value in per_call.items()
+    }
+    return dict(sorted(values.items()))
 
 
 def to_number(value: object, name: str, expected: str = "a finite number") -> float:

@@ -37,7 +37,8 @@ class WeightedEvaluator(Evaluator):
     """Combines `parts`: ``evaluator`` (name, options), ``weight`` and ``required`` by name.
 
     The value is the weighted mean; `mode` ``product`` or ``min`` ignores the weights. The parts of
-    the reward are named ``<name>`` and ``<name>.<part>``.
+    the reward are named ``<name>`` and ``<name>.<part>``. Rewards of calls are combined like values
+    with `mode` ``mean``, else left out, which the report says.
     """
 
     parts: Annotated[dict[str, PartOptions], msgspec.Meta(min_length=1)]
@@ -144,17 +145,38 @@ class WeightedEvaluator(Evaluator):
     def _combine(self, verdicts: Mapping[str, Verdict | EvaluatorError]) -> Verdict:
         report: dict[str, Any] = {}
         parts: dict[str, float] = {}
-        counted: dict[str, float] = {}
+        rewards: dict[str, Reward] = {}
         for name, verdict in verdicts.items():
             if isinstance(verdict, EvaluatorError):
                 report[name] = {"no_verdict": str(verdict)}
                 continue
             report[name] = verdict.report
-            counted[name] = parts[name] = verdict.reward.value
+            rewards[name] = verdict.reward
+            parts[name] = verdict.reward.value
             parts |= {f"{name}.{part}": value for part, value in verdict.reward.parts.items()}
-        if not counted:
+        if not rewards:
             raise EvaluatorError(f"none of the parts has a verdict: {report}")
-        return Verdict(Reward(self._value(counted), parts), report)
+        per_call = self._combine_calls(rewards)
+        if self.mode != "mean" and any(each.per_call for each in rewards.values()):
+            report["per_call"] = f"left out: only mode 'mean' combines it, not {self.mode!r}"
+        value = self._value({name: each.value for name, each in rewards.items()})
+        return Verdict(Reward(value, parts, per_call=per_call), report)
+
+    def _combine_calls(self, rewards: Mapping[str, Reward]) -> dict[int, float]:
+        """Return the weighted mean of each call's rewards; empty without any.
+
+        The value of a part without rewards of calls counts at the last call, where it was earned.
+        """
+        calls = sorted({call for reward in rewards.values() for call in reward.per_call})
+        if self.mode != "mean" or not calls:
+            return {}
+        total = sum(self._parts[name].weight for name in rewards)
+        combined = dict.fromkeys(calls, 0.0)
+        for name, reward in rewards.items():
+            share = self._parts[name].weight / total
+            for call, value in (reward.per_call or {calls[-1]: reward.value}).items():
+                combined[call] += share * value
+        return combined
 
     def _value(self, by_name: Mapping[str, float]) -> float:
         values = list(by_name.values())

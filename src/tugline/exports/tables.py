@@ -56,7 +56,9 @@ TYPES: dict[str, pa.DataType] = {
     "numbers": _map(pa.float64()),
     "spans": pa.list_(
         pa.struct(
-            dict.fromkeys(("call", "start", "end", "version"), pa.int32()) | {"masked": pa.string()}
+            dict.fromkeys(("call", "start", "end", "version", "repeats"), pa.int32())
+            | dict.fromkeys(("malformed", "truncated"), pa.bool_())
+            | {"masked": pa.string()}
         )
     ),
     "failure": pa.struct({"boundary": pa.string(), "message": pa.string()}),
@@ -149,8 +151,8 @@ class Parquet(TableExporter):
         session:text task:text sample:int group:int trace:int kind:text parent:int shared:int
         thread:text exact:bool thinking_retention:text ids:ids loss_mask:bools logprobs:floats
         versions:ids spans:spans images:texts reward:float trace_reward:float
-        reward_parts:numbers status:text failure:failure ledger:ledger tags:tags model:text
-        tokenizer:text harness:text builder:text
+        call_rewards:numbers reward_parts:numbers status:text failure:failure ledger:ledger
+        tags:tags model:text tokenizer:text harness:text builder:text
         experts:bytes experts_shape:ids experts_type:text kept_offsets:ids kept_ids:ids"""
 
     def row(self, session: SessionExport, index: int, trace: Trace) -> Mapping[str, object]:
@@ -174,6 +176,7 @@ class Parquet(TableExporter):
             "images": list(trace.images),
             "reward": session.reward,
             "trace_reward": rewards[index] if len(rewards) == len(session.built.traces) else None,
+            "call_rewards": pairs(reward.per_call if reward is not None else {}),
             "reward_parts": pairs(reward.parts if reward is not None else {}),
             "status": result.status if result is not None else None,
             "failure": msgspec.to_builtins(result.failure) if result is not None else None,

@@ -26,6 +26,7 @@ from tugline.types import (
     Call,
     Distribution,
     Experts,
+    Finish,
     Ids,
     Kept,
     Ledger,
@@ -179,6 +180,7 @@ def _make_spans(answer: Answer, length: int) -> list[Span]:
     """Return the spans of an answer in a trace of `length` tokens, divided by version and mask."""
     call, start = answer.call, answer.start
     distribution = find_distribution(call)
+    marks = (is_malformed(call), call.finish is Finish.LENGTH, answer.repeats)
     spans = []
     for version in call.versions:
         at = version.start
@@ -190,7 +192,7 @@ def _make_spans(answer: Answer, length: int) -> list[Span]:
             first, last = start + at, min(start + end, length)
             if first < last:
                 sampled = (version.version, reason, distribution, call.engine)
-                spans.append(Span(call.number, first, last, *sampled))
+                spans.append(Span(call.number, first, last, *sampled, *marks))
             at = max(at, end)
     return spans
 
@@ -208,6 +210,34 @@ def _join_kept(answers: Sequence[Answer], length: int) -> Kept | None:
         ids.append(used.ids)
     offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
     return Kept(offsets, np.concatenate(ids))
+
+
+_MARKUP = ("<tool_call", "<function=", "<|tool_call", "<minimax:tool_call", "[TOOL_CALLS]", "DSML")
+"""Start markers of tool calls in the templates of open models."""
+
+
+def is_malformed(call: Call) -> bool:
+    """Whether an answer has a malformed tool call.
+
+    It names no offered tool, its arguments are not a JSON object, or it was left unparsed in the
+    text of an answer that could have called tools.
+    """
+    if call.malformed is not None:
+        return True
+    if call.answer is None or not call.tools:
+        return False
+    names = {tool.name for tool in call.tools}
+    return any(mark in call.answer.content for mark in _MARKUP) or any(
+        tool.name not in names or not _is_object(tool.arguments) for tool in call.answer.tool_calls
+    )
+
+
+def _is_object(arguments: str) -> bool:
+    """Whether the text of a tool call's arguments is a JSON object; an empty one is."""
+    try:
+        return isinstance(msgspec.json.decode(arguments or "{}"), dict)
+    except (msgspec.DecodeError, ValueError, RecursionError):  # ValueError: a lone surrogate
+        return False
 
 
 def find_distribution(call: Call) -> Distribution:

@@ -133,6 +133,8 @@ class Answer(NamedTuple):
     """Reason why the answer is not trained; None if it is trained."""
     images: tuple[str, ...]
     """Digests of the images in the prompt, in order."""
+    repeats: int = 0
+    """Number of answers directly before this one with the same tool calls."""
 
 
 @dataclass(slots=True, eq=False)
@@ -145,14 +147,17 @@ class Chain:
     calls: list[Call] = field(default_factory=list)
     images: list[tuple[str, ...]] = field(default_factory=list)
     """Digests of the images in each call's prompt, in order."""
+    repeats: list[int] = field(default_factory=list)
+    """Number of answers directly before each call's with the same tool calls."""
 
     experts: Experts | None = None
     """Experts of the chain's leading tokens, as far as any of its calls has them."""
 
-    def add(self, call: Call, images: tuple[str, ...]) -> None:
+    def add(self, call: Call, images: tuple[str, ...], repeats: int) -> None:
         """Append a call that extends this chain."""
         self.calls.append(call)
         self.images.append(images)
+        self.repeats.append(repeats)
         known = 0 if self.experts is None else len(self.experts)
         if call.experts is not None and len(call.experts) > known:
             self.experts = call.experts
@@ -175,12 +180,13 @@ class Chain:
     def place_answers(self, *, train_side: bool, train_images: bool) -> list[Answer]:
         """Return the chain's answers with their positions in its ids."""
         answers = []
-        for call, images in zip(self.calls, self.images, strict=True):
+        added = zip(self.calls, self.images, self.repeats, strict=True)
+        for call, images, repeats in added:
             extended = call is not self.calls[-1]
             masked = mask_reason(call, extended=extended, train_side=train_side)
             if masked is None and images and not train_images:
                 masked = Reason.IMAGES
-            answers.append(Answer(call, len(call.prompt_ids), masked, images))
+            answers.append(Answer(call, len(call.prompt_ids), masked, images, repeats))
         return answers
 
 
@@ -257,6 +263,7 @@ class _Chains:
         self._first_with_prompt: dict[bytes, int] = {}
         self._latest_of_thread: dict[str | None, int] = {}
         self._images: dict[int, tuple[str, ...]] = {}
+        self._repeats = count_repeats(calls)
 
     def add(self, call: Call) -> None:
         self._images[call.number] = images = self._collect_images(call)
@@ -266,7 +273,7 @@ class _Chains:
         if chain is None:
             chain = Chain(*self._classify(call))
             self.all.append(chain)
-        chain.add(call, images)
+        chain.add(call, images, self._repeats[call.number])
         self._chain_of[call.number] = chain
         self._by_number[call.number] = call
         if call.kind is not TraceKind.SIDE:
@@ -316,6 +323,23 @@ class _Chains:
         own = tuple(image.digest for message in call.messages for image in message.images)
         before = self._images.get(call.parent, ()) if call.parent is not None else ()
         return before + own if adds_to_parent(call) else own
+
+
+def count_repeats(calls: Sequence[Call]) -> dict[int, int]:
+    """Return how many answers directly before each call's had the same tool calls, by number.
+
+    An answer is directly before another if it is that of the recorded parent. Tool calls are the
+    same if their names and the texts of their arguments are. `calls` are in order.
+    """
+    actions: dict[int, list[tuple[str, str]]] = {}
+    repeats: dict[int, int] = {}
+    for call in calls:
+        made = call.answer.tool_calls if call.answer is not None else ()
+        actions[call.number] = own = [(each.name, each.arguments) for each in made]
+        parent = None if call.branch is Branch.NEW_THREAD else call.parent
+        repeated = bool(own) and parent is not None and actions.get(parent) == own
+        repeats[call.number] = repeats[parent] + 1 if repeated and parent is not None else 0
+    return repeats
 
 
 def check_calls(calls: Iterable[Call]) -> list[Call]:

@@ -250,7 +250,7 @@ def describe(config: TrainConfig, batches: TaskBatches, folder: Path, *, rows: i
         often = f"{plan.checkpoint_every} steps"
     held_out = config.heldout
     grpo = add_digests(config.grpo)
-    objective = f"loss {grpo.loss}, advantage {grpo.advantage}"
+    objective = f"loss {grpo.loss}, advantage {grpo.advantage}, credit {grpo.credit}"
     for option, digest in grpo.digests.items():
         objective += f"; {option} of sha256 {digest[:12]}"
     weights = {

@@ -302,7 +302,7 @@ def add_digests(config: GrpoConfig) -> GrpoConfig:
     Raises `UnknownPlugin`, and `ConfigError` if the settings have other digests.
     """
     digests = {}
-    for option in ("loss", "advantage"):
+    for option in ("loss", "advantage", "credit"):
         name = getattr(config, option)
         if ":" in name:
             function = find(f"grpo.{option}", name)

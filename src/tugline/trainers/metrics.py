@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tugline.chat.model_call import decode_arguments
+from tugline.traces.base import is_malformed
 from tugline.trainers.evaluation import Comparison, VersionScore
 from tugline.trainers.grpo.advantage import grade
 from tugline.trainers.grpo.config import GrpoConfig
@@ -128,27 +128,11 @@ def measure_rollout(
         turns=sum(len({s.call for t in each.traces for s in t.spans}) for each in trajectories)
         / max(1, len(trajectories)),
         tool_calls=_mean([float(bool(c.answer and c.answer.tool_calls)) for c in offered]),
-        malformed=_mean([float(_is_malformed(call)) for call in offered]),
+        malformed=_mean([float(is_malformed(call)) for call in offered]),
         truncated=_mean([float(call.finish is Finish.LENGTH) for call in calls]),
         entropy=_mean(-np.concatenate(logprobs)) if logprobs else None,
         staleness=_mean(age),
         staleness_max=int(age.max()) if len(age) else None,
-    )
-
-
-_MARKUP = ("<tool_call", "<function=", "<|tool_call", "<minimax:tool_call", "[TOOL_CALLS]", "DSML")
-"""Start markers of tool calls in the templates of open models."""
-
-
-def _is_malformed(call: Call) -> bool:
-    if call.answer is None:
-        return False
-    if call.malformed is not None:
-        return True
-    names = {tool.name for tool in call.tools}
-    return any(mark in call.answer.content for mark in _MARKUP) or any(
-        tool.name not in names or not isinstance(decode_arguments(tool.arguments), dict)
-        for tool in call.answer.tool_calls
     )
 
 

@@ -181,7 +181,13 @@ class Reason(StrEnum):
     NO_SIGNAL = "no_signal"
     """All sessions of the group have the same reward, so the trainer leaves them out."""
     TRUNCATED = "truncated"
-    """The session hit one of its limits, and the trainer leaves such sessions out."""
+    """The answer ended at its token limit, or the session at one of its limits, and the trainer
+    leaves such answers out."""
+    MALFORMED = "malformed"
+    """The answer has a malformed tool call, and the trainer leaves such answers out."""
+    REPEATED = "repeated"
+    """The answer repeats the tool calls of those before it, and the trainer leaves such answers
+    out."""
     NON_FINITE = "non_finite"
     """The update was skipped: its loss or gradient was not finite."""
     UNREPRODUCIBLE = "unreproducible"

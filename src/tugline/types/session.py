@@ -68,6 +68,13 @@ class Span(msgspec.Struct, frozen=True):
     distribution: Distribution = Distribution()
     engine: str = ""
     """Kind of engine that sampled the tokens; empty if unknown."""
+    malformed: bool = False
+    """Whether the answer has a malformed tool call. False in results of older versions, as is
+    `truncated`."""
+    truncated: bool = False
+    """Whether the answer ended at its token limit."""
+    repeats: int = 0
+    """Number of answers directly before this one, in its conversation, with the same tool calls."""
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
@@ -323,6 +330,9 @@ class Reward(msgspec.Struct, frozen=True):
     parts: dict[str, float] = {}
     per_trace: tuple[float, ...] = ()
     """Values by trace, if the evaluator scores traces; else empty."""
+    per_call: dict[int, float] = {}
+    """Values of all recorded calls by number, in their order, if the evaluator scores calls; else
+    empty."""
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,38 +1,39 @@
 """Advantages of the sessions of a task (numpy only).
 
 The plain rule is for one reward a session; `fit_baselines` has it, and `group_advantages` applies
-it. The rest is for rarer shapes: traces with rewards of their own, and turns with discounts.
-
-A reward may be reduced before (`compute_penalty`), and advantages may be scaled over a whole step
-(`whiten`). A function of the user gets a `RewardGroup` instead.
+it. `grade` applies it to the rewards of calls (`credit`), less penalties (`shaping`). Advantages
+may be scaled over a whole step (`whiten`). A function of the user gets a `RewardGroup` instead.
 
 The unit is always the session, not the trace. The mean and standard deviation of a group are those
 of the reward of a token drawn in two stages: a session of the group, uniformly, then one of its
 trained tokens, uniformly. A session therefore counts once, whatever its number of traces, and the
 choice of builder does not change the objective. Averaging over traces instead would give a session
 with many traces more weight in its own baseline.
+
+If rewards differ within a session, its baseline is made of other sessions only; see `baselines`.
 """
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import convert
 
 from tugline import plugins
-from tugline.errors import CaptureError, ConfigError
+from tugline.errors import ConfigError
 from tugline.trainers.grpo.config import Deviation, Estimator, GrpoConfig
+from tugline.trainers.grpo.credit import Rewards, SessionCalls, assign, check_array
+from tugline.trainers.grpo.shaping import NO_PENALTIES, list_penalties, penalise_calls
 from tugline.types import Logprobs, Mask, Trace, Trajectory
 
 _ROUNDING = 1e-12
 """Relative difference up to which two rewards are considered equal."""
-Rewards = npt.NDArray[np.float64]
-"""Shape ``(k,)``."""
-NO_PENALTIES: Mapping[str, float] = MappingProxyType({})
+
+
+R = TypeVar("R", float, Rewards)
 
 
 class Baseline(NamedTuple):
@@ -41,8 +42,8 @@ class Baseline(NamedTuple):
     level: float
     scale: float
 
-    def advantage(self, reward: float) -> float:
-        """Return the advantage of `reward`."""
+    def advantage(self, reward: R) -> R:
+        """Return the advantage of `reward`, or of each of an array."""
         return (reward - self.level) * self.scale
 
 
@@ -90,7 +91,7 @@ def _differ(rewards: Rewards) -> bool:
     return len(rewards) > 1 and bool(np.ptp(rewards) > _ROUNDING * np.abs(rewards).max())
 
 
-# --------------------------------------------------------------------------- rewards of traces
+# --------------------------------------------------------------------------- rewards of calls
 class SessionReward(NamedTuple):
     """Distinct rewards of a session's trained tokens, and the share of tokens of each."""
 
@@ -101,7 +102,7 @@ class SessionReward(NamedTuple):
 
     @classmethod
     def of(cls, rewards: Sequence[float], tokens: Sequence[int], *, otherwise: float) -> Self:
-        """Combine the reward and trained tokens of each trace; `otherwise` if none is trained."""
+        """Combine the reward and trained tokens of each call; `otherwise` if none is trained."""
         earned: Counter[float] = Counter()
         for reward, count in zip(rewards, tokens, strict=True):
             earned[reward] += count
@@ -126,13 +127,33 @@ def baselines(
     """Return the baseline of each session of one group; scale 0 if all rewards are equal.
 
     The variance is that of the draw described in the module.
+
+    If rewards differ within sessions, the level is the mean of the other sessions. Let ``y_t`` be
+    the answers of a session, which decide whether there is a ``y_{t+1}``, ``r_t`` the reward after
+    ``y_t``, and ``b`` a number that does not depend on them. Given what came before, the mean of
+    ``grad log p(y_t)`` is 0, so that of ``sum_t grad log p(y_t) (r_t - b)`` is that of
+    ``sum_t grad log p(y_t) r_t``, however the session ends (Williams 1992; Kool et al. 2019 for
+    ``b`` from other samples). A mean over the group's sessions that reach turn ``t``, summed over
+    the turns that a session has, depends on where it stopped, hence on ``y_t``: each decision to go
+    on is charged the mean rewards of the turns after it (verl issue 7244). A mean with the session
+    itself depends on it, too, unless it has one reward: then ``r - m = (n - 1) / n * (r - mean of
+    the others)`` for ``n`` sessions. So all estimators but `rloo` use the right-hand side, which is
+    the same for one reward a session. The scales of `grpo` and `max_rl` are those of their papers,
+    with the session itself in them.
     """
     means = np.array([session.mean for session in group], np.float64)
     if not has_signal(group):
         return [Baseline(float(mean), 0.0) for mean in means]
     centre = float(means.mean())
     spreads = [session.shares @ (session.rewards - centre) ** 2 for session in group]
-    return fit_baselines(means, float(np.mean(spreads)), estimator, eps, deviation)
+    levels = fit_baselines(means, float(np.mean(spreads)), estimator, eps, deviation)
+    if estimator == "rloo" or all(len(session.rewards) == 1 for session in group):
+        return levels
+    count = len(group)
+    return [
+        Baseline((count * centre - float(mean)) / (count - 1), level.scale * (count - 1) / count)
+        for mean, level in zip(means, levels, strict=True)
+    ]
 
 
 def has_signal(group: Sequence[SessionReward]) -> bool:
@@ -140,69 +161,53 @@ def has_signal(group: Sequence[SessionReward]) -> bool:
     return len(group) > 1 and _differ(np.concatenate([session.rewards for session in group]))
 
 
+CallAdvantages = Mapping[int, float]
+"""Advantage of each call of a trace, by its number."""
+
+
 def grade(
-    group: Sequence[Trajectory], config: GrpoConfig, penalties: Mapping[str, float] = NO_PENALTIES
-) -> tuple[Mapping[str, Sequence[float]], bool]:
+    group: Sequence[Trajectory], config: GrpoConfig, divergences: Mapping[str, float] = NO_PENALTIES
+) -> tuple[Mapping[str, Sequence[CallAdvantages]], bool]:
     """Return the advantages of each rewarded session's traces, and whether there is a signal.
 
-    `penalties` are subtracted from all rewards of a session.
+    `divergences` are subtracted from all rewards of a session, for `kl_reward`.
     """
-    known = {
-        each.session: rewards
-        for each in group
-        if (rewards := _rewards(each, config, penalties.get(each.session, 0.0)))
-    }
-    sessions = [whole for _, whole in known.values()]
+    members = [each for each in group if each.reward and math.isfinite(each.reward.value)]
+    penalties = list_penalties(members, config, divergences)
+    calls = [SessionCalls.of(each) for each in members]
+    rewards = [
+        assign(each, config)
+        - sum(penalties[each.session.session].values())
+        - sum(penalise_calls(each, config).values())
+        for each in calls
+    ]
+    sessions = [
+        SessionReward.of(
+            by_call.tolist(),
+            each.tokens.tolist(),
+            otherwise=each.reward.value - sum(penalties[each.session.session].values()),
+        )
+        for each, by_call in zip(calls, rewards, strict=True)
+    ]
     if ":" in config.advantage:
-        members = [each for each in group if each.session in known]
         own = _call_own(members, sessions, config)
-        graded = {
-            each.session: [value] * len(each.traces)
-            for each, value in zip(members, own, strict=True)
-        }
-        return graded, any(own)
-    estimator = convert(config.advantage, Estimator)
-    levels = baselines(sessions, estimator, config.advantage_eps, config.advantage_std)
-    graded = {
-        session: [level.advantage(reward) for reward in by_trace]
-        for (session, (by_trace, _)), level in zip(known.items(), levels, strict=True)
-    }
-    return graded, has_signal(sessions) and any(level.scale for level in levels)
+        advantages = [np.full(len(by_call), v) for by_call, v in zip(rewards, own, strict=True)]
+        signal = any(own)
+    else:
+        estimator = convert(config.advantage, Estimator)
+        levels = baselines(sessions, estimator, config.advantage_eps, config.advantage_std)
+        advantages = [level.advantage(r) for level, r in zip(levels, rewards, strict=True)]
+        signal = has_signal(sessions) and any(level.scale for level in levels)
+    pairs = zip(calls, advantages, strict=True)
+    return {each.session.session: _split_by_trace(each, own) for each, own in pairs}, signal
 
 
-def _rewards(
-    trajectory: Trajectory, config: GrpoConfig, penalty: float
-) -> tuple[Sequence[float], SessionReward] | None:
-    """Return the reward of each trace and that of the session, or None without a finite outcome.
-
-    A trace without a finite reward of its own has that of the outcome.
-    """
-    reward = trajectory.reward
-    traces = trajectory.traces
-    if reward is None or not math.isfinite(reward.value):
-        return None
-    by_trace = [reward.value] * len(traces)
-    if config.reward == "per_trace" and reward.per_trace:
-        if len(reward.per_trace) != len(traces):
-            raise CaptureError(
-                f"session {trajectory.session}: reward.per_trace has {len(reward.per_trace)} "
-                f"numbers for {len(traces)} traces; it must have one for each trace of the "
-                "task's builder"
-            )
-        by_trace = [r if math.isfinite(r) else reward.value for r in reward.per_trace]
-    tokens = [trace.trained for trace in traces]
-    penalty += compute_penalty(trajectory.ledger.sampled, config)
-    if penalty:
-        by_trace = [each - penalty for each in by_trace]
-    return by_trace, SessionReward.of(by_trace, tokens, otherwise=reward.value - penalty)
-
-
-def compute_penalty(sampled: int, config: GrpoConfig) -> float:
-    """Return the penalty of a session's number of sampled tokens (DAPO, arXiv 2503.14476)."""
-    if config.overlong_length is None:
-        return 0.0
-    excess = sampled - (config.overlong_length - config.overlong_buffer)
-    return max(0.0, excess / config.overlong_buffer * config.overlong_penalty)
+def _split_by_trace(calls: SessionCalls, advantages: Rewards) -> Sequence[CallAdvantages]:
+    """Return the advantages of each trace's calls."""
+    split: list[dict[int, float]] = [{} for _ in calls.session.traces]
+    for number, trace, advantage in zip(calls.numbers, calls.traces, advantages, strict=True):
+        split[trace][int(number)] = float(advantage)
+    return split
 
 
 # --------------------------------------------------------------------------- your own
@@ -228,14 +233,9 @@ def _call_own(
     tokens = [sum(trace.trained for trace in each.traces) for each in members]
     means = np.array([each.mean for each in rewards], np.float64)
     result = function(RewardGroup(means, np.array(tokens, np.int64), members), config)
-    problem = None
+    problem = check_array(result, means.shape, "advantages")
     wrong = members
-    if not isinstance(result, np.ndarray) or result.dtype.kind != "f":
-        kind = result.dtype if isinstance(result, np.ndarray) else type(result).__name__
-        problem = f"it must return an array of floats, not {kind}"
-    elif result.shape != means.shape:
-        problem = f"the advantages must be of shape {means.shape}, not {result.shape}"
-    elif not np.isfinite(result).all():
+    if problem is None and not np.isfinite(result).all():
         problem = "advantages must be finite"
         wrong = [each for each, ok in zip(members, np.isfinite(result), strict=True) if not ok]
     if problem is not None:
@@ -257,23 +257,9 @@ def whiten(advantages: Rewards) -> Rewards:
     return np.asarray(centred / np.sqrt(centred.var(ddof=1) + 1e-8), np.float64)
 
 
-def token_advantages(
-    trace: Trace, mask: Mask, advantage: float, shares: Mapping[int, float]
-) -> Logprobs:
-    """Return the advantage of each token of a trace; `shares` scales it by call, 1 by default."""
-    values = np.full(len(trace.ids), advantage, np.float32)
+def token_advantages(trace: Trace, mask: Mask, advantages: CallAdvantages) -> Logprobs:
+    """Return the advantage of each token of a trace; that of a call not listed is 0."""
+    values = np.zeros(len(trace.ids), np.float32)
     for span in trace.spans:
-        values[span.start : span.end] = advantage * shares.get(span.call, 1.0)
+        values[span.start : span.end] = advantages.get(span.call, 0.0)
     return np.where(mask, values, np.float32(0))
-
-
-def turn_shares(calls: Sequence[int], discount: float) -> Mapping[int, float]:
-    """Return the weight of each turn's advantage, by the number of its call.
-
-    Turn ``t`` of ``T`` (from 0, in the order of their numbers) gets ``discount ** (T - 1 - t)``:
-    the discounted return of a final reward (Sutton and Barto 2018, eq. 3.8; for turns of a
-    conversation, Kevin, arXiv 2507.11948). The advantage is discounted, not the reward, so the
-    sign of an early turn's advantage never changes.
-    """
-    order = sorted(set(calls), reverse=True)
-    return {call: discount**distance for distance, call in enumerate(order)}

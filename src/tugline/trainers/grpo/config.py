@@ -13,12 +13,16 @@ from tugline.schema import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 
 Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "max_rl"]
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+CREDITS = ("session", "call", "trace", "return")
+"""Built-in rules of credit."""
 LOSSES = ("clip", "dual_clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "gmpo")
 """Built-in losses."""
 Deviation = Literal["sample", "population"]
 Normalisation = Literal["token", "sequence", "constant"]
 Level = Literal["token", "trace"]
 WeightLevel = Literal["token", "trace", "product"]
+Treatment = Literal["train", "mask", "penalise"]
+Effort = Literal["tokens", "turns", "seconds"]
 
 
 class UpdateConfig(Config, frozen=True):
@@ -85,11 +89,35 @@ class UpdateConfig(Config, frozen=True):
 class GrpoConfig(UpdateConfig, frozen=True):
     """Settings of policy updates from rewarded sessions; docs/training.md has the formulas."""
 
-    reward: Literal["outcome", "per_trace"] = "outcome"
-    """Reward of a trained token: that of its session (`outcome`), or that of its trace if the
-    evaluator gives one (`per_trace`)."""
+    credit: str = "session"
+    """Reward of a trained token: that of its `session`; of its `call` or `trace`, if the evaluator
+    gives one; the sum of the rewards of its call and all later ones (`return`); or that of a
+    function of your own as `module:function`."""
     turn_discount: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """Factor between a turn's advantage and that of the next turn; None: no discount."""
+    """Factor of a reward for each turn between a call and the later one that earned it (`return`
+    only); None: no discount."""
+    malformed: Treatment = "train"
+    """What to do with answers that have a malformed tool call: `train` them like others, `mask`
+    them, or subtract `call_penalty` from their reward (`penalise`)."""
+    truncated: Treatment = "train"
+    """The same for answers that ended at their token limit, and for all answers of sessions whose
+    agent was stopped at a limit, or that used up a budget of model calls; `mask` leaves such
+    sessions out (overlong filtering of DAPO), their rewards still count in the group's mean."""
+    repeated: Treatment = "train"
+    """The same for answers that repeat the tool calls of those before them, see `repeated_calls`.
+    """
+    repeated_calls: Annotated[int, Meta(ge=2)] = 3
+    """Number of equal answers in a row from which on an answer is a repeated one: its tool calls
+    have the same names and arguments as those of the answers directly before it."""
+    call_penalty: NonNegativeFloat = 0.1
+    """What `penalise` subtracts from the reward of a call, once for each kind."""
+    efficiency: Effort | None = None
+    """Measure of the effort of a session: sampled `tokens`, `turns`, or `seconds` that the agent
+    ran. The reward of solved sessions rises the less effort they took, see `efficiency_weight`;
+    None: it does not."""
+    efficiency_weight: NonNegativeFloat = 0.1
+    """What is added to the reward of a solved session, times the share of the effort that it saved
+    against the solved session of its group with the most."""
     overlong_length: PositiveInt | None = None
     """Number of sampled tokens of a session from which the whole `overlong_penalty` is subtracted
     from its reward; None: no penalty."""
@@ -109,9 +137,6 @@ class GrpoConfig(UpdateConfig, frozen=True):
     sessions less one, as TRL and verl do, or that of a population."""
     advantage_eps: NonNegativeFloat = 1e-4
     """Added to the group's standard deviation before dividing by it (`grpo` only)."""
-    drop_truncated: bool = False
-    """Do not train on sessions whose agent was stopped at a limit, or that used up a budget of
-    model calls (overlong filtering of DAPO); their rewards still count in the group's mean."""
     replay_experts: bool | Literal["auto"] = "auto"
     """Compute each token with the experts that the engine computed it with; tokens whose experts it
     did not report are masked. `auto`: if the model has experts."""
@@ -122,8 +147,8 @@ class GrpoConfig(UpdateConfig, frozen=True):
     """Policy loss of a token: `clip`, `dual_clip`, `cispo`, `sapo`, `dppo_tv`, `dppo_kl`, `gmpo`,
     or a function of your own as `module:function`."""
     digests: dict[str, str] = {}  # noqa: RUF012 - msgspec copies it
-    """SHA-256 of the file of each function of your own, under `loss` and `advantage`; filled in
-    when a run starts. A run whose file has another one is refused."""
+    """SHA-256 of the file of each function of your own, under `loss`, `advantage` and `credit`;
+    filled in when a run starts. A run whose file has another one is refused."""
     reference: bool = False
     """Compute the log probabilities of the reference model although `kl` and `kl_reward` are 0, for
     a loss of your own."""
@@ -179,7 +204,8 @@ class GrpoConfig(UpdateConfig, frozen=True):
     def __post_init__(self) -> None:
         """Check names, and that options fit together. Raises `ConfigError`."""
         super().__post_init__()
-        for option, known in (("loss", LOSSES), ("advantage", ESTIMATORS)):
+        options = (("loss", LOSSES), ("advantage", ESTIMATORS), ("credit", CREDITS))
+        for option, known in options:
             name = getattr(self, option)
             if name not in known and ":" not in name:
                 msg = f"{option} is {name!r}, must be one of {', '.join(known)}, or module:function"
@@ -187,11 +213,22 @@ class GrpoConfig(UpdateConfig, frozen=True):
         if self.ratio_level == "trace" and self.loss in {"dppo_tv", "dppo_kl", "gmpo"}:
             msg = f"ratio_level is 'trace', but the loss {self.loss!r} has ratios of tokens only"
             raise ConfigError(msg, "ratio_level")
-        if self.reward == "per_trace" and ":" in self.advantage:
-            msg = (
-                f"advantage {self.advantage!r} is computed from rewards of sessions, but reward is"
-            )
-            raise ConfigError(f"{msg} 'per_trace'", "advantage")
+        self._check_credit()
+
+    def _check_credit(self) -> None:
+        """Check that rewards of calls are used by what can use them. Raises `ConfigError`."""
+        if self.turn_discount is not None and self.credit != "return":
+            msg = f"turn_discount is {self.turn_discount}, but credit is {self.credit!r}; only"
+            raise ConfigError(f"{msg} 'return' has a discount", "turn_discount")
+        below = [f"credit is {self.credit!r}"] if self.credit != "session" else []
+        below += [
+            f"{kind} is 'penalise'"
+            for kind in ("malformed", "truncated", "repeated")
+            if getattr(self, kind) == "penalise"
+        ]
+        if below and ":" in self.advantage:
+            msg = f"advantage {self.advantage!r} is computed from rewards of sessions, but"
+            raise ConfigError(f"{msg} {below[0]}", "advantage")
 
     @property
     def needs_reference(self) -> bool:

@@ -16,16 +16,10 @@ from msgspec.structs import replace
 from tugline import log
 from tugline.errors import CaptureError, ConfigError
 from tugline.traces.base import leave_out, sum_ledgers
-from tugline.trainers.grpo.advantage import (
-    NO_PENALTIES,
-    grade,
-    token_advantages,
-    turn_shares,
-    whiten,
-)
+from tugline.trainers.grpo.advantage import CallAdvantages, grade, token_advantages, whiten
 from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.shaping import NO_PENALTIES, is_cut_off, mask_special
 from tugline.types import (
-    Boundary,
     Experts,
     Ids,
     Kept,
@@ -40,6 +34,7 @@ from tugline.types import (
 )
 
 _log = log.get("trainer")
+NO_ADVANTAGES: CallAdvantages = {}
 
 
 class RouterShape(NamedTuple):
@@ -102,7 +97,7 @@ def prepare(
             _check_ledger(trajectory)
             if trajectory.session not in graded:
                 dropped[Reason.SESSION_FAILED] += trajectory.ledger.trained
-            elif config.drop_truncated and _is_truncated(trajectory):
+            elif config.truncated == "mask" and is_cut_off(trajectory):
                 dropped[Reason.TRUNCATED] += trajectory.ledger.trained
             elif not signal:
                 dropped[Reason.NO_SIGNAL] += trajectory.ledger.trained
@@ -147,7 +142,7 @@ def list_samples(
     for trajectory in trajectories:
         if trajectory.reward is None or not math.isfinite(trajectory.reward.value):
             continue
-        zeros = [0.0] * len(trajectory.traces)
+        zeros = [NO_ADVANTAGES] * len(trajectory.traces)
         made = _samples(trajectory, zeros, config, version, Counter(), routed=routed)
         samples += made if routed else [replace(each, experts=None) for each in made]
     return samples
@@ -198,34 +193,25 @@ def _check_ledger(trajectory: Trajectory) -> None:
         )
 
 
-def _is_truncated(trajectory: Trajectory) -> bool:
-    """Whether the agent was stopped at a limit, or used up a budget of model calls."""
-    stopped = trajectory.failure is not None and trajectory.failure.boundary is Boundary.AGENT
-    return stopped or trajectory.spent is not None
-
-
 def _samples(
     trajectory: Trajectory,
-    advantages: Sequence[float],
+    advantages: Sequence[CallAdvantages],
     config: GrpoConfig,
     version: int,
     masked: Counter[Reason],
     *,
     routed: bool = False,
 ) -> Iterator[Sample]:
-    """Yield a sample for each trace with a token to train; `advantages` has one per trace.
+    """Yield a sample for each trace with a token to train; `advantages` are those of its calls.
 
     Trained tokens that are masked here are counted in `masked`; `routed` masks those without the
     experts of their context.
     """
-    shares: Mapping[int, float] = {}
-    if config.turn_discount is not None:
-        spans = (span for trace in trajectory.traces for span in trace.spans)
-        trained = [span.call for span in spans if span.masked is None]
-        shares = turn_shares(trained, config.turn_discount)
-    for trace, advantage in zip(trajectory.traces, advantages, strict=True):
+    cut_off = is_cut_off(trajectory)
+    for trace, own in zip(trajectory.traces, advantages, strict=True):
         versions, temperatures = read_spans(trace)
-        masks = {Reason.UNREPRODUCIBLE: temperatures == 0}
+        masks = mask_special(trace, config, cut_off=cut_off)
+        masks[Reason.UNREPRODUCIBLE] = temperatures == 0
         if routed:
             known = 0 if trace.experts is None else len(trace.experts)
             masks[Reason.NO_ROUTES] = np.arange(len(trace.ids)) > known
@@ -244,7 +230,7 @@ def _samples(
                 loss_mask=mask,
                 logprobs=trace.logprobs,
                 versions=versions,
-                advantages=token_advantages(trace, mask, advantage, shares),
+                advantages=token_advantages(trace, mask, own),
                 temperatures=temperatures,
                 group=trajectory.task,
                 session=trajectory.session,

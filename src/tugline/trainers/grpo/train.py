@@ -33,6 +33,7 @@ from tugline.trainers.grpo.loss import token_terms
 from tugline.trainers.grpo.objectives import CustomLoss, find_loss
 from tugline.trainers.grpo.routes import check_replay
 from tugline.trainers.grpo.samples import RouterShape, list_samples, list_tool_tokens, prepare
+from tugline.trainers.grpo.shaping import sum_terms
 from tugline.trainers.grpo.tokens import TrainedTokens, find_largest_weight, token_weights
 from tugline.trainers.grpo.update import (
     Chosen,
@@ -73,6 +74,9 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     figures: dict[str, float]
     """Figures of the loss by name, and ``entropy`` of the tokens' distributions if there is a bonus
     for it."""
+    shaping: dict[str, float]
+    """Sum over the sessions of what each term added to rewards, negative for penalties:
+    ``kl_reward``, ``overlong``, ``efficiency``, ``malformed``, ``truncated``, ``repeated``."""
     kl: float | None
     """Mean k3 divergence from the reference; None without a reference."""
     load_balancing: float
@@ -168,7 +172,8 @@ class Grpo(Updater):
         mismatch = summarize_mismatch(recomputed, without_replay, changed)
         seconds = time.perf_counter() - began
         report = self._report(updates, samples, ledger, mismatch, seconds)
-        return msgspec.structs.replace(report, largest_session=largest)
+        shaping = sum_terms(trajectories, self.config, penalties)
+        return msgspec.structs.replace(report, largest_session=largest, shaping=shaping)
 
     @torch.no_grad()
     def score(self, ids: Ids) -> Logprobs:
@@ -318,6 +323,7 @@ class Grpo(Updater):
             kl=figures.get("kl") if self._has_kl else None,
             load_balancing=sum(update.sums["load_balancing"] for update in finite) / count,
             largest_session=0.0,
+            shaping={},
             clip_fraction=figures.get("clipped", 0.0),
             importance_bounded=figures.get("bounded", 0.0),
             ratio_mean=figures.get("ratio", 0.0),
