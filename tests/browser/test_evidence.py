@@ -136,7 +136,7 @@ async def test_a_session_has_turns_ledger_and_tabs(tab: Tab, evidence: Evidence)
     await tab.until(f"{TOKEN_FACTS}.includes('position 0')")
 
 
-async def test_a_stored_patch_is_visible_whatever_the_evaluator(tab: Tab, evidence: Evidence) -> None:
+async def test_a_stored_patch_is_on_the_page(tab: Tab, evidence: Evidence) -> None:
     """The stored changes are shown if the evaluator's report has none; else the reason why not."""
     work = await evidence.lease("mend", 2)
     for each, patch in zip(work, (Patch({"b.py": FileChange(b"x = 1\n")}), None), strict=True):

@@ -132,7 +132,7 @@ def test_two_runs_are_compared_task_by_task(tmp_path: Path, run_here: Run) -> No
     assert (tmp_path / "first" / RESULTS).read_bytes() == before
     assert again["evaluation"] == evaluation
     change = again["change"]
-    assert (change["better"], change["worse"], change["difference"]["tasks"]) == (0, 0, 5)
+    assert (change["better"], change["worse"], change["difference"]["tasks"]) == ([], [], 5)
     assert change["difference"]["low"] < 0 < change["difference"]["high"]
 
 

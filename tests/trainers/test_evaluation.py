@@ -116,7 +116,11 @@ def test_a_comparison_is_paired() -> None:
     before = [Attempt(name, 0.0) for name in "abcde"]
     now = [Attempt(name, float(name in "abc")) for name in "abcdef"]
     comparison = compare(now, before)
-    assert (comparison.better, comparison.worse, comparison.difference.tasks) == (3, 0, 5)
+    assert (comparison.better, comparison.worse, comparison.difference.tasks) == (
+        ("a", "b", "c"),
+        (),
+        5,
+    )
     assert comparison.difference.value == pytest.approx(0.6)
     centre, spread = 3 / 7, ((5 / 7 - (3 / 7) ** 2) / 7) ** 0.5
     assert comparison.difference.low == pytest.approx(centre - 1.96 * spread)

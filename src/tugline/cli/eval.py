@@ -47,8 +47,7 @@ def eval(  # noqa: A001 - the name of the command
         return
     rows = [*evaluation.summarize(scores)]
     if change is not None:
-        rows.append(("change of pass@1", evaluation.format_estimate(change.difference)))
-        rows.append(("", f"{change.better} tasks better, {change.worse} worse"))
+        rows += evaluation.summarize_change(change)
     table = make_table(("", ""), rows)
     table.show_header = False
     print_text(table)

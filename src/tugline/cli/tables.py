@@ -99,7 +99,12 @@ def make_sessions_table(sessions: Sequence[SessionView]) -> Table:
 
 
 def _format_age(moment: float) -> str:
-    seconds = max(0.0, time.time() - moment)
+    return format_seconds(time.time() - moment)
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration in its largest unit, such as ``38 s``; a negative one as 0."""
+    seconds = max(0.0, seconds)
     for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

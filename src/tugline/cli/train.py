@@ -47,7 +47,7 @@ def train(
     """
     console = Console(stderr=True, highlight=False)
     with name_missing_extra("train"):
-        from tugline.trainers import batches, loop, models, sinks, supervised  # noqa: PLC0415 - extra
+        from tugline.trainers import batches, evaluation, loop, models, sinks, supervised  # noqa: PLC0415 - extra
         from tugline.trainers.config import CONFIG, read_config  # noqa: PLC0415 - the same
 
         settings = read_config(
@@ -81,4 +81,8 @@ def train(
             training = loop.train(settings, tasks, folder, figures, report, console=not no_console)
             summary = uvloop.run(training)
     save_report(folder / SUMMARY, summary, as_json=as_json)
+    if summary.change is not None:
+        for name, value in evaluation.summarize_change(summary.change):
+            line = f"{name or 'held-out tasks'}: {value}"
+            console.print(line, markup=False, soft_wrap=True)
     console.print(f"done after {summary.state.elapsed_s:.0f} s: {folder}")

@@ -7,7 +7,7 @@ attempts at the same task are correlated. This module does not import torch.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ from tugline.types import Failure, Trajectory, is_pass
 
 _Z = 1.96
 """Normal quantile of 95 % intervals."""
+_NAMED = 10
+"""Number of tasks of a comparison that are printed by name."""
 _SAME = 1e-6
 """Difference of rewards that is rounding."""
 Rates = npt.NDArray[np.float64]
@@ -65,9 +67,9 @@ class Comparison(msgspec.Struct, frozen=True):
     """Difference in pass@1, now minus earlier, over the tasks of both runs."""
 
     difference: Estimate
-    better: int
-    """Tasks with a higher rate now."""
-    worse: int
+    better: tuple[str, ...]
+    """Tasks with a higher rate now, the largest change first."""
+    worse: tuple[str, ...]
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,7 +176,9 @@ def compare(
     step = 1 / min(run[task][0] for task in shared for run in (counts, before))
     mean = _estimate_difference(gaps, step)
     difference = Estimate(mean.value, max(-1.0, mean.low), min(1.0, mean.high), mean.tasks)
-    return Comparison(difference, better=int((gaps > 0).sum()), worse=int((gaps < 0).sum()))
+    order = [int(number) for number in np.argsort(-np.abs(gaps), kind="stable")]
+    better = tuple(shared[number] for number in order if gaps[number] > 0)
+    return Comparison(difference, better, tuple(shared[n] for n in order if gaps[n] < 0))
 
 
 def _estimate_difference(gaps: Rates, step: float) -> Estimate:
@@ -271,6 +275,15 @@ def _rates(counts: Iterable[_Count], k: int) -> Rates:
 def format_estimate(mean: Estimate) -> str:
     """Return an estimate as text, such as ``32.3% (23.8% to 42.2%, 96 tasks)``."""
     return f"{mean.value:.1%} ({mean.low:.1%} to {mean.high:.1%}, {mean.tasks} tasks)"
+
+
+def summarize_change(change: Comparison) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of a comparison, with the names of tasks that changed."""
+    yield "change of pass@1", format_estimate(change.difference)
+    for name, tasks in (("better", change.better), ("worse", change.worse)):
+        more = f", and {len(tasks) - _NAMED} more" if len(tasks) > _NAMED else ""
+        names = f": {', '.join(tasks[:_NAMED])}{more}" if tasks else ""
+        yield "", f"{len(tasks)} {name}{names}"
 
 
 def summarize(evaluation: Evaluation) -> Sequence[tuple[str, str]]:
