@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainers.sessions import session
-from tugline.errors import UsageError
+from tugline.config import from_mapping
+from tugline.errors import ConfigError, UsageError
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import TrainConfig
 from tugline.trainers.metrics import TrainState
@@ -168,3 +169,35 @@ def test_tasks_that_changed_are_noticed_on_resume(folder: Path, tmp_path: Path) 
         with pytest.raises(UsageError, match=f"^the tasks have changed since .*: {message}"):
             start(*rows)
     start(*lines)
+
+
+def test_a_task_set_file_is_the_same_as_its_content(folder: Path, tmp_path: Path) -> None:
+    """Its path alone, or with the options of a held-out set; its own paths are relative to it."""
+    (folder / "set.yaml").write_text(
+        "taskset: {name: jsonl, options: {path: tasks.jsonl, id: id, instruction: '{question}',"
+        " tags: [kind]}}\n"
+        "template:\n"
+        "  harness: {name: shell, options: {command: 'false'}}\n"
+        "  evaluator: {name: function, options: {target: 'support.training:by_chance'}}\n"
+        "select: {include: ['t1*']}\n"
+    )
+    own = {"harness": {"name": "shell", "options": {"command": "true"}}}
+    config = msgspec.convert({"tasks": str(folder / "set.yaml"), "template": own}, TrainConfig)
+    batches = TaskBatches(config, tmp_path)
+    assert [task.id for task in batches.trained] == ["t1", "t10", "t11"]
+    assert batches.trained[0].harness.options == {"command": "true"}
+    expected = [task for task in make(folder).trained if task.id.startswith("t1")]
+    assert batches.trained == expected
+    held_out = {"file": str(folder / "set.yaml")}
+    source = {"taskset": {"name": "demo"}}
+    for values, message in (
+        ({"tasks": {**held_out, **source}}, "give either `file`"),
+        ({"tasks": {"file": "x", "select": {"split": "train"}}}, "select has no effect"),
+        ({"tasks": {}}, "give either `file`"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            from_mapping(values, TrainConfig)
+    (tmp_path / "none.yaml").write_text("a: 1\n")
+    config = msgspec.convert({"tasks": "none.yaml", "template": own}, TrainConfig)
+    with pytest.raises(ConfigError, match="is not a task-set file"):
+        TaskBatches(config, tmp_path)

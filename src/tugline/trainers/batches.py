@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from tugline.atomic import write_file
 from tugline.datasets.base import HELD_OUT, INSTANCE, task_id
-from tugline.datasets.files import SelectedTasks, SetFile, TaskSelection, instance_of
+from tugline.datasets.files import SelectedTasks, SetFile, TaskSelection, instance_of, read_set
 from tugline.errors import ConfigError, UsageError
 from tugline.launch.server import check_runnable
 from tugline.trainers.config import Schedule, TaskSource, TrainConfig, add_digests
@@ -230,9 +230,17 @@ def _read_tags(tasks: Sequence[Task], tag: str | None) -> tuple[str, ...]:
     return kinds
 
 
-def _read(source: TaskSource, config: TrainConfig, folder: Path, where: str) -> list[Task]:
-    file = SetFile(source.taskset, config.template, source.select or TaskSelection())
-    return SelectedTasks(file, where, folder).tasks()
+def _read(source: TaskSource | str, config: TrainConfig, folder: Path, where: str) -> list[Task]:
+    source = TaskSource(file=Path(source)) if isinstance(source, str) else source
+    if source.taskset is not None:
+        file = SetFile(source.taskset, config.template, source.select or TaskSelection())
+        return SelectedTasks(file, where, folder).tasks()
+    path = folder / (source.file or Path()).expanduser()
+    selected = read_set(path, {f"template.{key}": value for key, value in config.template.items()})
+    if selected is None:
+        msg = f"{path} is not a task-set file, which has the keys taskset and template"
+        raise ConfigError(msg, where)
+    return selected.tasks()
 
 
 def describe(config: TrainConfig, batches: TaskBatches, folder: Path, *, rows: int = 0) -> str:

@@ -34,10 +34,23 @@ MODEL = "model"
 class TaskSource(Config, frozen=True):
     """A task set and a selection of its tasks."""
 
-    taskset: PluginSpec
-    """The task set (`name`, `options`), as in a [task-set file](tasksets.md)."""
+    file: Path | None = None
+    """A [task-set file](tasksets.md), in place of `taskset` and `select`; the keys of `template`
+    replace those of its own template."""
+    taskset: PluginSpec | None = None
+    """The task set (`name`, `options`), as in a task-set file."""
     select: TaskSelection | None = None
     """Selection of tasks, as in a task-set file; None: all tasks."""
+
+    def __post_init__(self) -> None:
+        """Check that there is one source. Raises `ConfigError`."""
+        super().__post_init__()
+        if (self.file is None) == (self.taskset is None):
+            msg = "give either `file`, the path of a task-set file, or `taskset`"
+            raise ConfigError(msg, "taskset")
+        if self.file is not None and self.select is not None:
+            msg = "select has no effect on a task-set file: write it there"
+            raise ConfigError(msg, "select")
 
 
 class HeldOut(TaskSource, frozen=True):
@@ -121,11 +134,11 @@ class TrainConfig(Config, frozen=True, kw_only=True):
 
     model: Path | None = None
     """Hugging Face folder of the initial model; None: the demo's tiny model."""
-    tasks: TaskSource
-    """Tasks to train on."""
+    tasks: TaskSource | str
+    """Tasks to train on; the path of a task-set file alone is short for `{file: PATH}`."""
     heldout: HeldOut | None = None
     """Evaluation during training; None: no evaluation."""
-    template: dict[str, Any]
+    template: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies it
     """Fields shared by all tasks (harness, runtime, limits ...), as in a task-set file."""
     engine: EngineSettings = EngineSettings()
     """The engine; `engine.model` must be left out, `engine.tokenizer` defaults to the model's."""
