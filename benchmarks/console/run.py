@@ -1,8 +1,8 @@
 """Cost of the console, in a real Chromium on a server with many finished sessions.
 
-`docs/console.md` explains the figures. Chromium must be on the PATH: `make test-browser` installs
-one, and also measures how long 250,000 tokens take to draw. `--lists` measures only the lists,
-which need no browser.
+`docs/benchmarks.md` explains the figures. Chromium must be on the PATH: `make test-browser`
+installs one, and also measures how long 250,000 tokens take to draw. `--lists` measures only the
+lists, which need no browser.
 
     python benchmarks/console/run.py [--json] [--lists] [--store postgres] [--sessions 100000]
 """

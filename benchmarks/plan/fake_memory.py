@@ -11,7 +11,7 @@ figures are simulated: the allocator's fragmentation and CUDA's own memory are n
 - Gated delta nets use the simulated kernel of delta_rule.py; `--rule torch` measures the fallback
   of transformers, which takes minutes for each layer.
 
-    python benchmarks/plan/fake_memory.py     # the table of docs/training.md
+    python benchmarks/plan/fake_memory.py     # the table of docs/benchmarks.md
     python benchmarks/plan/fake_memory.py --model qwen3-8b --ranks 4 --tokens 65536 --offload
 """
 

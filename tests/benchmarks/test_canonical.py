@@ -16,7 +16,7 @@ END, OTHER_END, HEAD = 1, 2, 3
 PROMPT = [10, 11, 12, 13, END, HEAD]
 TAIL = [20, 21, END, HEAD]
 """A tool's result, and the head of the next answer."""
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "trajectories.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 
 
 def answer(number: int, end: int = END) -> list[int]:

@@ -34,8 +34,8 @@ def test_a_token_is_not_drawn() -> None:
 
 
 def test_the_page_has_the_measured_times() -> None:
-    """The table of the tutorial equals the committed record."""
+    """The table of the results equals the committed record."""
     steps = json.loads((ROOT / "docs/newcomer.json").read_text("utf-8"))["steps"]
-    page = (ROOT / "docs/start/train-your-agent.md").read_text("utf-8")
+    page = (ROOT / "docs/results.md").read_text("utf-8")
     rows = re.findall(r"^\| .* \| ([\d.]+) s \| [\d.]+ \|$", page, re.MULTILINE)
     assert rows == [f"{step['seconds']:.0f}" for step in steps]

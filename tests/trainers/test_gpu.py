@@ -77,7 +77,7 @@ def test_trees_give_the_results_of_separate_rows(
     gradient, other = plain.gradient, tree.gradient
     cosine = torch.nn.functional.cosine_similarity(gradient.double(), other.double(), dim=0).item()
     ratio = (other.norm() / gradient.norm()).item()
-    print(  # noqa: T201 - figures for docs/training.md, shown with -s
+    print(  # noqa: T201 - figures for docs/benchmarks.md, shown with -s
         f"{autocast}: {plain.tokens} -> {tree.tokens} tokens, max {difference.max():.1e} mean"
         f" {difference.mean():.1e} nats, gradient cosine {cosine:.7f} ratio {ratio:.6f}"
     )

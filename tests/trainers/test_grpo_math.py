@@ -202,6 +202,6 @@ def test_a_decay_within_the_warm_up_is_refused() -> None:
 
 
 def test_fields_of_the_report_are_documented() -> None:
-    """Each field of the report is in docs/training.md."""
-    guide = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    """Each field of the report is in docs/grpo.md."""
+    guide = (Path(__file__).parents[2] / "docs" / "grpo.md").read_text()
     assert [name for name in StepReport.__struct_fields__ if f"`{name}`" not in guide] == []

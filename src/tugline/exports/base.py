@@ -25,7 +25,7 @@ from tugline.types import Kept, PluginSpec, Trace, TraceKind
 
 
 class SkipReason(StrEnum):
-    """Reason why a session or one of its rows is not in the file; see `docs/export.md`."""
+    """Reason why a session or one of its rows is not in the file; see `docs/formats.md`."""
 
     DAMAGED = "damaged"
     NO_HEADER = "no_header"

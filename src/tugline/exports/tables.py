@@ -2,7 +2,7 @@
 
 Files are written in batches of bounded size, with pyarrow from the extra ``export``. They contain
 no date or path, so equal rows give equal bytes. A map is a list of ``{key, value}``, because
-Hugging Face `datasets` does not support Arrow maps. `docs/export.md` explains the columns.
+Hugging Face `datasets` does not support Arrow maps. `docs/formats.md` explains the columns.
 """
 
 from collections.abc import Mapping

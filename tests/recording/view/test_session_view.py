@@ -109,8 +109,8 @@ def test_a_recording_without_its_header_can_be_viewed(tmp_path: Path) -> None:
 
 
 def test_every_field_of_the_json_is_documented() -> None:
-    """Each field is in docs/view.md."""
-    page = (Path(__file__).parents[3] / "docs" / "view.md").read_text(encoding="utf-8")
+    """Each field is in docs/format.md."""
+    page = (Path(__file__).parents[3] / "docs" / "format.md").read_text(encoding="utf-8")
     shapes = (SessionView, TurnView, TurnDetail, RecordedEvent, TraceView)
     names = [name for shape in shapes for name in shape.__struct_fields__]
     assert [name for name in names if f"`{name}`" not in page] == []

@@ -1,7 +1,7 @@
 """View model of a recorded session: its header, turns, traces and ledger.
 
 The terminal, the HTML page and ``--json`` all show one `SessionView`, so they agree; its fields are
-the documented JSON format (`docs/view.md`). Continuations are computed from the ids (I1). Every
+the documented JSON format (`docs/format.md`). Continuations are computed from the ids (I1). Every
 sampled token is in its turn's ledger, and the turns' ledgers add up to the session's (I2).
 """
 

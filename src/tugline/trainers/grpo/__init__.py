@@ -1,1 +1,1 @@
-"""Group-relative policy optimisation on token-faithful traces; docs/training.md explains it."""
+"""Group-relative policy optimisation on token-faithful traces; docs/grpo.md explains it."""

@@ -87,7 +87,7 @@ class UpdateConfig(Config, frozen=True):
 
 
 class GrpoConfig(UpdateConfig, frozen=True):
-    """Settings of policy updates from rewarded sessions; docs/training.md has the formulas."""
+    """Settings of policy updates from rewarded sessions; docs/grpo.md has the formulas."""
 
     credit: str = "session"
     """Reward of a trained token: that of its `session`; of its `call` or `trace`, if the evaluator
