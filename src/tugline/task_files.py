@@ -23,6 +23,7 @@ import yaml
 from tugline.errors import ConfigError, UsageError
 from tugline.schema import FILE_TYPES, decode, field_docs, list_structs, read_jsonl, read_values
 from tugline.types import PluginSpec, Task
+from tugline.types.task import SERVER_FIELDS
 
 SUFFIXES = (*FILE_TYPES, ".jsonl")
 INSTRUCTION_FILE = "instruction_file"
@@ -147,7 +148,7 @@ def make_template() -> str:
 def _optional() -> Iterator[str]:
     docs = field_docs(Task)
     for field in msgspec.structs.fields(Task):
-        if f"\n{field.name}:" in f"\n{_EXAMPLE}":
+        if f"\n{field.name}:" in f"\n{_EXAMPLE}" or field.name in SERVER_FIELDS:
             continue
         yield f"# {docs[field.name]}{_choices(field.type)}"
         inner = list_structs(field.type)

@@ -45,9 +45,7 @@ def eval(  # noqa: A001 - the name of the command
     save_report(out / "evaluation.json", {"evaluation": scores, "change": change}, as_json=as_json)
     if as_json:
         return
-    rows = [*evaluation.summarize(scores)]
-    if change is not None:
-        rows += evaluation.summarize_change(change)
+    rows = [*evaluation.summarize(scores), *evaluation.summarize_change(change)]
     table = make_table(("", ""), rows)
     table.show_header = False
     print_text(table)

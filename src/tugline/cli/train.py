@@ -64,12 +64,8 @@ def train(
             return
         tasks = batches.TaskBatches(settings, config.absolute().parent)
         tasks.check()
-        figures = sinks.make_sinks(
-            settings.metrics,
-            console,
-            settings.server,
-            served=not no_console and settings.server is None,
-        )
+        served = not no_console and settings.server is None
+        figures = sinks.make_sinks(settings.metrics, console, settings.server, served=served)
         folder = choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
         if dry_run:
             rows = supervised.read_supervised(settings)
@@ -78,11 +74,9 @@ def train(
         report = sinks.make_report(console)
         command = ["train", str(config), *(f"--set={each}" for each in changes or ())]
         with keep_resumable(folder, shlex.join(command), console):
-            training = loop.train(settings, tasks, folder, figures, report, console=not no_console)
+            training = loop.train(settings, tasks, folder, figures, report, console=served)
             summary = uvloop.run(training)
     save_report(folder / SUMMARY, summary, as_json=as_json)
-    if summary.change is not None:
-        for name, value in evaluation.summarize_change(summary.change):
-            line = f"{name or 'held-out tasks'}: {value}"
-            console.print(line, markup=False, soft_wrap=True)
+    for name, value in evaluation.summarize_change(summary.change):
+        console.print(f"{name or 'held-out tasks'}: {value}", markup=False, soft_wrap=True)
     console.print(f"done after {summary.state.elapsed_s:.0f} s: {folder}")

@@ -277,8 +277,10 @@ def format_estimate(mean: Estimate) -> str:
     return f"{mean.value:.1%} ({mean.low:.1%} to {mean.high:.1%}, {mean.tasks} tasks)"
 
 
-def summarize_change(change: Comparison) -> Iterator[tuple[str, str]]:
-    """Yield the names and values of a comparison, with the names of tasks that changed."""
+def summarize_change(change: Comparison | None) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of a comparison, if any, with the tasks that changed."""
+    if change is None:
+        return
     yield "change of pass@1", format_estimate(change.difference)
     for name, tasks in (("better", change.better), ("worse", change.worse)):
         more = f", and {len(tasks) - _NAMED} more" if len(tasks) > _NAMED else ""

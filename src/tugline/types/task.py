@@ -166,6 +166,10 @@ class RecordingRef(msgspec.Struct, frozen=True, kw_only=True):
     """2 for the second verdict of the same evaluator."""
 
 
+SERVER_FIELDS = frozenset({"judges"})
+"""Fields of a task that only a server sets."""
+
+
 class MalformedCalls(StrEnum):
     """How a tool call that cannot be parsed is delivered to the harness."""
 
