@@ -23,6 +23,7 @@ from tugline.datasets.files import SelectedTasks, SetFile, TaskSelection, instan
 from tugline.errors import ConfigError, UsageError
 from tugline.launch.server import check_runnable
 from tugline.trainers.config import Schedule, TaskSource, TrainConfig, add_digests
+from tugline.trainers.questions import ask
 from tugline.types import Task, Trajectory
 
 ATTEMPTS = 20
@@ -284,6 +285,7 @@ def describe(config: TrainConfig, batches: TaskBatches, folder: Path, *, rows: i
         f"checkpoints every {often}, the last {plan.keep} are kept",
         f"metrics     console, metrics.jsonl {' '.join(sink.name for sink in config.metrics)}",
         f"folder      {folder}{' (resumed)' if folder.exists() else ''}",
+        *(f"question    {text}" for text in ask(config, size)),
     ]
     return "\n".join(filter(None, lines))
 
