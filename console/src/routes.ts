@@ -16,6 +16,11 @@ export const routes: Route[] = [
     rail: { name: "Overview", path: "/", key: "o" },
   },
   {
+    at: /^\/runs$/,
+    page: () => import("./pages/Runs.svelte"),
+    rail: { name: "Runs", path: "/runs", key: "u" },
+  },
+  {
     at: /^\/training$/,
     page: () => import("./pages/Training.svelte"),
     rail: { name: "Training", path: "/training", key: "r" },

@@ -1,20 +1,26 @@
-"""The console's pages of a session, a group, a comparison and training, in a real Chromium.
+"""The console's pages of a session, a group and a comparison, in a real Chromium.
 
 The sessions are recordings that are rebuilt to trajectories and committed as by a node.
 """
 
-import asyncio
 import json
 import sys
 from pathlib import Path
 from urllib.parse import parse_qsl
 
-import msgspec
 import pytest
 
-from browser.busy import append_log, commit
+from browser.busy import append_log
 from browser.chromium import Tab
-from browser.conftest import DRAWN, TOKEN_FACTS, TOKENS_BOX, TURNS, check_accessibility
+from browser.conftest import (
+    DRAWN,
+    TOKEN_FACTS,
+    TOKENS_BOX,
+    TURNS,
+    Evidence,
+    check_accessibility,
+    open_page,
+)
 from recording.view.synthetic import (
     HOSTILE,
     LAST_WORD,
@@ -26,50 +32,15 @@ from recording.view.synthetic import (
     whole,
 )
 from support.commands import run_program
-from support.server import TOKENS, RunningServer
 from tugline.patch import FileChange, Patch
-from tugline.protocol import NodeRegistered, Work
+from tugline.protocol import Work
 from tugline.recording.file import read
 from tugline.recording.trajectories import rebuild
-from tugline.types import Boundary, Cause, Failure, Message, Reward, Role, Status, Trajectory
+from tugline.types import Boundary, Cause, Failure, Message, Reward, Role, Status
 
 pytestmark = pytest.mark.browser
 DIFF = f"--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-pass\n+{HOSTILE}\n"
 REPORT = {"diff": DIFF, "passed": 1, "total": 2, "output": f"FAILED {HOSTILE}\n1 failed"}
-
-
-class Evidence:
-    """A server, and a node that is played by the test."""
-
-    def __init__(self, server: RunningServer, node: NodeRegistered, folder: Path) -> None:
-        self.server, self.node = server, node
-        self.recordings = folder / "nodes" / "n" / "recordings"
-        self.recordings.mkdir(parents=True)
-
-    async def lease(self, task: str, samples: int) -> list[Work]:
-        """Submit a task and lease all its sessions."""
-        await self.server.submit(id=task, samples=samples, instruction=HOSTILE)
-        orders = await self.server.lease(self.node, 0, 0.0)
-        done = orders.control.generation
-        work = await self.server.lease(self.node, samples, applied=done)
-        return sorted(work.work, key=lambda each: each.session.sample)
-
-    def store_recording(self, work: Work, recording: Path) -> None:
-        """Move a recording to where the server's own node has that of a session."""
-        session = work.session
-        recording.rename(self.recordings / f"{session.id}.{session.epoch}.rec")
-
-    async def commit(self, work: Work, trajectory: Trajectory, **changes: object) -> None:
-        """Commit a trajectory for a session."""
-        of = work.session
-        own = {"session": of.id, "task": of.task, "sample": of.sample, **changes}
-        await commit(self.server, self.node, msgspec.structs.replace(trajectory, **own), of.epoch)
-
-
-@pytest.fixture
-async def evidence(tmp_path: Path, server: RunningServer) -> Evidence:
-    """An empty server, and a node."""
-    return Evidence(server, await server.join(), tmp_path)
 
 
 async def commit_group(evidence: Evidence) -> list[Work]:
@@ -91,19 +62,12 @@ async def commit_group(evidence: Evidence) -> list[Work]:
     return work
 
 
-async def open_page(tab: Tab, evidence: Evidence, path: str, ready: str) -> str:
-    """Open a page, wait until `ready` is true, and return its text."""
-    await tab.visit(evidence.server.url + path)
-    await tab.until(ready)
-    return await tab.js("document.querySelector('main').innerText")
-
-
 async def test_a_session_has_turns_ledger_and_tabs(tab: Tab, evidence: Evidence) -> None:
     """The page of a session also has its outcome, reward, colours and messages."""
     work = await commit_group(evidence)
     name = work[0].session.id
     text = await open_page(
-        tab, evidence, f"/sessions/{name}", f"{DRAWN} && document.querySelector('.answer')"
+        tab, evidence.server, f"/sessions/{name}", f"{DRAWN} && document.querySelector('.answer')"
     )
     for expected in ("completed", "reward 1", "+0.500 against the group's mean 0.500", "4 to 5"):
         assert expected in text, text
@@ -147,9 +111,13 @@ async def test_a_stored_patch_is_on_the_page(tab: Tab, evidence: Evidence) -> No
         evidence.store_recording(each, recording)
         await evidence.commit(each, trajectory, reward=Reward(1.0), report={})
     text = "document.querySelector('.body').innerText"
-    await open_page(tab, evidence, "/sessions/mend-0?tab=patch", f"{text}.includes('+x = 1')")
+    await open_page(
+        tab, evidence.server, "/sessions/mend-0?tab=patch", f"{text}.includes('+x = 1')"
+    )
     assert "+++ b/b.py" in await tab.js(text)
-    await open_page(tab, evidence, "/sessions/mend-1?tab=patch", f"{text}.includes('no patch')")
+    await open_page(
+        tab, evidence.server, "/sessions/mend-1?tab=patch", f"{text}.includes('no patch')"
+    )
 
 
 def test_entropy_is_the_mean_surprise_around_a_token() -> None:
@@ -171,7 +139,9 @@ def test_entropy_is_the_mean_surprise_around_a_token() -> None:
 async def test_turns_are_found_by_their_text(tab: Tab, evidence: Evidence) -> None:
     """Turns with the text are listed, and the first is shown; the address has the search."""
     name = (await commit_group(evidence))[0].session.id
-    await open_page(tab, evidence, f"/sessions/{name}", "document.querySelector('[data-search]')")
+    await open_page(
+        tab, evidence.server, f"/sessions/{name}", "document.querySelector('[data-search]')"
+    )
     await tab.key("/")
     for letter in LAST_WORD:
         await tab.key(letter)
@@ -196,16 +166,15 @@ async def test_every_page_is_accessible(tab: Tab, evidence: Evidence, theme: str
         *(f"/sessions/mend-0?tab={name}" for name in ("patch", "tests", "log", "timings", "json")),
         "/groups/mend",
         "/compare/mend-0/mend-1",
-        "/training",
     ):
-        await open_page(tab, evidence, path, "document.querySelector('table, canvas')")
+        await open_page(tab, evidence.server, path, "document.querySelector('table, canvas')")
         await check_accessibility(tab, path)
 
 
 async def test_a_session_without_its_recording_shows_ids(tab: Tab, evidence: Evidence) -> None:
     """The ids are those of the trajectory, and the page names what is missing."""
     work = await commit_group(evidence)
-    text = await open_page(tab, evidence, f"/sessions/{work[2].session.id}", DRAWN)
+    text = await open_page(tab, evidence.server, f"/sessions/{work[2].session.id}", DRAWN)
     assert "agent: agent timeout" in text
     assert "Used for training." in text
     assert "Ids are shown instead of text" in text
@@ -218,12 +187,15 @@ async def test_an_agents_text_is_never_markup(tab: Tab, evidence: Evidence) -> N
     for tab_name in ("conversation", "patch", "tests", "log"):
         path = f"/sessions/{name}?turn=1&tab={tab_name}"
         has_text = "document.querySelector('.body').textContent.includes('<img src=x')"
-        await open_page(tab, evidence, path, f"{DRAWN} && {has_text}")
+        await open_page(tab, evidence.server, path, f"{DRAWN} && {has_text}")
         assert await tab.js("document.images.length") == 0
         assert await tab.js("document.scripts.length") == 1
     for path in ("/groups/mend", "/sessions/mend-2"):
         await open_page(
-            tab, evidence, path, "document.querySelector('main').textContent.includes('<img src=x')"
+            tab,
+            evidence.server,
+            path,
+            "document.querySelector('main').textContent.includes('<img src=x')",
         )
         assert await tab.js("document.images.length") == 0
 
@@ -234,7 +206,7 @@ async def test_a_running_session_is_updated_live(tab: Tab, evidence: Evidence) -
     recording = small(evidence.recordings)
     trajectory = rebuild(read(recording))
     name = work.session.id
-    await open_page(tab, evidence, f"/sessions/{name}", "document.querySelector('.list')")
+    await open_page(tab, evidence.server, f"/sessions/{name}", "document.querySelector('.list')")
     assert await tab.js(f"{TURNS}.length") == 0
     evidence.store_recording(work, recording)
     await tab.until(f"{TURNS}.length === 6")
@@ -246,7 +218,7 @@ async def test_a_group_compares_its_samples(tab: Tab, evidence: Evidence) -> Non
     """The page has rewards on one axis, advantages, the pass rate and a link to compare two."""
     await commit_group(evidence)
     ready = "document.querySelectorAll('.maps canvas').length === 3"
-    text = await open_page(tab, evidence, "/groups/mend", ready)
+    text = await open_page(tab, evidence.server, "/groups/mend", ready)
     assert "1 of 3 pass" in text
     assert "(6 to 79 %, Wilson 95 %)" in text
     assert await tab.js("document.querySelectorAll('circle').length") == 3
@@ -281,7 +253,7 @@ async def test_a_comparison_has_the_first_divergence(tab: Tab, evidence: Evidenc
         evidence.store_recording(each, recording)
     expected = next(k for k, (a, b) in enumerate(zip(*traces, strict=False)) if a != b)
     path = f"/compare/{work[0].session.id}/{work[1].session.id}"
-    text = await open_page(tab, evidence, path, "document.querySelector('#divergence')")
+    text = await open_page(tab, evidence.server, path, "document.querySelector('#divergence')")
     assert await tab.js("document.querySelector('#divergence').innerText") == f"{expected:,}"
     assert "the same" in text
     assert "differ" in text
@@ -293,76 +265,6 @@ async def test_a_comparison_has_the_first_divergence(tab: Tab, evidence: Evidenc
     assert "now" not in marks
 
 
-_POINT = """(() => {{
-  const chart = document.querySelector("figure svg"), box = chart.getBoundingClientRect();
-  const at = {{clientX: box.x + 44 + (box.width - 52) * {share}, clientY: box.y + 50}};
-  chart.dispatchEvent(new MouseEvent("mousemove", {{bubbles: true, ...at}}));
-}})()"""
-"""Move the mouse over the first chart, at a share of its width from the left."""
-
-
-_SERVES = """fetch("/v1/weights", {{headers: {{authorization: "Bearer {token}"}}}})
-  .then((response) => response.json()).then((weights) => weights.version === {version})"""
-
-
-async def report(
-    evidence: Evidence,
-    run: str,
-    step: int,
-    figures: dict[str, float],
-    notes: dict[str, str] | None = None,
-) -> None:
-    """Report a step, as a trainer does."""
-    body = {"step": step, "figures": figures, "notes": notes or {}}
-    response = await evidence.server.ask("POST", f"/v1/runs/{run}/steps", json=body)
-    assert response.status == 204, response
-
-
-async def test_training_shows_results_by_version(
-    tab: Tab, evidence: Evidence, tmp_path: Path
-) -> None:
-    """The page has pass rates with Wilson's intervals by version, groups, and a run's metrics."""
-    trajectory = rebuild(read(small(tmp_path)))
-    for version, rewards in enumerate([(0.0, 0.0, 1.0), (1.0, 1.0, 0.5)]):
-        # Ends once the node has loaded the version, which it reports with its lease.
-        announcing = asyncio.create_task(evidence.server.control.announce(version))
-        await tab.until(_SERVES.format(version=version, token=TOKENS.read))
-        for work, reward in zip(await evidence.lease(f"step{version}", 3), rewards, strict=True):
-            await evidence.commit(work, trajectory, reward=Reward(reward))
-        await announcing
-    text = await open_page(
-        tab, evidence, "/training", "document.querySelectorAll('figure').length === 4"
-    )
-    assert "6 results" in text
-    for version, rate in {0: "33 % (6 % to 79 %)", 1: "67 % (21 % to 94 %)"}.items():
-        await tab.js(_POINT.format(share=0.25 + 0.5 * version))
-        await tab.until(f"document.querySelector('figcaption').innerText.includes('{rate}')")
-    await tab.visit(f"{evidence.server.url}/training?from=1&to=1")
-    await tab.until("document.querySelectorAll('tbody tr').length === 1")
-    await report(evidence, "first-0a", 1, {"rollout/reward": 0.25})
-    await report(evidence, "second-0b", 1, {"rollout/reward": 0.5, "rollout/entropy": 1.5})
-    await tab.until("document.querySelectorAll('figure').length === 6")
-    assert "step 1, last report" in await tab.js("document.querySelector('main').innerText")
-    await report(evidence, "second-0b", 2, {"time/wait_s": 3.0}, {"alarm entropy": HOSTILE})
-    await tab.until("document.querySelectorAll('figure').length === 7")
-    await tab.until("document.querySelector('main').innerText.includes('alarm entropy')")
-    await tab.visit(f"{evidence.server.url}/training?run=first-0a")
-    await tab.until("document.querySelectorAll('figure').length === 5")
-    assert await tab.js("document.querySelector('select').value") == "first-0a"
-    lines = [
-        {"step": step, "rollout/reward": step / 10, "rollout/entropy": 1.0 - step / 20,
-         "update/ledger/trained": 90.0, "update/ledger/masked/side_call": 10.0}
-        for step in (1, 2, 3)
-    ]  # fmt: skip
-    lines.append({"step": 3, "note": "alarm entropy", "text": HOSTILE})
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    await tab.choose_file("input[type=file]", metrics)
-    await tab.until("document.querySelectorAll('figure').length === 7")
-    assert await tab.js("document.querySelector('select')") is None
-    assert "alarm entropy" in await tab.js("document.querySelector('main').innerText")
-
-
 async def test_a_long_session_is_drawn_quickly(
     tab: Tab, evidence: Evidence, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -372,7 +274,7 @@ async def test_a_long_session_is_drawn_quickly(
     last = len(trajectory.traces[0].ids) - 1
     assert last > 250_000
     await evidence.commit(work, trajectory)
-    await open_page(tab, evidence, f"/sessions/{work.session.id}?colour=logprob", DRAWN)
+    await open_page(tab, evidence.server, f"/sessions/{work.session.id}?colour=logprob", DRAWN)
     drawn = "performance.getEntriesByName('tokens drawn')[0].startTime"
     resources = "performance.getEntriesByType('resource')"
     loaded = f"{resources}.find(each => each.name.endsWith('/trajectory')).responseEnd"

@@ -54,6 +54,19 @@ async def test_reports_of_a_step_are_merged(control: ControlPlane) -> None:
     assert events[-1].detail == {"run": "b", "step": 7}
 
 
+async def test_some_figures_are_read_without_the_others(control: ControlPlane) -> None:
+    """A page is full of steps that have them; steps without them do not end it early."""
+    for step in range(10):
+        name = "reward" if step % 3 == 0 else "kl"
+        given = RunStep(step=step, figures={name: 1.0, "s": 2.0}, notes={"alarm": "x"})
+        await control.database.write(runs.report_step, "a", given)
+    query = StepQuery(limit=3, figure=("reward", "other"))
+    steps = await control.database.read(runs.list_steps, "a", query)
+    assert steps == [RunStep(step=step, figures={"reward": 1.0}) for step in (0, 3, 6)]
+    steps = await control.database.read(runs.list_steps, "a", replace(query, after=6))
+    assert [step.step for step in steps] == [9]
+
+
 async def test_a_rewound_run_drops_later_steps(control: ControlPlane) -> None:
     """A resumed trainer continues after its checkpoint and repeats the later steps."""
     for step in range(1, 5):

@@ -90,9 +90,10 @@ class RunningServer:
             headers = {name.lower(): value for name, value in got.headers.items()}
             return Answer(got.status, headers, await got.read())
 
-    async def submit(self, **changes: Any) -> Any:
-        """Submit a task; returns the response's body."""
-        response = await self.ask("POST", "/v1/tasks", json={**TASK, **changes})
+    async def submit(self, run: str = "", /, **changes: Any) -> Any:
+        """Submit a task, to a run if it is given; returns the response's body."""
+        path = f"/v1/tasks?run={run}" if run else "/v1/tasks"
+        response = await self.ask("POST", path, json={**TASK, **changes})
         assert response.status in {200, 201}, response
         return response.json
 

@@ -1,4 +1,4 @@
-// Statistics of results, and the figures of a training run.
+// Statistics of results.
 
 import type { Result } from "./api";
 
@@ -32,8 +32,9 @@ export interface GroupFigures {
 export interface VersionFigures extends Omit<GroupFigures, "task"> {
   version: number;
   sessions: number;
-  trained: number;
-  untrained: number;
+  /** Sampled tokens that a trainer may train, and those left out. */
+  trainable: number;
+  untrainable: number;
   /** Sessions by the boundary that failed. */
   failures: Record<string, number>;
   groups: Map<string, GroupFigures>;
@@ -48,12 +49,12 @@ export class Sums {
       if (one.version == null) continue;
       const sum = this.found.get(one.version) ?? {
         version: one.version, sessions: 0, rewarded: 0, passed: 0, total: 0,
-        trained: 0, untrained: 0, failures: {}, groups: new Map<string, GroupFigures>(),
+        trainable: 0, untrainable: 0, failures: {}, groups: new Map<string, GroupFigures>(),
       };
       this.found.set(one.version, sum);
       sum.sessions++;
-      sum.trained += one.trained;
-      sum.untrained += one.sampled - one.trained;
+      sum.trainable += one.trained;
+      sum.untrainable += one.sampled - one.trained;
       if (one.failure) {
         const { boundary } = one.failure;
         sum.failures[boundary] = (sum.failures[boundary] ?? 0) + 1;
@@ -73,29 +74,4 @@ export class Sums {
   list(): VersionFigures[] {
     return [...this.found.values()].sort((a, b) => a.version - b.version);
   }
-}
-
-/** Figures of a step by name, such as `rollout/reward`; and its notes. */
-export interface Step {
-  step: number;
-  figures: Record<string, number>;
-  notes: { name: string; text: string }[];
-}
-
-/** Read the lines of a `metrics.jsonl`. Throws for other files. */
-export function parseMetrics(text: string): Step[] {
-  const steps = new Map<number, Step>();
-  for (const line of text.slice(0, text.lastIndexOf("\n") + 1).split("\n")) {
-    if (!line) continue;
-    const row = JSON.parse(line) as Record<string, unknown>;
-    if (typeof row.step !== "number") throw new Error("a line lacks the field `step`");
-    const step = steps.get(row.step) ?? { step: row.step, figures: {}, notes: [] };
-    steps.set(row.step, step);
-    if (typeof row.text === "string") step.notes.push({ name: String(row.note), text: row.text });
-    for (const [name, value] of Object.entries(row)) {
-      if (typeof value === "number" && name !== "step") step.figures[name] = value;
-    }
-  }
-  if (!steps.size) throw new Error("it contains no steps");
-  return [...steps.values()].sort((a, b) => a.step - b.step);
 }

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from tugline.protocol.clients import DeliveryState, Name, TaskState
+from tugline.protocol.runs import FigureName
 from tugline.types import Status
 
 Limit = Annotated[int, Meta(ge=1, le=1000, description="Maximum number of items.")]
@@ -72,6 +73,8 @@ class StepQuery(msgspec.Struct, frozen=True, kw_only=True):
     after: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
     """Only steps after this step."""
     limit: Limit = 1000
+    figure: Annotated[tuple[FigureName, ...], Meta(max_length=100)] = ()
+    """Only these figures, without notes, and only steps that have any of them."""
 
 
 class ResultQuery(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,8 @@ METRICS = "metrics.jsonl"
 PLOT = "training.png"
 FAILED = "failed"
 """Name of the note on the sessions of a step without a reward."""
+RESUMED = "resumed"
+"""Name of the note on the step after which a run was resumed."""
 _QUIET_S = 10.0
 """Minimum seconds between a line about sessions and the line before it."""
 _SEND_S = 20.0
@@ -192,7 +194,7 @@ class ServerSink(Sink):
         base = folder if self._server is None else None
         self._client = SyncClient(self._server, folder=base, deadline_s=_SEND_S)
         self._client.__enter__()
-        self._send(step, rewound=True)
+        self._send(step, rewound=True, notes={RESUMED: f"after step {step}"} if step else {})
         for row in [row for row in read_lines(folder / METRICS) if row.pop("step") == step]:
             if "note" in row:
                 self.note(step, row["note"], row["text"])

@@ -53,7 +53,8 @@ BODY_S = 120.0
 _BINARY = {"application/octet-stream", "application/zstd", "application/x-msgpack", "text/plain"}
 _PATTERNS = {"{id}": r"([A-Za-z0-9._-]{1,160})", "{number}": r"([0-9]{1,18})"}
 _CONSOLE = Path(__file__).parents[1] / "console"
-_PAGE = re.compile(r"/|/(training|sessions|groups|compare|failures|tasks|nodes).*|/(assets/[^/]+)")
+_PAGES = "runs|training|sessions|groups|compare|failures|tasks|nodes"
+_PAGE = re.compile(rf"/|/({_PAGES}).*|/(assets/[^/]+)")
 """Paths of the console; at all paths but those of assets, the page does its own routing."""
 _CONSOLE_HEADERS = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",

@@ -4,6 +4,8 @@ A run is registered before tasks are submitted to it. A report of a trainer that
 registers its run.
 """
 
+from collections.abc import Set as AbstractSet
+
 import msgspec
 
 from tugline.errors import Conflict, Missing
@@ -117,10 +119,25 @@ def report_step(tx: Tx, run: str, given: RunStep) -> None:
 
 
 def list_steps(tx: Tx, run: str, query: StepQuery) -> list[RunStep]:
-    """List the reported steps of a run, in order."""
+    """List the reported steps of a run, in order; only those with a figure of the query, if any."""
     columns = "step, figures, notes FROM run_steps"
-    rows = tx.read_after(columns, "step", query.after, query.limit, run=run)
-    return [
-        RunStep(step=step, figures=msgspec.json.decode(figures), notes=msgspec.json.decode(notes))
-        for step, figures, notes in rows
-    ]
+    wanted = set(query.figure)
+    listed: list[RunStep] = []
+    after = query.after
+    while len(listed) < query.limit:
+        rows = tx.read_after(columns, "step", after, query.limit, run=run)
+        listed += [step for row in rows if (step := _decode(row, wanted)) is not None]
+        if len(rows) < query.limit:
+            break
+        after = rows[-1][0]
+    return listed[: query.limit]
+
+
+def _decode(row: Row, wanted: AbstractSet[str]) -> RunStep | None:
+    """Return a step with only `wanted` figures unless empty; None if it has none of them."""
+    step, encoded, notes = row
+    figures = msgspec.json.decode(encoded)
+    if not wanted:
+        return RunStep(step=step, figures=figures, notes=msgspec.json.decode(notes))
+    kept = {name: value for name, value in figures.items() if name in wanted}
+    return RunStep(step=step, figures=kept) if kept else None

@@ -1,0 +1,83 @@
+// Runs, the figures of their steps, and the differences between their configurations.
+
+import { get, type Schemas } from "./api";
+import type { Point } from "./chart";
+
+export type Run = Schemas["RunView"];
+export type RunStep = Schemas["RunStep"];
+
+export const REWARD = "rollout/reward";
+export const HELD_OUT = "heldout/pass_at/1/value";
+const SECONDS = "time/step_s";
+const PAGE = 1000;
+/** Seconds without a report after which a training is said to be interrupted. */
+const QUIET_S = 600;
+
+/** Steps of a run after a step; only some figures if these are named. */
+export async function readSteps(
+  id: string, signal: AbortSignal, { after = -1, figure }: { after?: number; figure?: string[] } = {},
+): Promise<RunStep[]> {
+  const steps: RunStep[] = [];
+  for (let more = true; more; ) {
+    const query = { after: steps.at(-1)?.step ?? after, limit: PAGE, figure };
+    const page = await get("/v1/runs/{id}/steps", { id, query, signal });
+    steps.push(...page);
+    more = page.length === PAGE;
+  }
+  return steps;
+}
+
+/** What a list of runs shows of a training. */
+export interface Curves {
+  reward: Point[];
+  heldOut: Point[];
+  /** Seconds of the last step; 0 if they are not known. */
+  seconds: number;
+}
+
+export async function readCurves(run: string, signal: AbortSignal): Promise<Curves> {
+  const interval = [HELD_OUT, "heldout/pass_at/1/low", "heldout/pass_at/1/high"];
+  const steps = await readSteps(run, signal, { figure: [REWARD, SECONDS, ...interval] });
+  const seconds = steps.findLast(({ figures }) => figures?.[SECONDS] !== undefined)?.figures?.[SECONDS];
+  return { reward: pick(steps, REWARD), heldOut: pick(steps, HELD_OUT, interval[1], interval[2]), seconds: seconds ?? 0 };
+}
+
+function pick(steps: readonly RunStep[], name: string, low = "", high = ""): Point[] {
+  return steps.flatMap(({ step, figures = {} }): Point[] => {
+    const value = figures[name];
+    return value === undefined ? [] : [{ at: step, value, low: figures[low], high: figures[high] }];
+  });
+}
+
+/** Only trainings report, so that of other runs it is not known whether they were killed. */
+export function stateOf(run: Run, now: number, stepSeconds = 0): string {
+  if (run.ended !== null) return "ended";
+  if (now - run.updated <= Math.max(QUIET_S, 3 * stepSeconds)) return "running";
+  return run.kind === "train" ? "interrupted" : "not ended";
+}
+
+/** Values of a configuration by their path, such as `grpo.lr`. */
+function flatten(value: unknown, path: string, into: Map<string, string>): void {
+  const nested = value !== null && typeof value === "object" && !Array.isArray(value);
+  if (!nested) return void into.set(path, JSON.stringify(value));
+  for (const [key, each] of Object.entries(value)) flatten(each, path ? `${path}.${key}` : key, into);
+}
+
+export interface Difference {
+  key: string;
+  /** As JSON, for each configuration; null where the key is missing. */
+  values: (string | null)[];
+}
+
+/** Keys that do not have the same value in all configurations. */
+export function findDifferences(configurations: readonly object[]): Difference[] {
+  const all = configurations.map((one) => {
+    const found = new Map<string, string>();
+    flatten(one, "", found);
+    return found;
+  });
+  const keys = [...new Set(all.flatMap((one) => [...one.keys()]))].sort();
+  return keys
+    .map((key) => ({ key, values: all.map((one) => one.get(key) ?? null) }))
+    .filter(({ values }) => new Set(values).size > 1);
+}

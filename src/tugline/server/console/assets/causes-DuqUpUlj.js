@@ -1,0 +1,1 @@
+var e=[`engine`,`harness`,`agent`,`runtime`,`evaluator`,`infrastructure`],t=e=>e===`runtime`?`sandbox`:e,n=e=>e.failure?e.failure.cause??e.failure.boundary:``,r=e=>e?e.replace(/\.[0-9a-f]{8}$/,``):`–`;export{r as i,t as n,n as r,e as t};
