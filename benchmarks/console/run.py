@@ -217,7 +217,7 @@ async def lists(rig: Rig) -> dict[str, Any]:
 
 async def live_lag(rig: Rig) -> dict[str, Any]:
     """Time from before a task is submitted until the page has a row for its session."""
-    await rig.tab.visit(rig.link("/sessions"))
+    await rig.tab.visit(rig.link("/sessions?sort=newest"))
     await rig.tab.until("document.querySelector('.connection .live')")
     await rig.tab.js(_SEEN)
     lags = []

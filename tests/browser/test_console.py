@@ -130,7 +130,7 @@ async def test_the_overview_has_the_latest_sessions(tab: Tab, server: RunningSer
 
 async def test_the_list_is_updated_live(tab: Tab, server: RunningServer) -> None:
     """A new session appears at the top, or behind a button if the list is scrolled."""
-    await open_page(tab, server, "/sessions")
+    await open_page(tab, server, "/sessions?sort=newest")
     await tab.until("document.querySelector('.connection .live')")
     await server.submit(id="new")
     await tab.until(f"{ROWS}[0].innerText.includes('new-0')", seconds=3)
@@ -141,6 +141,30 @@ async def test_the_list_is_updated_live(tab: Tab, server: RunningServer) -> None
     assert not await tab.js("document.body.innerText.includes('other-0')")
     await tab.click("button.new")
     await tab.until(f"{ROWS}[0].innerText.includes('other-0')")
+
+
+async def test_a_queue_does_not_bury_what_ended(tab: Tab, server: RunningServer) -> None:
+    """The list begins with the sessions that changed last; the queue is a filter away."""
+    await server.submit(id="many", samples=1000)
+    await open_page(tab, server, "/sessions")
+    await tab.until(f"{ROWS}.some(row => row.innerText.includes('completed'))")
+    assert not await tab.js(f"{ROWS}.some(row => row.innerText.includes('queued'))")
+    await tab.click("a[href='/sessions?status=queued']")
+    await tab.until(f"{ROWS}[0]?.innerText.includes('many-')")
+
+
+async def test_a_failed_session_opens_its_log(tab: Tab, server: RunningServer) -> None:
+    """Others open the conversation; a chosen tab stays."""
+    pressed = "document.querySelector('.tabs [aria-pressed=true]')?.innerText"
+    page = await server.ask("GET", "/v1/sessions?status=failed&limit=1")
+    failed = page.json["sessions"][0]["id"]
+    await tab.visit(f"{server.url}/sessions/{failed}")
+    await tab.until(f"{pressed} === 'log'")
+    await tab.until("document.querySelector('.body').innerText.includes('2 failed, 5 passed')")
+    await tab.click(".tabs button")
+    await tab.until(f"{pressed} === 'conversation'")
+    await tab.visit(f"{server.url}/sessions/fix-add-0")
+    await tab.until(f"{pressed} === 'conversation'")
 
 
 async def test_a_long_list_has_few_elements(tab: Tab, server: RunningServer) -> None:
@@ -179,9 +203,11 @@ async def test_the_console_can_be_used_by_keyboard(tab: Tab) -> None:
     for key in ("g", "s"):
         await tab.key(key)
     await tab.until("location.pathname === '/sessions' && document.querySelector('tbody tr')")
+    second = await tab.js(f"{ROWS}[1].innerText")
     for key in ("j", "j", "j", "k"):
         await tab.key(key)
-    await tab.until("document.querySelector('tr.chosen')?.innerText.includes('csv-quotes-6')")
+    await tab.until("document.querySelector('tr.chosen')")
+    assert await tab.js("document.querySelector('tr.chosen').innerText") == second
     await tab.key("?")
     assert await tab.js("document.querySelector('dialog[aria-label=Keys]').open")
     await tab.key("Escape")

@@ -152,9 +152,9 @@ async def test_a_token_shows_its_details(tab: Tab, session: ViewedSession) -> No
     assert f"call {span.call}" in text
     assert f"version {span.version}" in text
     assert f"logprob −{-trace.logprobs[k]:.3f}" in text  # noqa: RUF001 - a minus sign
-    assert "trained" in text
+    assert "trainable" in text
     legend = "document.querySelector('.legend').innerText"
-    for key, words in (("2", "p ≥ 0.99"), ("3", "nats"), ("4", "version 5"), ("1", "trained")):
+    for key, words in (("2", "p ≥ 0.99"), ("3", "nats"), ("4", "version 5"), ("1", "trainable")):
         await tab.key(key)
         await tab.until(f"{legend}.includes('{words}')")
 

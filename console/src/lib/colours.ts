@@ -130,8 +130,8 @@ export function colourTokens(trace: Trace, by: Colour, scale: Scale): Colouring 
   for (const span of trace.spans) classes.fill(span.masked === null ? 1 : 2, span.start, span.end);
   const { ink } = theme;
   const [good, warn] = scale.dark ? ["#4cc38a", "#f0b45c"] : ["#15803d", "#d97706"];
-  swatches.push({ label: "trained", fill: theme.trained, ink, bar: good, line: "solid" });
-  swatches.push({ label: "sampled, not trained", fill: theme.masked, ink, bar: warn, line: "dashed" });
+  swatches.push({ label: "trainable", fill: theme.trained, ink, bar: good, line: "solid" });
+  swatches.push({ label: "sampled, not trainable", fill: theme.masked, ink, bar: warn, line: "dashed" });
   return { classes, swatches };
 }
 

@@ -230,12 +230,12 @@ export function versionRange(traces: readonly Trace[]): [number, number] | null 
   return versions.length ? [Math.min(...versions), Math.max(...versions)] : null;
 }
 
-/** The parts of a ledger, largest first within each kind: trained, masked, dropped. */
+/** The parts of a ledger, largest first within each kind: trainable, masked, dropped. */
 export function ledgerParts(ledger: Ledger): { kind: string; reason: string; tokens: number }[] {
-  const parts = [{ kind: "trained", reason: "", tokens: ledger.trained }];
+  const parts = [{ kind: "trainable", reason: "", tokens: ledger.trained }];
   for (const kind of ["masked", "dropped"] as const) {
     const sorted = Object.entries(ledger[kind]).sort((a, b) => b[1] - a[1]);
     for (const [reason, tokens] of sorted) parts.push({ kind, reason, tokens });
   }
-  return parts.filter((part) => part.tokens > 0 || part.kind === "trained");
+  return parts.filter((part) => part.tokens > 0 || part.kind === "trainable");
 }
