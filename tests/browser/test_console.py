@@ -16,7 +16,7 @@ import pytest
 
 from browser.busy import HOSTILE, fill
 from browser.chromium import Tab
-from browser.conftest import act_as_client, check_accessibility, enter_token
+from browser.conftest import act_as_client, check_accessibility, enter_token, set_size
 from support.server import TOKENS, RunningServer, encode_result
 from tugline.server.store.base import Tx
 
@@ -79,15 +79,17 @@ async def test_every_page_is_accessible(tab: Tab, server: RunningServer, theme: 
 
 
 async def test_headings_do_not_overlap_in_narrow_windows(tab: Tab, server: RunningServer) -> None:
-    """A narrow window omits columns; the others have their whole heading."""
+    """A narrow window omits columns; the others have their whole heading, and none is cut."""
     over = "[...document.querySelectorAll('th')].filter(th => th.scrollWidth > th.clientWidth + 1)"
+    cut = """[...document.querySelectorAll('.scroll, .rows')].filter(
+      box => box.scrollWidth > box.clientWidth + 1).map(box => box.innerText)"""
     for width in (1400, 1000, 800, 600):
-        size = {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": False}
-        await tab.send("Emulation.setDeviceMetricsOverride", **size)
-        for path in PAGES:
+        await set_size(tab, width, 700)
+        for path in (*PAGES, "/groups/fix-add"):
             await open_page(tab, server, path)
             wide = await tab.js(f"{over}.map(th => th.innerText)")
             assert wide == [], (width, path)
+            assert width < 800 or await tab.js(cut) == [], (width, path)
             assert await tab.js("document.documentElement.scrollWidth <= innerWidth"), (width, path)
 
 
