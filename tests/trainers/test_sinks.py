@@ -80,7 +80,9 @@ async def test_the_server_has_the_figures_of_the_file(tmp_path: Path) -> None:
             steps = await asyncio.to_thread(run, (3, 4), 2)
     assert [step.step for step in steps] == [0, 1, 2, 3, 4]
     assert steps[2] == protocol.RunStep(
-        step=2, figures={"rollout/reward": 0.2, "time/step_s": 1.5}, notes={"held out": "all"}
+        step=2,
+        figures={"rollout/reward": 0.2, "time/step_s": 1.5},
+        notes={"held out": "all", "resumed": "after step 2"},
     )
     assert steps[3].notes == {}
     assert steps[4].figures == {"rollout/reward": 0.4, "alarm/no_signal": 1.0}
