@@ -58,8 +58,8 @@ def test_a_module_of_the_command_line_is_a_command_or_a_noun() -> None:
     folder = Path(app.__file__).parent
     modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     assert modules - {*COMMANDS} == {
-        "app", "harness_check", "key_values", "local_run", "node_options", "options", "output",
-        "process", "tables", "training_run",
+        "app", "harness_check", "key_values", "local_run", "machine", "node_options", "options",
+        "output", "process", "rejudge_report", "rejudge_server", "tables", "training_run",
     }  # fmt: skip
 
 

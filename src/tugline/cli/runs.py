@@ -1,4 +1,4 @@
-"""``tugline runs``: the runs of a server, or those in folders of this machine."""
+"""``tugline runs``: the runs of a server that is given or in tugline-data, and those in runs/."""
 
 import asyncio
 import contextlib
@@ -29,8 +29,6 @@ async def runs(
     name: str | None = None, /, *, remote: Remote = DEFAULT_SERVER, as_json: Json = False
 ) -> None:
     """List runs: trainings, evaluations, generations, rejudgings and other runs of tasks.
-
-    Those of a server that is given or in tugline-data, and those in the folder runs/.
 
     Args:
         name: Name of the run to show alone, with its configuration.

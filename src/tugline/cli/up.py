@@ -1,4 +1,4 @@
-"""``tugline up``: rollout server, node and engine."""
+"""``tugline up``: rollout server, node and engine; for a run that has ended, its console only."""
 
 from functools import partial
 from typing import Literal
@@ -26,8 +26,6 @@ def up(
     local: NodeOptions = DEFAULT_NODE,
 ) -> None:
     """Start server, node and engine, and run submitted tasks until stopped.
-
-    In the folder of a run that has ended, only its console is served.
 
     Args:
         host: Address that the API listens on.

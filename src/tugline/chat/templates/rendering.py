@@ -41,7 +41,7 @@ _CONTEXT = 24
 
 
 def find_template(model: str) -> str | None:
-    """Return the chat template of a published model, by its name or that of a folder of it."""
+    """Return the chat template to suggest for a model, by its name or that of a folder of it."""
     known: Mapping[str, str] = MODEL_RENDERER_MAP
     if model in known:
         return known[model]
@@ -94,8 +94,8 @@ class Rendering(AnswerSyntax):
         thinking_retention: str = "all",
         special_tokens_in_contents: str = "text",
     ) -> Self | None:
-        """Create the rendering of a published model; None if `find_template` does not know it."""
-        renderer = find_template(model_name)
+        """Create the rendering of a published model by its exact name; None if unknown."""
+        renderer = MODEL_RENDERER_MAP.get(model_name)
         if renderer is None:
             return None
         return cls(
