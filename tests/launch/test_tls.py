@@ -52,4 +52,5 @@ def test_a_key_without_its_certificate_is_refused(world: World) -> None:
     (world.folder / "key.pem").write_text("nothing")
     _start(world)
     assert world.running.pop("server").wait(20) != 0
-    assert "certificate cert.pem and key key.pem cannot be used" in world.read_log("server")
+    message = f"certificate {world.folder / 'cert.pem'} and key {world.folder / 'key.pem'} cannot"
+    assert f"{message} be used" in world.read_log("server")
