@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,35 @@ async def test_the_function_runs_in_a_running_event_loop(
         results = await asyncio.to_thread(asyncio.run, run_cell())
     assert [(each.view.session, each.view.reward) for each in results] == [("a-0", 1), ("a-1", 1)]
     assert "2 of 2 sessions, mean reward 1" in capsys.readouterr().err
+
+
+def test_an_interrupt_stops_a_run_beside_an_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the stop button of a notebook does; the call ends with the interrupt."""
+    stopped = []
+    waiting = threading.get_ident()
+
+    async def hang(_tasks: object, **_options: object) -> list[Result]:
+        try:
+            signal.pthread_kill(waiting, signal.SIGINT)
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            stopped.append("cancelled")
+            raise
+        return []
+
+    async def run_cell() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            tugline.run([])
+
+    monkeypatch.setattr("tugline.launch.local.run_async", hang)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        event_loop = asyncio.new_event_loop()
+        event_loop.run_until_complete(run_cell())
+        event_loop.close()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stopped == ["cancelled"]
 
 
 async def test_a_run_is_in_the_store_of_its_folder(

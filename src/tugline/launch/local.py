@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -208,13 +208,13 @@ async def open_local(
     async with (
         open_control_plane(settings.server, folder) as control,
         open_node(settings, folder, control.dispatcher, engine, keep_recordings=True) as (node, _),
-        contextlib.AsyncExitStack() as stack,
+        serve_control_plane(control, settings.server, folder)
+        if serve
+        else contextlib.nullcontext((None, None)) as (url, _),
     ):
         running = asyncio.create_task(node.run(), name="node")
         local = LocalServer(control, running, [folder / RECORDINGS], lambda: node.gateway.idle)
-        if serve:
-            serving = serve_control_plane(control, settings.server, folder)
-            local.url, _ = await stack.enter_async_context(serving)
+        local.url = url
         try:
             yield local
         finally:
@@ -252,14 +252,27 @@ def run(tasks: Task | Sequence[Task], **options: Any) -> list[Result]:
     """Run tasks until all are done; `options` are those of `run_async`.
 
     In a notebook, and wherever else an event loop runs, the work is done in a thread of its own,
-    which the caller waits for.
+    which the caller waits for; an interrupt stops it.
     """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return uvloop.run(run_async(tasks, **options))
+    started: Future[Callable[[], object]] = Future()
+
+    async def work() -> list[Result]:
+        event_loop = asyncio.get_running_loop()
+        this = asyncio.current_task()
+        started.set_result(lambda: event_loop.call_soon_threadsafe(this.cancel) if this else None)
+        return await run_async(tasks, **options)
+
     with ThreadPoolExecutor(1, "tugline-run") as thread:
-        return thread.submit(lambda: uvloop.run(run_async(tasks, **options))).result()
+        running = thread.submit(lambda: uvloop.run(work()))
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            started.result()()
+            raise
 
 
 async def run_async(  # noqa: PLR0913 - the options of the command

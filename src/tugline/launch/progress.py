@@ -1,7 +1,6 @@
 """Progress of sessions for people: a bar on a terminal, lines in files and notebooks."""
 
 import time
-from statistics import fmean
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -33,12 +32,17 @@ class SessionProgress:
         self.bar = make_bar(console)
         self._line = self.bar.add_task("sessions", total=total, summary="")
         self._rewards: dict[str, float | None] = {}
+        self._rewarded = 0
+        self._passed = 0
+        self._sum = 0.0
         self._failed = 0
         self._reported = 0.0
 
     def add(self, session: str, reward: float | None, failure: str) -> None:
         """Count a result; `failure` is empty for a session that did not fail."""
+        self._count(self._rewards.get(session), -1)  # an earlier result of the session
         self._rewards[session] = reward
+        self._count(reward, 1)
         self._failed += bool(failure)
         self.first_failure = self.first_failure or (failure and f"{session}: {failure}")
         done = len(self._rewards)
@@ -51,9 +55,15 @@ class SessionProgress:
             self._reported = now
             self.bar.console.print(f"{done} of {total:.0f} sessions, {summary}")
 
+    def _count(self, reward: float | None, times: int) -> None:
+        if reward is not None:
+            self._rewarded += times
+            self._passed += times * is_pass(reward)
+            self._sum += times * reward
+
     def summarize(self) -> str:
         """Return the mean reward and the numbers of passed and failed sessions as text."""
-        rewards = [reward for reward in self._rewards.values() if reward is not None]
-        passed = f"{sum(map(is_pass, rewards))} of {len(rewards)} passed"
-        text = f"mean reward {fmean(rewards):.3g}, {passed}" if rewards else "no reward"
+        passed = f"{self._passed} of {self._rewarded} passed"
+        mean = self._sum / max(1, self._rewarded)
+        text = f"mean reward {mean:.3g}, {passed}" if self._rewarded else "no reward"
         return f"{text}, {self._failed} failed" if self._failed else text

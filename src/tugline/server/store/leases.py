@@ -88,10 +88,13 @@ def grant(tx: Tx, capacities: Mapping[str, int], settings: ServerSettings = DEFA
     failure goes to another node if there is one with capacity. A session that is pinned to a node
     waits for it.
     """
-    if not sessions.list_waiting(tx):
+    waiting = sessions.list_waiting(tx)
+    if not waiting:
         return {}
     live = nodes.list_open(tx)
-    _retry_homeless(tx, {nodes.name_of(node) for node in live})
+    pins = {tenant: list(sessions.list_pins(tx, tenant)) for tenant, _ in waiting}
+    if _retry_homeless(tx, pins, {nodes.name_of(node) for node in live}):
+        waiting = sessions.list_waiting(tx)
     left = {
         node: 1 if live[node] else capacity
         for node, capacity in capacities.items()
@@ -102,7 +105,7 @@ def grant(tx: Tx, capacities: Mapping[str, int], settings: ServerSettings = DEFA
     named = {nodes.name_of(node): node for node in left}
     free = {name: left[node] for name, node in named.items()}
     count = min(sum(left.values()), _GRANT_BATCH)
-    taken = sessions.take_queued(tx, count, settings, free)
+    taken = sessions.take_queued(tx, count, settings, waiting, pins, free)
     for row in sorted(taken, key=lambda row: not row.pinned):  # the others can go elsewhere
         home = homes.get(row.task, row.home)
         node = named[row.pinned] if row.pinned else _choose_node(left, home, row.avoid)
@@ -154,22 +157,26 @@ def _record_leases(tx: Tx, leased: Sequence[tuple[QueuedRow, str]]) -> Granted:
     return granted
 
 
-def _retry_homeless(tx: Tx, names: Collection[str]) -> None:
-    """Retry later, or end, queued sessions that are pinned to other nodes than `names`."""
-    for tenant, _ in sessions.list_waiting(tx):
-        for pin in list(sessions.list_pins(tx, tenant)):
-            where = (
-                "tenant = :tenant AND status = 'queued' AND pinned = :pin AND retry_at IS NULL"
-                " ORDER BY turn, place LIMIT :limit"
-            )
-            waiting = (
-                []
-                if pin in names
-                else sessions.select(tx, where, tenant=tenant, pin=pin, limit=_GRANT_BATCH)
-            )
-            for entry in waiting:
-                msg = f"session {entry.judges!r} is recorded on node {pin!r}, which takes no work"
-                give_up(tx, [entry], Failure(HANDLING[Cause.NODE].boundary, msg, Cause.NODE))
+def _retry_homeless(tx: Tx, pins: Mapping[str, Sequence[str]], names: Collection[str]) -> bool:
+    """Retry later, or end, queued sessions that are pinned to other nodes than `names`.
+
+    `pins` are those of each tenant. Returns whether there was such a session.
+    """
+    where = (
+        "tenant = :tenant AND status = 'queued' AND pinned = :pin AND retry_at IS NULL"
+        " ORDER BY turn, place LIMIT :limit"
+    )
+    homeless = [
+        (entry, pin)
+        for tenant, pinned in pins.items()
+        for pin in pinned
+        if pin not in names
+        for entry in sessions.select(tx, where, tenant=tenant, pin=pin, limit=_GRANT_BATCH)
+    ]
+    for entry, pin in homeless:
+        msg = f"session {entry.judges!r} is recorded on node {pin!r}, which takes no work"
+        give_up(tx, [entry], Failure(HANDLING[Cause.NODE].boundary, msg, Cause.NODE))
+    return bool(homeless)
 
 
 def _choose_node(left: Mapping[str, int], home: str | None, avoid: str | None) -> str:

@@ -299,10 +299,16 @@ def list_pins(tx: Tx, tenant: str) -> Iterator[str]:
 
 
 def take_queued(
-    tx: Tx, n: int, settings: ServerSettings, free: Mapping[str, int]
+    tx: Tx,
+    n: int,
+    settings: ServerSettings,
+    waiting: Sequence[Row],
+    pins: Mapping[str, Sequence[str]],
+    free: Mapping[str, int],
 ) -> list[QueuedRow]:
-    """Take the next `n` queued sessions; `free` has the nodes' capacities by name.
+    """Take the next `n` queued sessions of the `waiting` tenants.
 
+    `pins` are the nodes to which sessions of each tenant are pinned, `free` the capacities by node.
     Of the sessions that are pinned to a node, as many are taken as it has capacity for. A tenant at
     its limit is skipped, without an advantage afterwards.
     """
@@ -313,10 +319,10 @@ def take_queued(
     full = []
     # Counted once, and only if a tenant has a limit.
     leased = functools.cache(lambda: {name: int(n) for name, n in tx.all(_LEASED)})
-    for name, at in list_waiting(tx):
+    for name, at in waiting:
         tenants[name] = tenant = settings.find_tenant(name)
         left = min(n, tenant.sessions - leased().get(name, 0)) if tenant.sessions else n
-        queues[name] = _read_queue(tx, name, max(0, left), free)
+        queues[name] = _read_queue(tx, name, max(0, left), pins[name], free)
         heap.append((at, name))
     heapq.heapify(heap)
     taken: list[QueuedRow] = []
@@ -342,9 +348,11 @@ def take_queued(
     return taken
 
 
-def _read_queue(tx: Tx, tenant: str, n: int, free: Mapping[str, int]) -> Iterator[QueuedRow]:
+def _read_queue(
+    tx: Tx, tenant: str, n: int, pins: Sequence[str], free: Mapping[str, int]
+) -> Iterator[QueuedRow]:
     """Return up to `n` queued sessions of a tenant that some node with capacity may run."""
-    sizes = {"": n} | {name: min(n, free.get(name, 0)) for name in list_pins(tx, tenant)}
+    sizes = {"": n} | {name: min(n, free.get(name, 0)) for name in pins}
     rows = (_read_pinned(tx, tenant, name, size) for name, size in sizes.items() if size)
     return itertools.islice(heapq.merge(*rows, key=itemgetter(slice(2))), n)
 

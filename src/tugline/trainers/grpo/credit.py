@@ -48,8 +48,8 @@ class SessionCalls(NamedTuple):
                 key = (span.call, index)
                 counts[key] = counts.get(key, 0) + trained
         rows = [(number, index, counts[number, index]) for number, index in sorted(counts)]
-        numbers, traces, tokens = np.array(rows, np.int64).reshape(-1, 3).T
-        return cls(numbers, traces, tokens, session)
+        table = np.array(rows, np.int64).reshape(-1, 3)
+        return cls(table[:, 0], table[:, 1], table[:, 2], session)
 
     @property
     def reward(self) -> Reward:
@@ -112,7 +112,8 @@ def credit_return(calls: SessionCalls, config: GrpoConfig) -> Rewards:
     turns = np.unique(calls.numbers[calls.tokens > 0])
     if not len(turns):
         return credit_session(calls, config)
-    numbers, values = turns[-1:], np.array([calls.reward.value])
+    numbers = turns[-1:]
+    values = np.array([calls.reward.value])
     if calls.reward.per_call:
         numbers, values = _read_per_call(calls)
     places = np.searchsorted(turns, numbers, side="right") - 1
