@@ -40,15 +40,8 @@ TUGLINE = Path(sys.executable).with_name("tugline")
 SAMPLES = 4
 ANSWERS = ("5", "6", "", "5 5", "five")
 """What agents leave; the wrong test expects the second, the repaired one the first."""
-CALL = r"""
-url=${OPENAI_BASE_URL#http://}; at=${url%%/*}
-body='{"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "Go on."}]}'
-exec 3<>/dev/tcp/${at%:*}/${at#*:}
-printf 'POST /%s/chat/completions HTTP/1.1\r\nhost: %s\r\nconnection: close\r\n' "${url#*/}" $at >&3
-printf 'authorization: Bearer %s\r\ncontent-type: application/json\r\n' "$OPENAI_API_KEY" >&3
-printf 'content-length: %d\r\n\r\n%s' ${#body} "$body" >&3
-cat <&3 >/dev/null
-"""
+CALL = ENGINE.with_name("ask.sh").read_text()
+"""Makes one model call."""
 
 
 class Cost(NamedTuple):
@@ -64,16 +57,18 @@ def make_evaluator(expected: str) -> PluginSpec:
     return PluginSpec("tests", {"command": ["sh", "-c", script], "format": "tap"})
 
 
+def make_agent(number: int) -> str:
+    """Return the script of a task's agent."""
+    return f"({CALL}) >/dev/null\necho '{ANSWERS[number % 5]}' >answer.txt"
+
+
 def write_tasks(path: Path, sessions: int, evaluator: PluginSpec) -> None:
     """Write tasks of four samples each."""
     tasks = [
         Task(
             id=f"sum{number}",
             instruction="Write the sum of 2 and 3 to answer.txt.",
-            harness=PluginSpec(
-                "shell",
-                {"command": ["bash", "-c", f"{CALL}\necho '{ANSWERS[number % 5]}' >answer.txt"]},
-            ),
+            harness=PluginSpec("shell", {"command": ["bash", "-c", make_agent(number)]}),
             evaluator=evaluator,
             samples=SAMPLES,
             limits=Limits(init_s=120.0, agent_s=120.0, eval_s=120.0),

@@ -40,15 +40,8 @@ AHEAD = 40
 """Tasks that are submitted beyond those that have ended."""
 SLOTS = 4
 TEST_BYTES = 20_000
-AGENT = r"""
-url=${OPENAI_BASE_URL#http://}; at=${url%%/*}
-body='{"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "Go on."}]}'
-exec 3<>/dev/tcp/${at%:*}/${at#*:}
-printf 'POST /%s/chat/completions HTTP/1.1\r\nhost: %s\r\nconnection: close\r\n' "${url#*/}" $at >&3
-printf 'authorization: Bearer %s\r\ncontent-type: application/json\r\n' "$OPENAI_API_KEY" >&3
-printf 'content-length: %d\r\n\r\n%s' ${#body} "$body" >&3
-cat <&3 >answer.txt
-"""
+AGENT = ENGINE.with_name("ask.sh").read_text()
+"""Agent that makes one model call."""
 
 
 @contextlib.contextmanager
@@ -82,7 +75,7 @@ def make_task(number: int) -> Task:
     return Task(
         id=f"t{number}",
         instruction="Ask once.",
-        harness=PluginSpec("shell", {"command": ["bash", "-c", AGENT]}),
+        harness=PluginSpec("shell", {"command": ["bash", "-c", f"({AGENT}) >answer.txt"]}),
         evaluator=PluginSpec("tests", options),
         limits=Limits(init_s=120.0, agent_s=120.0, eval_s=120.0),
     )

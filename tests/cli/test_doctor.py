@@ -81,6 +81,8 @@ def test_a_full_machine_is_unhealthy(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert (checks["memory"].healthy, checks["disk"].healthy) == (False, False)
     assert "1.0 of 4.0 GB" in checks["memory"].detail
     assert checks["GPU"].detail == "NVIDIA H200: 14 of 140 GiB are in use"
+    driver.write_text("#!/bin/sh\necho 'NVIDIA GB10, [N/A], [N/A]'\n")
+    assert "NVIDIA GB10" in [check.detail for check in machine.check_machine(tmp_path)]
     driver.write_text("#!/bin/sh\nexit 9\n")
     checks = {check.component: check for check in machine.check_machine(tmp_path)}
     assert (checks["GPUs"].healthy, "nvidia-smi fails" in checks["GPUs"].detail) == (False, True)

@@ -33,7 +33,7 @@ def _check_sandbox() -> Iterator[HealthCheck]:
     runtime: Runtime = find("runtime", "auto")()
     reason = runtime.check_available()
     if reason is not None:
-        what = f"{reason}; agents can run without isolation with the runtime `local` only"
+        what = f"{reason}; `tugline doctor --runtimes` lists the others"
         yield HealthCheck("sandbox", False, what)
         return
     weaknesses = "; ".join(runtime.list_weaknesses())
@@ -67,9 +67,11 @@ def _check_gpus() -> Iterator[HealthCheck]:
         yield HealthCheck("GPUs", False, f"nvidia-smi fails: {error}")
         return
     for line in done.stdout.splitlines():
-        name, total, used = (part.strip() for part in line.split(","))
-        detail = f"{name}: {int(used) / 1024:.0f} of {int(total) / 1024:.0f} GiB are in use"
-        yield HealthCheck("GPU", True, detail)
+        name, *memory = (part.strip() for part in line.split(","))
+        if all(part.isdecimal() for part in memory):  # with memory shared with the host: [N/A]
+            total, used = (int(part) / 1024 for part in memory)
+            name += f": {used:.0f} of {total:.0f} GiB are in use"
+        yield HealthCheck("GPU", True, name)
 
 
 def _check_port() -> HealthCheck:
