@@ -216,11 +216,16 @@ async def test_a_killed_fine_tuning_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_a_plain_run_has_a_console(tmp_path: Path) -> None:
-    """While it runs, its figures, sessions and texts are served; `up --dir` opens it afterwards."""
+async def test_a_plain_run_has_a_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it runs, its figures, sessions and texts are served; `up --dir` opens it afterwards.
+
+    The token of another server in the environment is not sent to it.
+    """
     write_config(tmp_path, schedule={"steps": 2, "tasks_per_step": 1, "samples": 2}, heldout=None)
     run = tmp_path / "run"
+    monkeypatch.setenv("TUGLINE_TOKEN", "of-another-server")
     process = await start(tmp_path, *TRAIN)
+    monkeypatch.delenv("TUGLINE_TOKEN")
     await until((run / "server.json").exists, 120)
     async with Client(folder=run) as client:
 

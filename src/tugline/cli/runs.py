@@ -17,6 +17,7 @@ from tugline.errors import Missing, TuglineError, UsageError
 from tugline.launch.folder_lock import folder_lock
 from tugline.launch.naming import is_run, name_run
 from tugline.launch.server import locate_data
+from tugline.launch.tokens import load_tokens
 from tugline.protocol import RunView
 from tugline.server.settings import ServerSettings
 from tugline.server.store import runs as stored
@@ -68,7 +69,8 @@ async def _read_folder(path: Path) -> RunView | None:
                 return await database.read(stored.get, name)
     except UsageError:  # it runs
         with contextlib.suppress(TuglineError):  # it serves no console
-            async with Client(folder=path, deadline_s=LOOK_S) as client:
+            token = load_tokens(path).read
+            async with Client(None, token, folder=path, deadline_s=LOOK_S) as client:
                 return await client.run_view(name)
     except Missing:  # of a remote server, which lists it
         pass

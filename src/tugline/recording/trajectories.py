@@ -119,13 +119,22 @@ def read_results(path: Path) -> list[ResultView]:
     """Read the results of a run from its folder or its ``results.jsonl``. Raises `UsageError`."""
     file = path / RESULTS if path.is_dir() else path
     try:
-        lines = file.read_bytes().splitlines()
-        return [msgspec.json.decode(line, type=ResultView) for line in lines]
+        return list(_decode_results(file.read_bytes().splitlines()).values())
     except (OSError, msgspec.DecodeError) as error:
         msg = (
             f"{file} is not a file of results of `tugline run`, `eval` or `results --json`: {error}"
         )
         raise UsageError(msg) from error
+
+
+def _decode_results(lines: Iterable[bytes]) -> dict[str, ResultView]:
+    """Decode the last result of each session, in the order of these lines."""
+    views: dict[str, ResultView] = {}
+    for line in lines:
+        view = msgspec.json.decode(line, type=ResultView)
+        views.pop(view.session, None)
+        views[view.session] = view
+    return views
 
 
 class ResultFolder:
@@ -142,23 +151,22 @@ class ResultFolder:
         self._lines = folder / RESULTS
         (folder / TRAJECTORIES).mkdir(parents=True, exist_ok=True)
         lines = read_whole_lines(self._lines)
-        views = [msgspec.json.decode(line, type=ResultView) for line in lines]
-        self.views = {view.session: view for view in views}
+        self.views = _decode_results(lines)
         """Results by session, in the order in which they were saved."""
+        self._has_revised = len(lines) > len(self.views)
 
     def add(self, view: ResultView, packed: bytes) -> None:
         """Save a result and its packed trajectory (empty for none), unless saved before.
 
-        A later revision replaces a saved result.
+        A later revision replaces a saved result; `write_index` removes the replaced line.
         """
         known = self.views.get(view.session)
         if known is not None and known.revision >= view.revision:
             return
-        if known is not None:
-            self.forget([view.session])
         if packed:
             write_file(self.path(view.session), packed)
         append_line(self._lines, msgspec.json.encode(view))
+        self._has_revised |= self.views.pop(view.session, None) is not None
         self.views[view.session] = view
 
     def forget(self, sessions: Collection[str]) -> None:
@@ -167,8 +175,12 @@ class ResultFolder:
             return
         for session in sessions:
             self.views.pop(session, None)
+        self._write_lines()
+
+    def _write_lines(self) -> None:
         lines = [msgspec.json.encode(view) + b"\n" for view in self.views.values()]
         write_file(self._lines, b"".join(lines))
+        self._has_revised = False
 
     def path(self, session: str) -> Path:
         """Return the path of a session's trajectory."""
@@ -176,6 +188,8 @@ class ResultFolder:
 
     def write_index(self) -> Path:
         """Write the index for `read_folder`; return the folder of trajectories."""
+        if self._has_revised:
+            self._write_lines()
         folder = self._folder / TRAJECTORIES
         entries = tuple(self._make_entry(view) for view in self.views.values())
         write_file(folder / INDEX, msgspec.json.encode(Index(builder=None, entries=entries)))

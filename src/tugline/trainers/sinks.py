@@ -18,6 +18,7 @@ from tugline.atomic import write_file
 from tugline.client.sync import SyncClient
 from tugline.errors import TuglineError
 from tugline.launch.naming import name_run
+from tugline.launch.tokens import load_tokens
 from tugline.plugins import import_extra, make
 from tugline.schema import read_values
 from tugline.types import PluginSpec
@@ -191,8 +192,13 @@ class ServerSink(Sink):
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
         """Resend the rows of `step`, in case of an earlier kill."""
         self._run = name_run(folder)
-        base = folder if self._server is None else None
-        self._client = SyncClient(self._server, folder=base, deadline_s=_SEND_S)
+        local = self._server is None  # TUGLINE_TOKEN is for another server then
+        self._client = SyncClient(
+            self._server,
+            load_tokens(folder).client if local else None,
+            folder=folder if local else None,
+            deadline_s=_SEND_S,
+        )
         self._client.__enter__()
         self._send(step, rewound=True, notes={RESUMED: f"after step {step}"} if step else {})
         for row in [row for row in read_lines(folder / METRICS) if row.pop("step") == step]:

@@ -31,8 +31,6 @@ from tugline.types import Logprobs, Mask, Trace, Trajectory
 
 _ROUNDING = 1e-12
 """Relative difference up to which two rewards are considered equal."""
-
-
 R = TypeVar("R", float, Rewards)
 
 
@@ -175,20 +173,15 @@ def grade(
     members = [each for each in group if each.reward and math.isfinite(each.reward.value)]
     penalties = list_penalties(members, config, divergences)
     calls = [SessionCalls.of(each) for each in members]
-    rewards = [
-        assign(each, config)
-        - sum(penalties[each.session.session].values())
-        - sum(penalise_calls(each, config).values())
-        for each in calls
-    ]
-    sessions = [
-        SessionReward.of(
-            by_call.tolist(),
-            each.tokens.tolist(),
-            otherwise=each.reward.value - sum(penalties[each.session.session].values()),
-        )
-        for each, by_call in zip(calls, rewards, strict=True)
-    ]
+    rewards = []
+    sessions = []
+    for each in calls:
+        penalty = sum(penalties[each.session.session].values())
+        by_call = assign(each, config) - penalty - sum(penalise_calls(each, config).values())
+        outcome = each.reward.value - penalty
+        rewards.append(by_call)
+        tokens = each.tokens.tolist()
+        sessions.append(SessionReward.of(by_call.tolist(), tokens, otherwise=outcome))
     if ":" in config.advantage:
         own = _call_own(members, sessions, config)
         advantages = [np.full(len(by_call), v) for by_call, v in zip(rewards, own, strict=True)]

@@ -1,7 +1,7 @@
 """Terms that are added to rewards, and the treatment of special calls (numpy only).
 
 Special calls are malformed, truncated or repeated; the spans of traces say which are. Each kind is
-trained like any other, masked, or penalised. `Shaping` has the terms of a group of sessions.
+trained like any other, masked, or penalised. `list_penalties` has the terms of whole sessions.
 """
 
 from collections import defaultdict
@@ -50,6 +50,8 @@ def mask_special(trace: Trace, config: GrpoConfig, *, cut_off: bool) -> dict[Rea
 
 def penalise_calls(calls: SessionCalls, config: GrpoConfig) -> dict[Reason, Rewards]:
     """Return what is subtracted from the reward of each call, by reason; arrays as in `calls`."""
+    if "penalise" not in (config.malformed, config.truncated, config.repeated):
+        return {}
     row = {key: n for n, key in enumerate(zip(calls.numbers, calls.traces, strict=True))}
     penalties: dict[Reason, Rewards] = {}
     cut_off = is_cut_off(calls.session)
