@@ -33,7 +33,7 @@ from tugline.node.settings import NodeSettings
 from tugline.protocol import ResultView, RunKind, SessionQuery
 from tugline.recording.trajectories import read_folder
 from tugline.server.settings import ServerSettings
-from tugline.server.store import runs, sessions, stats
+from tugline.server.store import nodes, runs, sessions, stats
 from tugline.types import Boundary, Failure, PluginSpec, Status, Task
 from tugline.web.serve import serve
 
@@ -230,6 +230,34 @@ async def test_a_cancelled_run_resumes(tmp_path: Path) -> None:
         epochs = [each.epoch for each in await cluster.list_sessions(["a", "b"])]
     assert [result.session for result in results] == ["a-0", "b-0"]
     assert (epochs[0] > before[0], epochs[1]) == (True, before[1])
+
+
+@pytest.mark.parametrize("worked", [False, True])
+async def test_a_node_that_cannot_run_sessions_ends_the_run(
+    tmp_path: Path,
+    worked: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    """At once if it never could, else after `patience_s`; the reason is in the error."""
+    lines: list[str] = []
+    async with local(tmp_path) as cluster:
+        cluster.report = lines.append
+        if worked:
+            await cluster.run([make("a", samples=1)])
+        async with asyncio.timeout(20):
+            while not (known := await cluster.control.database.read(nodes.list_views)):  # noqa: ASYNC110 - nothing notifies
+                await asyncio.sleep(0.05)
+        [node] = known
+        await cluster.control.database.write(nodes.set_problem, node.id, "disk: it is full")
+        running = asyncio.create_task(cluster.run([make("b", samples=1)]))
+        if worked:
+            async with asyncio.timeout(20):
+                while not lines:  # noqa: ASYNC110 - nothing notifies
+                    await asyncio.sleep(0.05)
+            assert not running.done()
+            cluster.patience_s = 0.0
+        with pytest.raises(ServerError, match="no session can run on this machine: disk: it is f"):
+            await asyncio.wait_for(running, 20)
+    assert len(lines) == int(worked)
 
 
 async def test_a_dead_node_ends_the_run(tmp_path: Path) -> None:

@@ -34,8 +34,9 @@ class Bed:
     changes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.health = Health(self._run, lambda: self.changes.append(self.health.problem))
-        self.health.sleep = self._sleep
+        self.health = Health(
+            self._run, lambda: self.changes.append(self.health.problem), sleep=self._sleep
+        )
 
     async def _run(self, runtime: str) -> Failure | None:
         self.runtimes.append(runtime)
@@ -93,6 +94,16 @@ async def test_a_failed_canary_is_a_problem_until_one_succeeds() -> None:
     await bed.work()
     assert bed.changes == ["sandbox: no", ""]
     assert bed.pauses == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0, health.AGAIN_S]
+
+
+async def test_the_pauses_are_real_without_another_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed canary is repeated after a pause of the event loop."""
+    monkeypatch.setattr(health, "FIRST_PAUSE_S", 0.0)
+    bed = Bed(broke(Cause.SANDBOX))
+    bed.health = Health(bed.health._run_canary, lambda: bed.changes.append(bed.health.problem))
+    bed.note(Cause.NODE)
+    await bed.work()
+    assert bed.changes == ["sandbox: no", ""]
 
 
 async def test_a_canary_that_says_nothing_of_the_node_changes_nothing() -> None:

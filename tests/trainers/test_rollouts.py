@@ -34,7 +34,7 @@ def make_config(url: str) -> TrainConfig:
 
 async def train(config: TrainConfig, folder: Path, task: str, failure: str = "") -> None:
     """Submit a task as a training that then ends, or fails."""
-    async with open_rollout_server(config, folder, CONNECTION) as server:
+    async with open_rollout_server(config, folder, CONNECTION, print) as server:
         await server.submit([make_task(task)])
         if failure:
             raise RuntimeError(failure)

@@ -104,10 +104,11 @@ async def train(
         models = stack.enter_context(open_models(config))
         report(f"packing: {models.trainer.packing}")
         state = checkpoint.load_newest(folder / CHECKPOINTS, models.trainer.load, TrainState())
-        announce = report if console else None
         async with (
             open_replicas(config, models, published / "first") as replicas,
-            open_rollout_server(config, folder, replicas.connection, announce) as server,
+            open_rollout_server(
+                config, folder, replicas.connection, report, console=console
+            ) as server,
         ):
             sinks.start(folder, msgspec.to_builtins(config, enc_hook=str), state.step)
             try:

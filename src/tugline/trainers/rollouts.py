@@ -116,11 +116,13 @@ async def open_rollout_server(
     config: TrainConfig,
     folder: Path,
     engine: EngineConnection,
-    announce: Callable[[str], None] | None = None,
+    report: Callable[[str], None],
+    *,
+    console: bool = False,
 ) -> AsyncIterator[RolloutServer]:
     """Connect to ``server``, or open a server with a node in `folder`.
 
-    With `announce`, the console of the opened server is served on loopback; it gets the link.
+    With `console`, that of the opened server is served on loopback; `report` gets the link.
     """
     if config.server is not None:
         async with (
@@ -137,11 +139,13 @@ async def open_rollout_server(
         engine=config.engine,
     )
     async with (
-        open_local(settings, folder, engine, serve=announce is not None) as local,
+        open_local(settings, folder, engine, serve=console) as local,
         _register(local, config, folder),
     ):
-        if announce is not None and local.url is not None:
-            announce(describe_console(settings.server, folder, local.url))
+        local.patience_s = config.schedule.patience
+        local.report = report
+        if console and local.url is not None:
+            report(describe_console(settings.server, folder, local.url))
         yield local
 
 
