@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
+import json
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from support.commands import run_command
+from chaos.fleet import until
+from support.commands import TUGLINE, run_command
 from tugline.cli.output import background_stderr, echo
+from tugline.launch.naming import name_run
+from tugline.launch.server import open_control_plane
+from tugline.protocol import RunKind, RunStart
+from tugline.server.settings import ServerSettings
+from tugline.server.store import runs
 
 
 def test_a_failed_start_leaves_no_address(tmp_path: Path) -> None:
@@ -31,6 +41,40 @@ def test_a_taken_folder_is_named(tmp_path: Path) -> None:
         done = run_command("up", "--no-node", "--port", "0", cwd=tmp_path)
     assert done.returncode == 2
     assert "another process is running in tugline-data" in done.stderr
+
+
+def test_runs_of_a_folder_are_served_together(tmp_path: Path) -> None:
+    """Their data is copied and removed; nothing is written into the folders of the runs."""
+    folder = tmp_path / "runs" / "first"
+    folder.mkdir(parents=True)
+    name = name_run(folder)
+    asyncio.run(register(folder, name))
+    before = sorted(path.name for path in folder.iterdir())
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        server = subprocess.Popen(
+            [TUGLINE, "up", "--dir", "runs", "--port", "0"], cwd=tmp_path, stdout=out, stderr=out
+        )
+    try:
+        until(lambda: b"the console is at" in log.read_bytes() or server.poll() is not None, "it")
+        text = log.read_text()
+        assert "reading 1 run of runs" in text
+        assert "join a node" not in text
+        url, _, token = text.partition("the console is at ")[2].split()[0].partition("/#token=")
+        listed = run_command("runs", "--server", url, "--json", env={"TUGLINE_TOKEN": token})
+        assert [run["name"] for run in json.loads(listed.stdout)] == [name]
+    finally:
+        server.send_signal(signal.SIGINT)
+        assert server.wait(30) == 0
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["first"]
+
+
+async def register(folder: Path, name: str) -> None:
+    """Store a run that has ended in its folder."""
+    async with open_control_plane(ServerSettings(), folder) as control:
+        await control.database.write(runs.start, name, RunStart(kind=RunKind.TRAIN))
+        await control.database.write(runs.end, name)
 
 
 def test_unread_stderr_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:

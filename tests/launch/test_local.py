@@ -240,7 +240,7 @@ async def test_a_node_that_cannot_run_sessions_ends_the_run(
     """At once if it never could, else after `patience_s`; the reason is in the error."""
     lines: list[str] = []
     async with local(tmp_path) as cluster:
-        cluster.report = lines.append
+        cluster.watch.report = lines.append
         if worked:
             await cluster.run([make("a", samples=1)])
         async with asyncio.timeout(20):
@@ -254,7 +254,7 @@ async def test_a_node_that_cannot_run_sessions_ends_the_run(
                 while not lines:  # noqa: ASYNC110 - nothing notifies
                     await asyncio.sleep(0.05)
             assert not running.done()
-            cluster.patience_s = 0.0
+            cluster.watch.patience_s = 0.0
         with pytest.raises(ServerError, match="no session can run on this machine: disk: it is f"):
             await asyncio.wait_for(running, 20)
     assert len(lines) == int(worked)

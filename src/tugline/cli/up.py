@@ -1,6 +1,8 @@
-"""``tugline up``: rollout server, node and engine; for a run that has ended, its console only."""
+"""``tugline up``: rollout server, node and engine; for runs, their console only."""
 
+import tempfile
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from tugline.cli.node_options import DEFAULT_NODE, NodeOptions, Processes, add_default_engine
@@ -9,7 +11,8 @@ from tugline.cli.output import echo
 from tugline.cli.process import keep_running
 from tugline.errors import UsageError
 from tugline.launch.naming import is_run
-from tugline.launch.server import run_server
+from tugline.launch.server import STORE, run_server
+from tugline.launch.settings import Settings
 from tugline.launch.tokens import is_local
 
 
@@ -45,16 +48,38 @@ def up(
             f"the API will listen on {settings.server.host} without TLS: tokens and results can be"
             " read in transit; give server.tls_cert and server.tls_key"
         )
-    if is_run(folder) and not cluster:
+    if not cluster and _serve_runs(settings, folder, local.log_file):
+        return
+    is_of_run = is_run(folder) and not cluster
+    if is_of_run:
         echo(f"{folder} is the folder of a run: its console is served, and nothing is run")
-        no_node = True
     if cluster:
         settings = add_default_engine(settings)
-    if cluster or no_node:
-        main = partial(run_server, settings, folder, echo, cluster=cluster is not None)
+    if cluster or no_node or is_of_run:
+        main = partial(
+            run_server, settings, folder, echo, cluster=cluster is not None, console=is_of_run
+        )
         keep_running(main, local.log_file)
         return
     from tugline.launch.node import run_server_and_nodes  # noqa: PLC0415 - takes a second
 
     main = partial(run_server_and_nodes, add_default_engine(settings), folder, echo)
     keep_running(main, local.log_file)
+
+
+def _serve_runs(settings: Settings, folder: Path, log_file: Path | None) -> bool:
+    """Serve the console of the runs below a folder that has no data of its own, if it has any."""
+    if is_run(folder) or (folder / STORE).exists() or settings.server.store is not None:
+        return False
+    from tugline.launch import collection  # noqa: PLC0415 - takes a second
+
+    runs = collection.list_runs(folder)
+    if not runs:
+        return False
+    with tempfile.TemporaryDirectory(prefix="tugline-") as temporary:
+        count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+        echo(f"reading {count} of {folder}; nothing is run")
+        collection.collect(runs, Path(temporary))
+        main = partial(run_server, settings, Path(temporary), echo, console=True)
+        keep_running(main, log_file)
+    return True

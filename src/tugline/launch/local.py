@@ -29,12 +29,13 @@ from tugline.launch.folder_lock import folder_lock
 from tugline.launch.garbage import managed_gc
 from tugline.launch.naming import name_run
 from tugline.launch.node import RECORDINGS, open_node
+from tugline.launch.node_watch import NodeWatch
 from tugline.launch.processes import NODES, divide, keep_nodes
 from tugline.launch.progress import SessionProgress
 from tugline.launch.server import open_control_plane, serve_control_plane
 from tugline.launch.settings import Settings, load_settings, name_model
 from tugline.launch.tokens import load_tokens
-from tugline.protocol import Control, NodeState, ResultQuery, ResultView, RunKind, RunStart, RunView
+from tugline.protocol import Control, ResultQuery, ResultView, RunKind, RunStart, RunView
 from tugline.recording import file as recordings
 from tugline.recording.folder import file_name
 from tugline.recording.trajectories import ResultFolder, unpack
@@ -85,12 +86,7 @@ class LocalServer:
         self.is_idle = is_idle
         self._running = running
         self._recordings = recordings
-        self.patience_s = 600.0
-        """Seconds for which no node may be able to run sessions, once one was."""
-        self.report: Callable[[str], None] = _log.warning
-        """Prints why no node is able to, at the start of that time."""
-        self._worked = False
-        self._unable_since: float | None = None
+        self.watch = NodeWatch()
 
     async def start_run(
         self,
@@ -158,32 +154,14 @@ class LocalServer:
                 msg = "the node has stopped; run the sessions without a result again"
                 raise ServerError(msg) from error
             if not page.items:
-                await self._check_nodes()
+                await self.watch.check(self.control.database)
             cursor = page.cursor
             for view in page.items:
-                self._worked = self._worked or view.status is Status.COMPLETED
+                if view.status is Status.COMPLETED:
+                    self.watch.worked = True
                 if view.session in missing:
                     missing.remove(view.session)
                     yield view
-
-    async def _check_nodes(self) -> None:
-        """Raise `ServerError` if no node can run sessions, and none ever could or for too long."""
-        views = await self.control.database.read(nodes.list_views)
-        faults = [view.fault for view in views if view.state is NodeState.LIVE]
-        if not faults or not all(faults):
-            self._unable_since = None
-            return
-        now = asyncio.get_running_loop().time()
-        if self._unable_since is None:
-            self._unable_since = now
-            if self._worked:
-                self.report(
-                    f"no session can run on this machine: {faults[0]}; waiting up to"
-                    f" {self.patience_s / 60:.0f} minutes for it"
-                )
-        if not self._worked or now - self._unable_since > self.patience_s:
-            msg = f"no session can run on this machine: {faults[0]}"
-            raise ServerError(msg)
 
     async def load_results(self, tasks: Sequence[str]) -> list[Trajectory]:
         """Return existing trajectories of these tasks, in order of tasks and samples."""

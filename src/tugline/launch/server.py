@@ -100,13 +100,17 @@ async def open_server(
 
 
 async def run_server(
-    settings: Settings, folder: Path, echo: Echo, *, cluster: bool = False
+    settings: Settings, folder: Path, echo: Echo, *, cluster: bool = False, console: bool = False
 ) -> None:
-    """Run a server for nodes on other machines, or with nodes of a Ray cluster, until a signal."""
+    """Run a server for nodes on other machines, or with nodes of a Ray cluster, until a signal.
+
+    With `console`, it only serves its console, and says nothing about nodes.
+    """
     raise_file_limit()
-    async with open_server(settings.server, folder, echo, hint="; no node has joined yet"):
+    hint = "" if console else "; no node has joined yet"
+    async with open_server(settings.server, folder, echo, hint=hint):
         freeze_gc()
-        if not cluster:
+        if not cluster and not console:
             echo(
                 f"join a node: TUGLINE_JOIN_TOKEN=... tugline node --server {read_url(folder)}"
                 f" --engine URL, with `join` of {folder / TOKENS} as the token"

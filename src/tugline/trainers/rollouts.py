@@ -142,8 +142,8 @@ async def open_rollout_server(
         open_local(settings, folder, engine, serve=console) as local,
         _register(local, config, folder),
     ):
-        local.patience_s = config.schedule.patience
-        local.report = report
+        local.watch.patience_s = config.schedule.patience
+        local.watch.report = report
         if console and local.url is not None:
             report(describe_console(settings.server, folder, local.url))
         yield local
