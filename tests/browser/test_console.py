@@ -64,9 +64,24 @@ async def test_without_a_token_the_console_asks_for_one(tab: Tab, server: Runnin
     tab.errors.clear()  # Chromium logs each status 401
 
 
+async def test_a_link_with_a_token_works_in_an_open_tab(tab: Tab, server: RunningServer) -> None:
+    """Only the fragment changes, which loads nothing; the token is used and leaves the address."""
+    await tab.js("sessionStorage.clear()")
+    await tab.visit(f"{server.url}/sessions#token=wrong")
+    await tab.until("document.querySelector('form')?.innerText.includes('token is unknown')")
+    await tab.js(f"location.hash = '#token={TOKENS.read}'")
+    await tab.until("document.querySelector('tbody tr') && !document.querySelector('form')")
+    assert await tab.js("location.hash") == ""
+    tab.errors.clear()  # Chromium logs each status 401
+
+
+@pytest.mark.parametrize("width", [1440, 800])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-async def test_every_page_is_accessible(tab: Tab, server: RunningServer, theme: str) -> None:
-    """Each page follows the rules of WCAG 2.2, in either theme."""
+async def test_every_page_is_accessible(
+    tab: Tab, server: RunningServer, theme: str, width: int
+) -> None:
+    """Each page follows the rules of WCAG 2.2 and fits, in either theme and width."""
+    await set_size(tab, width)
     await tab.until("document.querySelector('nav button')")
     if theme == "dark":
         await tab.js("[...document.querySelectorAll('nav button')].at(-2).click()")

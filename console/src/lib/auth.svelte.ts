@@ -8,16 +8,23 @@ const KEY = "token";
 const tabs = new BroadcastChannel("tugline");
 
 /** `role` is the role of the token, known after the first answer of the server. */
-export const auth = $state({ token: take(), role: "", needed: "" });
+export const auth = $state({ token: take() ?? sessionStorage.getItem(KEY) ?? "", role: "", needed: "" });
 
-function take(): string {
+/** Move a token from the address bar to the tab's storage; null if there is none. */
+function take(): string | null {
   const given = new URLSearchParams(location.hash.slice(1)).get(KEY);
   if (given !== null) {
     sessionStorage.setItem(KEY, given);
     history.replaceState(null, "", location.pathname + location.search);
   }
-  return sessionStorage.getItem(KEY) ?? "";
+  return given;
 }
+
+// A link that is opened in a tab of the same server does not load the page again.
+addEventListener("hashchange", () => {
+  const given = take();
+  if (given !== null) setToken(given);
+});
 
 export function setToken(token: string): void {
   sessionStorage.setItem(KEY, token);
