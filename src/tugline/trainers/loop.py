@@ -59,13 +59,13 @@ from tugline.trainers.metrics import (
 )
 from tugline.trainers.models import Models, model_folder, open_models, write_weights
 from tugline.trainers.patience import summarize_failures
+from tugline.trainers.progress import RunProgress
 from tugline.trainers.proof import Probe
 from tugline.trainers.rollouts import RolloutServer, open_rollout_server
 from tugline.trainers.sinks import FAILED, Sinks
 from tugline.trainers.supervised import SupervisedRows, read_supervised
 
 _PROBE_IDS = 1024
-Report = Callable[[str], None]
 
 
 class _Learned(NamedTuple):
@@ -82,11 +82,11 @@ async def train(
     batches: TaskBatches,
     folder: Path,
     sinks: Sinks,
-    report: Report,
+    progress: RunProgress,
     *,
     console: bool = False,
 ) -> TrainSummary:
-    """Train to the end in `folder`, from its newest checkpoint; `report` gets progress messages.
+    """Train to the end in `folder`, from its newest checkpoint, observed by `progress`.
 
     With `console`, the console of a server in this process is served. It may be cancelled or killed
     at any point and called again. Raises `TuglineError`.
@@ -100,11 +100,11 @@ async def train(
         shutil.rmtree(published, ignore_errors=True)  # of a run that was killed
         batches.store(folder)
         batches.run = make_prefix(folder) if config.server is not None else ""
-        report("loading the model")
+        progress.begin_phase("loading the model")
         models = stack.enter_context(open_models(config))
-        report(f"packing: {models.trainer.packing}")
+        progress.report(f"packing: {models.trainer.packing}")
         state = checkpoint.load_newest(folder / CHECKPOINTS, models.trainer.load, TrainState())
-        announce = report if console else None
+        announce = progress.report if console else None
         async with (
             open_replicas(config, models, published / "first") as replicas,
             open_rollout_server(config, folder, replicas.connection, announce) as server,
@@ -121,7 +121,7 @@ async def train(
                     server,
                     state,
                     sinks,
-                    report,
+                    progress,
                     supervised,
                 )
                 return await loop.run()
@@ -141,7 +141,7 @@ class TrainingLoop:
     server: RolloutServer
     state: TrainState
     sinks: Sinks
-    report: Report
+    progress: RunProgress
     supervised: SupervisedRows
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
@@ -153,13 +153,13 @@ class TrainingLoop:
             self.models,
             make_publisher(self.config, self.server.control, self.replicas),
             self.config.weights_folder(self.folder),
-            self.report,
+            self.progress.report,
         )
         self._began = time.monotonic()
         self._saved = self._began
         self._earlier_s = self.state.elapsed_s
         self._groups = GroupSampler(
-            self.config, self.batches, self.folder, self.server, self.report, self.sleep
+            self.config, self.batches, self.folder, self.server, self.progress, self.sleep
         )
         self.state = self._groups.choose(self.state)
         # malloc keeps freed memory per thread, so all steps run in the same thread
@@ -173,6 +173,9 @@ class TrainingLoop:
         try:
             await self._publish_first()
             self._start_evaluation()
+            minutes = self._schedule.minutes
+            limit_s = None if minutes is None else max(0.0, 60 * minutes - self._elapsed_s())
+            self.progress.start(self._schedule.steps, self.state.step, limit_s)
             while self.state.step < self._schedule.steps and not self._is_out_of_time():
                 await self._step()
                 self._start_evaluation()
@@ -195,7 +198,7 @@ class TrainingLoop:
         known = (await self.server.weights()).version
         if known > self.state.version:
             self.state = replace(self.state, version=known + 1)
-        self.report(f"loading version {self.state.version} into the engine")
+        self.progress.begin_phase(f"loading version {self.state.version} into the engine")
         await self._served.publish(self.state.version, await self._make_first_probe())
 
     async def _make_first_probe(self) -> Probe | None:
@@ -221,7 +224,7 @@ class TrainingLoop:
         await self._groups.submit(self.state)
         groups = await self._groups.collect(self.state)
         wait_s = time.monotonic() - began
-        self.report(f"step {number}: updating the policy")
+        self.progress.begin_phase(f"step {number}, updating the policy")
         event_loop = asyncio.get_running_loop()
         learned = await event_loop.run_in_executor(self._learner, self._learn, groups)
         figures = flatten(learned.rollout, "rollout") | flatten(learned.report, "update")
@@ -246,6 +249,7 @@ class TrainingLoop:
             self.sinks.alarm(number, name, text)
         if self._is_checkpoint_due():
             await asyncio.to_thread(self._save)
+        self.progress.finish_step()
 
     def _learn(self, groups: StepGroups) -> _Learned:
         began = time.monotonic()

@@ -116,7 +116,7 @@ async def open_rollout_server(
     config: TrainConfig,
     folder: Path,
     engine: EngineConnection,
-    announce: Callable[[str], None] | None = None,
+    announce: Callable[[str], object] | None = None,
 ) -> AsyncIterator[RolloutServer]:
     """Connect to ``server``, or open a server with a node in `folder`.
 
