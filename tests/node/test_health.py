@@ -95,6 +95,13 @@ async def test_a_failed_canary_is_a_problem_until_one_succeeds() -> None:
     assert bed.pauses == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0, health.AGAIN_S]
 
 
+async def test_pauses_take_time() -> None:
+    """Without a replacement, the pause between two canaries is that of asyncio."""
+    health = Health(Bed([]).health._run_canary, lambda: None)
+    await asyncio.wait_for(health.sleep(0.0), 5.0)
+    assert health.problem == ""
+
+
 async def test_a_canary_that_says_nothing_of_the_node_changes_nothing() -> None:
     """A canary without an engine is neither a problem nor the end of one."""
     bed = Bed([*broke(Cause.ENGINE_LOST)[:1], *broke(Cause.DISK, Cause.CRASH, Cause.ENGINE)])

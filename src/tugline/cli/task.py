@@ -218,10 +218,7 @@ async def _check_all(
 ) -> list[TaskCheck]:
     """Check tasks. Raises `UsageError` for a runtime that cannot be used on this machine."""
     parts = Parts()
-    for spec in {_encode(each.runtime): each.runtime for each, _ in entries}.values():
-        reason = parts.runtime(spec).check_available()
-        if reason is not None:
-            raise UsageError(f"runtime {spec.name!r} cannot be used here: {reason}")
+    parts.check_available(each for each, _ in entries)
     earlier = _read_results(out) if out else {}
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     slots = asyncio.Semaphore(jobs)

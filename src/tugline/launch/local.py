@@ -38,6 +38,7 @@ from tugline.protocol import Control, ResultQuery, ResultView, RunKind, RunStart
 from tugline.recording import file as recordings
 from tugline.recording.folder import file_name
 from tugline.recording.trajectories import ResultFolder, unpack
+from tugline.rollout.parts import Parts
 from tugline.rollout.rejudge import name_user
 from tugline.server.control import ControlPlane
 from tugline.server.store import nodes, results, runs, sessions
@@ -359,6 +360,7 @@ async def run_in_folder(
     # The same name in every process, so that the next run replaces the node.
     settings = replace(settings, node=replace(settings.node, name="run"))
     raise_file_limit()
+    await asyncio.to_thread(Parts().check_available, tasks)
     with folder_lock(folder, instead="choose another --out"):
         saved = await asyncio.to_thread(ResultFolder, folder)
         async with (

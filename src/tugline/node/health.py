@@ -72,10 +72,9 @@ RunCanary = Callable[[str], Awaitable[Failure | None]]
 class Health:
     """Whether this node can run sessions; `run` tests it when there is a reason to."""
 
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-
     def __init__(self, run_canary: RunCanary, on_change: Callable[[], None]) -> None:
         """`on_change` is called when `problem` has changed."""
+        self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self.problem = ""
         """Why the node cannot run sessions; empty if it can, as far as is known."""
         self._run_canary = run_canary
