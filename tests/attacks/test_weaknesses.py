@@ -13,11 +13,15 @@ from tugline.types import PluginSpec
 
 
 async def test_weaknesses_of_local_are_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each weakness is one line, logged with the first session."""
+    """All weaknesses are one line, logged with the first session but without its id."""
     parts, local = Parts(), PluginSpec("local")
     log.configure()
-    await asyncio.gather(*(parts.report_weaknesses(local) for _ in range(3)))
+    with log.about(session="s-0"):
+        await asyncio.gather(*(parts.report_weaknesses(local) for _ in range(3)))
     output = capsys.readouterr().err
+    assert len(output.splitlines()) == 1
+    assert "agents are not fully isolated" in output
+    assert "s-0" not in output
     lines = parts.runtime(local).list_weaknesses()
     assert [output.count(line) for line in lines] == [1] * len(lines)
     for word in ("files", "network", "memory", "processes"):

@@ -13,6 +13,7 @@ from support.training import write_config
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import read_config
 from tugline.trainers.loop import train
+from tugline.trainers.progress import RunProgress
 from tugline.trainers.sinks import METRICS, make_sinks, read_lines
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -59,7 +60,7 @@ async def test_weights_arrive_in_every_pause_mode(
             settings = read_config(config, folder)
             sinks = make_sinks((), Console(quiet=True))
             batches = TaskBatches(settings, home)
-            state = (await train(settings, batches, home / "run", sinks, print)).state
+            state = (await train(settings, batches, home / "run", sinks, RunProgress(print))).state
             assert (state.step, state.sessions) == (3, 24)
             rows = read_lines(home / "run" / METRICS)
             published = [row for row in rows if "publish/version" in row]

@@ -103,7 +103,7 @@ async def test_the_function_runs_in_a_running_event_loop(
 
         results = await asyncio.to_thread(asyncio.run, run_cell())
     assert [(each.view.session, each.view.reward) for each in results] == [("a-0", 1), ("a-1", 1)]
-    assert "2 of 2 sessions, mean reward 1" in capsys.readouterr().err
+    assert re.search(r"2 of 2 sessions, (\d+ s, )?mean reward 1", capsys.readouterr().err)
 
 
 def test_an_interrupt_stops_a_run_beside_an_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:

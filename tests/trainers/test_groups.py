@@ -25,6 +25,7 @@ from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import TrainConfig
 from tugline.trainers.groups import ROUNDS, GroupSampler, Round, StepGroups
 from tugline.trainers.metrics import TrainState, find_signal
+from tugline.trainers.progress import RunProgress
 from tugline.types import Boundary, Call, Failure, Task, Trajectory
 
 COUNT = 12
@@ -126,7 +127,7 @@ class Run:
             return None
 
         groups = GroupSampler(
-            self.config, batches, self.folder, self.server, self.lines.append, sleep  # type: ignore[arg-type]
+            self.config, batches, self.folder, self.server, RunProgress(self.lines.append), sleep  # type: ignore[arg-type]
         )  # fmt: skip
         state = groups.choose(state)
         while state.step < self.config.schedule.steps:

@@ -29,6 +29,7 @@ from tugline.trainers.config import MODEL as RESULT
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.loop import train
 from tugline.trainers.metrics import TrainSummary
+from tugline.trainers.progress import RunProgress
 from tugline.trainers.sinks import METRICS, make_sinks, read_lines
 
 MODEL = Path("none")
@@ -41,7 +42,7 @@ async def run(config: Path, folder: Path, report: Callable[[str], object] = str)
     settings = read_config(config, MODEL)
     sinks = make_sinks(settings.metrics, Console(quiet=True))
     batches = TaskBatches(settings, config.parent)
-    return await train(settings, batches, folder, sinks, report)
+    return await train(settings, batches, folder, sinks, RunProgress(report))
 
 
 def rows(folder: Path, key: str) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from trainers.sessions import session
 from tugline.errors import EngineError
 from tugline.trainers.patience import back_off, run_patiently
+from tugline.trainers.progress import RunProgress
 from tugline.types import Boundary, Failure, Trajectory
 
 AWAY = Failure(Boundary.EVALUATOR, "the judge is away")
@@ -52,7 +53,7 @@ async def run(server: Server, patience_s: float) -> tuple[list[Trajectory], list
         [],
         "step 1",
         patience_s=patience_s,
-        report=lines.append,
+        progress=RunProgress(lines.append),
         sleep=sleep,  # type: ignore[arg-type]
     )
     return results, pauses, lines

@@ -27,6 +27,7 @@ from tugline.inference.engine import Engine
 from tugline.inference.load import load
 from tugline.trainers.config import MODEL, Lora
 from tugline.trainers.grpo.batch import plain_sample
+from tugline.trainers.progress import RunProgress
 from tugline.trainers.sft import Sft, SftConfig, SftRunConfig, read_set, train
 from tugline.trainers.sinks import METRICS, Sinks, make_sinks, read_lines
 from tugline.types import Message, Role, Sample, ToolCall
@@ -188,7 +189,7 @@ def write_run(folder: Path, **sft: Any) -> SftRunConfig:
 
 def run(config: SftRunConfig, folder: Path) -> list[dict[str, Any]]:
     """Run it; return the lines of its metrics."""
-    train(config, folder, make_sinks((), Console(quiet=True)), lambda _: None)
+    train(config, folder, make_sinks((), Console(quiet=True)), RunProgress())
     return read_lines(folder / METRICS)
 
 
@@ -229,14 +230,14 @@ class KillingSinks(Sinks):
 def test_an_adapter_is_added_to_the_trained_model(tmp_path: Path) -> None:
     """The result has the held-out loss of the run; only adapted weights have changed."""
     config = msgspec.structs.replace(write_run(tmp_path), lora=Lora(rank=4, targets=("q_proj",)))
-    state = train(config, tmp_path / "run", Sinks(()), lambda _: None)
+    state = train(config, tmp_path / "run", Sinks(()), RunProgress())
     first, last = (load(folder)[0] for folder in (config.model, tmp_path / "run" / MODEL))
     weights = last.state_dict()
     changed = {name for name, old in first.state_dict().items() if not old.equal(weights[name])}
     assert changed == {f"model.layers.{n}.self_attn.q_proj.weight" for n in range(2)}
     assert state.heldout[state.step] < state.heldout[0]
     again = msgspec.structs.replace(config, model=tmp_path / "run" / MODEL, lora=None)
-    next_state = train(again, tmp_path / "next", Sinks(()), lambda _: None)
+    next_state = train(again, tmp_path / "next", Sinks(()), RunProgress())
     assert next_state.heldout[0] == pytest.approx(state.heldout[state.step], abs=1e-6)
 
 
@@ -247,7 +248,7 @@ def test_an_interrupted_run_has_the_same_result(tmp_path: Path, lora: Lora | Non
     run(config, tmp_path / "whole")
     for at in (3, 5, 8):
         with pytest.raises(Killed):
-            train(config, tmp_path / "run", KillingSinks(at), lambda _: None)
+            train(config, tmp_path / "run", KillingSinks(at), RunProgress())
     run(config, tmp_path / "run")
     whole, resumed = (load(tmp_path / name / MODEL)[0].state_dict() for name in ("whole", "run"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)

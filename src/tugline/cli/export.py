@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from tugline.cli.key_values import parse_builder, parse_options, parse_pairs
 from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote, Required
-from tugline.cli.output import format_counts, make_progress, make_table, print_report, print_text
+from tugline.cli.output import format_counts, make_table, print_report, print_text, show_progress
 from tugline.errors import UsageError
 from tugline.exports.base import TraceFilter, make_exporter
 from tugline.exports.pipeline import Export, ExportSummary, Selection, Split, run
@@ -98,13 +98,13 @@ def export(
 
 
 def _run(plan: Export, paths: list[Path]) -> ExportSummary:
-    with make_progress() as progress:
-        bars = {phase: progress.add_task(phase, total=None) for phase in ("reading", "writing")}
-        return run(
-            plan,
-            paths,
-            lambda phase, done, total: progress.update(bars[phase], completed=done, total=total),
-        )
+    with show_progress("reading", "sessions", len(paths)) as progress:
+
+        def show(phase: str, done: int, total: int) -> None:
+            progress.set_phase(phase, "sessions", total)
+            progress.update(done)
+
+        return run(plan, paths, show)
 
 
 # --------------------------------------------------------------------------- values of options

@@ -18,7 +18,7 @@ from rich.console import Console
 from tugline.cli.local_run import read_tags, run_with_progress
 from tugline.cli.node_options import DEFAULT_NODE, NodeOptions
 from tugline.cli.options import Count, Json, NotNegative
-from tugline.cli.output import make_table, print_text, save_report
+from tugline.cli.output import make_table, print_text, save_report, track
 from tugline.cli.task import Paths
 from tugline.datasets.files import load_tasks
 from tugline.errors import UsageError
@@ -113,7 +113,7 @@ def _read_run(
         for total in figures[view.session]:
             total.sessions += 1
             total.failed += view.reward is None
-    for path in list_recordings(out):
+    for path in track(list_recordings(out), "reading", "recordings"):
         recording = read(path)
         own = figures.get(recording.header.session.id, []) if recording.header else []
         reward = recording.result.reward if own and recording.result else None

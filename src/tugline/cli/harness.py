@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import msgspec
 from cyclopts import App, Group, Parameter
-from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
@@ -16,7 +15,7 @@ from tugline import log
 from tugline.cli import harness_check
 from tugline.cli.harness_check import CASES, Case, CheckResult, cases_of
 from tugline.cli.options import Json, make_new_folder
-from tugline.cli.output import make_table, print_report, print_text
+from tugline.cli.output import make_table, print_report, print_text, show_progress
 from tugline.errors import HarnessError, UsageError
 from tugline.harnesses.install import install_dir, measure, read_manifest
 from tugline.harnesses.preset import Preset
@@ -47,7 +46,7 @@ class InventoryItem(msgspec.Struct, frozen=True, kw_only=True):
 @harness.command(name="list")
 def list_(*, as_json: Json = False) -> None:
     """List harnesses with their versions, and verify the checksums of installed ones."""
-    with Console(stderr=True).status("reading installed harnesses"):
+    with show_progress("reading installed harnesses"):
         items = asyncio.run(_list_items())
     changed = any(item.sound is False for item in items)
     if changed:
@@ -147,7 +146,7 @@ def upgrade(name: str, /, *, version: Version = None) -> None:
 def _install(program: Preset) -> None:
     """Install a preset. Raises `HarnessError`, also if installed files have changed."""
     folder = program.package.folder
-    with Console(stderr=True).status(f"installing {program.name} {program.version}"):
+    with show_progress(f"installing {program.name} {program.version}"):
         if asyncio.run(_is_sound(folder)) is False:
             msg = f"{program.name} {program.version} was modified: remove {folder} and reinstall it"
             raise HarnessError(msg)
@@ -237,10 +236,12 @@ async def _check(
     cases: Sequence[Case], runtime: PluginSpec, keep: Path | None
 ) -> list[CheckResult]:
     results = []
-    for number, case in enumerate(cases, 1):
-        name = f"{number}/{len(cases)} {case.harness} ({case.dialect})"
-        with Console(stderr=True, highlight=False).status(name):
+    with show_progress("checking", "harnesses", len(cases)) as progress:
+        for case in cases:
+            progress.summary = f"now {case.harness} ({case.dialect})"
             results.append(await harness_check.check(case, runtime, keep))
+            progress.advance()
+        progress.summary = ""
     return results
 
 

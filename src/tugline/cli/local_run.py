@@ -30,9 +30,9 @@ def run_with_progress(
     progress = SessionProgress(console, sum(task.samples for task in tasks))
     views: list[ResultView] = []
 
-    def add(view: ResultView, _: int) -> None:
+    def add(view: ResultView, *, new: bool) -> None:
         failure = view.failure.message if view.failure else ""
-        progress.add(view.session, view.reward, failure)
+        progress.add(view.session, view.reward, failure, new=new)
 
     async def main() -> None:
         this = asyncio.current_task()

@@ -6,15 +6,18 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import msgspec
 from rich.console import Console, RenderableType
-from rich.progress import Progress
 from rich.table import Column, Table
 from rich.text import Text
+
+from tugline.launch.progress import WorkProgress
+
+T = TypeVar("T")
 
 COLOURS = {
     "pass": "green",
@@ -114,10 +117,18 @@ def format_counts(counts: Mapping[Any, int]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
 
 
-def make_progress() -> Progress:
-    """Create a progress bar that disappears at its end; it is shown only on a terminal."""
-    console = Console(stderr=True)
-    return Progress(console=console, transient=True, disable=not console.is_terminal)
+def show_progress(title: str, unit: str = "", total: int | None = None) -> WorkProgress:
+    """Create a context manager that shows the progress of work on stderr."""
+    console = Console(stderr=True, highlight=False, markup=False)
+    return WorkProgress(console, unit, total, title=title)
+
+
+def track(items: Collection[T], title: str, unit: str) -> Iterator[T]:
+    """Yield `items`, and show on stderr how many were taken."""
+    with show_progress(title, unit, len(items)) as progress:
+        for item in items:
+            yield item
+            progress.advance()
 
 
 def save_report(path: Path, report: object, *, as_json: bool) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tugline.cli.key_values import parse_builder
 from tugline.cli.options import DEFAULT_SERVER, Json, Remote
-from tugline.cli.output import make_progress, print_report, print_text
+from tugline.cli.output import print_report, print_text, show_progress
 from tugline.recording.trajectories import INDEX, Index, rebuild_all
 
 
@@ -33,15 +33,17 @@ def rebuild(
     """
     root = Path(session)
     spec = parse_builder(builder, option)
-    with remote.find_recordings(session) as paths, make_progress() as progress:
-        bar = progress.add_task("rebuilding", total=len(paths))
+    with (
+        remote.find_recordings(session) as paths,
+        show_progress("rebuilding", "recordings", len(paths)) as progress,
+    ):
         index = rebuild_all(
             paths,
             root if root.is_dir() else paths[0].parent,
             out,
             spec,
             salvage=salvage,
-            on_file=lambda: progress.advance(bar),
+            on_file=progress.advance,
         )
     failed = any(entry.error for entry in index.entries)
     print_report(index, lambda: _show(index, out), as_json=as_json, failed=failed)

@@ -6,6 +6,7 @@ if a session could not be judged because of an error.
 
 import asyncio
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -153,6 +154,7 @@ def _judge_all(
 ) -> list[SessionVerdicts]:
     """Judge recordings, with progress. Raises `SystemExit` if stopped."""
     progress = SessionProgress(console, len(paths))
+    began = time.time()
     outcomes: list[SessionVerdicts] = []
     keeper = Housekeeping(rejudger.work, None, NodeSettings(), Stats(), lambda _name: False)
 
@@ -165,7 +167,8 @@ def _judge_all(
                 outcome = await rejudger.judge(path)
             reward = outcome.rewards[0] if outcome.rewards else None
             failure = next((entry.error for entry in outcome.entries if entry.error), "")
-            progress.add(outcome.session, reward, failure)
+            new = any(entry.at >= began for entry in outcome.entries)
+            progress.add(outcome.session, reward, failure, new=new)
             return outcome
 
         await asyncio.to_thread(keeper.reap, rejudger.parts, ())

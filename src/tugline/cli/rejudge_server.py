@@ -135,7 +135,7 @@ async def _wait(client: Client, work: Rejudging, console: Console) -> Mapping[st
                 failure = result.failure.message if result.failure else ""
                 if result.reward is None:
                     errors[view.id] = failure or f"it was {result.status.value}"
-                progress.add(view.judges or view.id, result.reward, failure)
+                progress.add(view.id, result.reward, failure)
     return errors
 
 

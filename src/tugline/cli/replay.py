@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from tugline import log
 from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote, make_new_folder
-from tugline.cli.output import print_report, print_text
+from tugline.cli.output import print_report, print_text, show_progress
 from tugline.errors import UsageError
 from tugline.gateway.probe import connect
 from tugline.recording.folder import RUNS
@@ -58,17 +57,21 @@ def replay(
     log.configure(level="error")
     with remote.find_recording(session) as path:
         recorded = RecordedSession.load(path, tokenizer)
-    options = Options(go_on=go_on, masks=tuple(mask or ()), harness_version=harness_version)
+    name = recorded.header.task.harness.name
+    progress = show_progress(f"running {name}", "sessions", samples)
+    options = Options(
+        go_on=go_on,
+        masks=tuple(mask or ()),
+        harness_version=harness_version,
+        on_session=progress.advance,
+    )
     live = None
     if fork_at is not None or engine is not None or samples > 1:
         live = _make_live(recorded, fork_at, engine, samples, slots)
         keep = keep or _choose_folder(f"{recorded.header.session.id}-at{live.at}")
     if keep is not None:
         make_new_folder(keep)
-    with (
-        tempfile.TemporaryDirectory(prefix="tugline-replay-") as scratch,
-        Console(stderr=True).status(f"running {recorded.header.task.harness.name}"),
-    ):
+    with tempfile.TemporaryDirectory(prefix="tugline-replay-") as scratch, progress:
         folder = keep or Path(scratch)
         if live is None:
             reports = [asyncio.run(run_replay(recorded, folder, options))]

@@ -10,12 +10,12 @@ import msgspec
 
 from tugline.cli.options import DEFAULT_SERVER, LOOK_S, Json, Remote
 from tugline.cli.output import make_table, print_report, print_text
-from tugline.cli.tables import format_seconds
 from tugline.cli.training_run import RUNS
 from tugline.client.api import Client
 from tugline.errors import Missing, TuglineError, UsageError
 from tugline.launch.folder_lock import folder_lock
 from tugline.launch.naming import is_run, name_run
+from tugline.launch.progress import format_seconds
 from tugline.launch.server import locate_data
 from tugline.launch.tokens import load_tokens
 from tugline.protocol import RunView

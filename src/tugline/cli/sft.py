@@ -40,17 +40,19 @@ def sft(
     with name_missing_extra("train"):
         from tugline.trainers import sinks  # noqa: PLC0415 - needs the extra
         from tugline.trainers.config import CONFIG, MODEL  # noqa: PLC0415 - the same
+        from tugline.trainers.progress import RunProgress, ShownProgress  # noqa: PLC0415 - the same
         from tugline.trainers.sft import read_config, train  # noqa: PLC0415 - the same
 
         settings = read_config(config, parse_options(changes, "--set"))
         if is_follower():
-            train(settings, None, sinks.Sinks(()), lambda _: None)
+            train(settings, None, sinks.Sinks(()), RunProgress())
             return
         figures = sinks.make_sinks(settings.metrics, console)
         folder = choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
         command = ["sft", str(config), *(f"--set={each}" for each in changes or ())]
-        with keep_resumable(folder, shlex.join(command), console):
-            end = train(settings, folder, figures, console.print)
+        progress = ShownProgress(console)
+        with keep_resumable(folder, shlex.join(command), console), progress.line:
+            end = train(settings, folder, figures, progress)
     save_report(folder / SUMMARY, end, as_json=as_json)
     where = folder / MODEL
     console.print(f"done after {end.step} updates, {end.elapsed_s:.0f} s: {where}")

@@ -17,7 +17,7 @@ from tugline.cli.tables import make_tasks_table
 from tugline.cli.task import Paths, read_checked
 from tugline.client.api import Client
 from tugline.client.overview import find_failure
-from tugline.launch.progress import SessionProgress
+from tugline.launch.progress import SessionProgress, WorkProgress
 from tugline.protocol import Accepted, EventKind, TaskState, TaskView
 from tugline.types import TERMINAL
 
@@ -46,7 +46,7 @@ async def submit(
     try:
         async with remote.connect() as client:
             before = (await client.status()).position
-            with console.status(f"submitting {len(tasks)} tasks"):
+            with WorkProgress(console, title=f"submitting {len(tasks)} tasks"):
                 accepted = await client.submit(tasks)
             known = sum(not each.new for each in accepted)
             sessions = sum(len(each.sessions) for each in accepted)
@@ -64,7 +64,7 @@ async def submit(
                 if progress.first_failure:
                     console.print(f"first failure: {progress.first_failure}")
                 if not as_json:
-                    _print_released(released, progress.summarize())
+                    _print_released(released, progress.summarize().plain)
     except asyncio.CancelledError:
         console.print("accepted tasks continue; see `tugline status` and `tugline cancel`")
         raise
@@ -87,7 +87,7 @@ async def _follow(
                 if view.status in TERMINAL:
                     result = await client.result(view.id)
                     failure = f"{result.status} {result.failure.message}" if result.failure else ""
-                    progress.add(view.id, result.reward, failure)
+                    progress.add(view.id, result.reward, failure, new=False)
             if (await client.task(each.task)).state is TaskState.RELEASED:
                 waiting.discard(each.task)
         async with aclosing(client.events(after=before)) as events:

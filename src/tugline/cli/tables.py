@@ -9,6 +9,7 @@ from rich.text import Text
 
 from tugline.cli.output import format_counts, make_table
 from tugline.client.overview import Overview
+from tugline.launch.progress import format_seconds
 from tugline.protocol import NodeState, SessionView, TaskView
 from tugline.types import STAGES, TERMINAL, Status
 
@@ -100,12 +101,3 @@ def make_sessions_table(sessions: Sequence[SessionView]) -> Table:
 
 def _format_age(moment: float) -> str:
     return format_seconds(time.time() - moment)
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a duration in its largest unit, such as ``38 s``; a negative one as 0."""
-    seconds = max(0.0, seconds)
-    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

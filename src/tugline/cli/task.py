@@ -21,11 +21,18 @@ from rich.console import Console
 from rich.text import Text
 
 from tugline.cli.options import Count, Json, Required
-from tugline.cli.output import make_table, print_json, print_report, print_text
+from tugline.cli.output import (
+    make_table,
+    print_json,
+    print_report,
+    print_text,
+    show_progress,
+    track,
+)
 from tugline.datasets.base import INSTANCE
 from tugline.datasets.files import SelectedTasks, gather, load_tasks
 from tugline.errors import ConfigError, Invalid, TuglineError, UsageError
-from tugline.launch.progress import make_bar
+from tugline.launch.progress import WorkProgress
 from tugline.rollout.parts import Parts
 from tugline.rollout.task_validation import TaskValidation, fingerprint, validate_task
 from tugline.server.validation import check_task
@@ -91,7 +98,7 @@ def read_checked(
 def _check_each(tasks: Sequence[Task], check: Callable[[Task], None]) -> None:
     """Check all tasks. Raises one error with the problems of all tasks."""
     problems: list[TuglineError] = []
-    for each in tasks:
+    for each in track(tasks, "checking", "tasks"):
         try:
             check(each)
         except (UsageError, Invalid) as error:
@@ -125,10 +132,12 @@ async def prefetch(*paths: SetPaths, as_json: Json = False) -> None:
     parts = Parts()
     failed = []
     wanted = {_encode((t.runtime, t.workspace)): t for t, _ in gather(paths, folders=True)}
-    with Console(stderr=True, highlight=False).status("prefetching") as status:
-        for number, each in enumerate(wanted.values(), 1):
-            status.update(f"{each.runtime.name}: workspace {number} of {len(wanted)}")
+    with show_progress("prefetching", "workspaces", len(wanted)) as progress:
+        for each in wanted.values():
+            progress.summary = f"now for {each.runtime.name}"
             failed += await parts.runtime(each.runtime).prefetch([each.workspace])
+            progress.advance()
+        progress.summary = ""
     summary = f"{len(wanted) - len(failed)} of {len(wanted)} workspaces are ready"
     print_report(
         {"workspaces": len(wanted), "failed": failed},
@@ -209,22 +218,20 @@ async def _check_all(
 ) -> list[TaskCheck]:
     """Check tasks. Raises `UsageError` for a runtime that cannot be used on this machine."""
     parts = Parts()
-    for spec in {_encode(each.runtime): each.runtime for each, _ in entries}.values():
-        reason = parts.runtime(spec).check_available()
-        if reason is not None:
-            raise UsageError(f"runtime {spec.name!r} cannot be used here: {reason}")
+    parts.check_available(each for each, _ in entries)
     earlier = _read_results(out) if out else {}
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     slots = asyncio.Semaphore(jobs)
-    with tempfile.TemporaryDirectory(prefix="tugline-") as folder, make_bar(console) as bar:
-        line = bar.add_task("tasks", total=len(entries), summary="")
+    progress = WorkProgress(console, "tasks", len(entries), title="validating")
+    with tempfile.TemporaryDirectory(prefix="tugline-") as folder, progress:
 
         async def check_one(number: int, task: Task, selected: SelectedTasks | None) -> TaskCheck:
             async with slots:
                 own = Path(folder, str(number))
                 check = await _check_task(task, selected, earlier, own, parts)
-            bar.advance(line)
-            if (check.task, check.digest) not in earlier:
+            known = (check.task, check.digest) in earlier
+            progress.advance(new=not known)
+            if not known:
                 if out is not None:
                     await asyncio.to_thread(_append_result, out, check)
                 if not console.is_terminal:

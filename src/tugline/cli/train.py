@@ -47,7 +47,7 @@ def train(
     """
     console = Console(stderr=True, highlight=False)
     with name_missing_extra("train"):
-        from tugline.trainers import batches, evaluation, loop, models, sinks, supervised  # noqa: PLC0415 - extra
+        from tugline.trainers import batches, evaluation, loop, models, progress, sinks, supervised  # noqa: PLC0415 - needs the extra
         from tugline.trainers.config import CONFIG, read_config  # noqa: PLC0415 - the same
 
         settings = read_config(
@@ -71,10 +71,10 @@ def train(
             rows = supervised.read_supervised(settings)
             print(batches.describe(settings, tasks, folder, rows=len(rows.samples)))
             return
-        report = sinks.make_report(console)
         command = ["train", str(config), *(f"--set={each}" for each in changes or ())]
-        with keep_resumable(folder, shlex.join(command), console):
-            training = loop.train(settings, tasks, folder, figures, report, console=served)
+        shown = progress.ShownProgress(console)
+        with keep_resumable(folder, shlex.join(command), console), shown.line:
+            training = loop.train(settings, tasks, folder, figures, shown, console=served)
             summary = uvloop.run(training)
     save_report(folder / SUMMARY, summary, as_json=as_json)
     for name, value in evaluation.summarize_change(summary.change):

@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tugline.cli.options import DEFAULT_SERVER, Json, Remote
-from tugline.cli.output import COLOURS, format_counts, make_table, print_report, print_text
+from tugline.cli.output import COLOURS, format_counts, make_table, print_report, print_text, track
 from tugline.errors import CaptureError, UsageError
 from tugline.plugins import import_extra
 from tugline.recording.file import Recording, read
@@ -63,7 +63,7 @@ async def verify(
     async with AsyncExitStack() as stack:
         paths = stack.enter_context(remote.find_recordings(session))
         scorer = await stack.enter_async_context(connect_scorer(engine)) if engine else None
-        for path in paths:
+        for path in track(paths, "verifying", "recordings"):
             reports.append(
                 await _verify_one(path, scorer, add_model_check, tolerance, texts, salvage=salvage)
             )

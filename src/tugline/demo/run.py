@@ -34,7 +34,8 @@ from tugline.trainers.evaluation import Estimate
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.loop import train
 from tugline.trainers.metrics import TrainState
-from tugline.trainers.sinks import METRICS, PLOT, make_report, make_sinks, read_lines
+from tugline.trainers.progress import ShownProgress
+from tugline.trainers.sinks import METRICS, PLOT, make_sinks, read_lines
 from tugline.types import PluginSpec, Reason
 
 SUMMARY = "summary.json"
@@ -192,11 +193,12 @@ async def run_demo(
     batches = TaskBatches(config, folder)
     batches.check()
     harness = Parts().harness(harness_spec(settings))
-    console.print(f"installing {harness.name} ...")
-    await harness.install()
-    sinks = make_sinks(config.metrics, console, served=True)
-    report = make_report(console)
-    state = (await train(config, batches, folder, sinks, report, console=True)).state
+    progress = ShownProgress(console)
+    with progress.line:
+        progress.begin_phase(f"installing {harness.name}")
+        await harness.install()
+        sinks = make_sinks(config.metrics, console, served=True)
+        state = (await train(config, batches, folder, sinks, progress, console=True)).state
     ends = (state.scores[0], state.scores[-1])
     before, after = (score.evaluation.pass_at.get(1, NOTHING) for score in ends)
     rows = read_lines(folder / METRICS)

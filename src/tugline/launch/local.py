@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import structlog
@@ -39,6 +39,7 @@ from tugline.protocol import Control, ResultQuery, ResultView, RunKind, RunStart
 from tugline.recording import file as recordings
 from tugline.recording.folder import file_name
 from tugline.recording.trajectories import ResultFolder, unpack
+from tugline.rollout.parts import Parts
 from tugline.rollout.rejudge import name_user
 from tugline.server.control import ControlPlane
 from tugline.server.store import nodes, results, runs, sessions
@@ -60,8 +61,13 @@ _WAIT_S = 1.0
 _log = log.get("launch")
 OnDone = Callable[[int, int], None]
 """Callback with the number of finished sessions of the batch, and of all its sessions."""
-OnResult = Callable[[ResultView, int], None]
-"""Callback with each result, those of an earlier run first, and the number of sessions."""
+
+
+class OnResult(Protocol):
+    """Callback with each result; those of an earlier run come first and are not `new`."""
+
+    def __call__(self, view: ResultView, *, new: bool) -> None:
+        """Take a result."""
 
 
 class LocalServer:
@@ -326,8 +332,9 @@ async def run_async(  # noqa: PLR0913 - the options of the command
     console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not progress)
     shown = SessionProgress(console, sum(task.samples for task in tasks))
 
-    def add(view: ResultView, _total: int) -> None:
-        shown.add(view.session, view.reward, view.failure.message if view.failure else "")
+    def add(view: ResultView, *, new: bool) -> None:
+        failure = view.failure.message if view.failure else ""
+        shown.add(view.session, view.reward, failure, new=new)
 
     with tempfile.TemporaryDirectory(prefix="tugline-") as temporary, shown.bar:
         folder = Path(out or temporary)
@@ -359,6 +366,7 @@ async def run_in_folder(
     # The same name in every process, so that the next run replaces the node.
     settings = replace(settings, node=replace(settings.node, name="run"))
     raise_file_limit()
+    await asyncio.to_thread(Parts().check_available, tasks)
     with folder_lock(folder, instead="choose another --out"):
         saved = await asyncio.to_thread(ResultFolder, folder)
         async with (
@@ -377,12 +385,12 @@ async def run_in_folder(
             await asyncio.to_thread(saved.forget, again)
             ended = [view for view in saved.views.values() if view.session in submitted]
             for view in ended:
-                on_result(view, len(submitted))
+                on_result(view, new=False)
             async for view in local.follow(submitted - saved.views.keys()):
                 packed = await local.control.trajectory(view.session) if view.bytes else b""
                 await asyncio.to_thread(saved.add, view, packed)
                 ended.append(view)
-                on_result(view, len(submitted))
+                on_result(view, new=True)
             await local.end_run(local.run_name)
         await asyncio.to_thread(saved.write_index)
     return ended

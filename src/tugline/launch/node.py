@@ -184,9 +184,13 @@ async def _open_announced(
             node = opened
             model = opened.gateway.card.id
             mode = engine.upstream.wire.mode
-            echo(f"node {name} is up: {slots} slots, {model} in {mode} mode")
             default = PluginSpec("auto")  # the default runtime of tasks
-            await opened.parts.report_weaknesses(default)
             opened.check = opened.parts.runtime(default).check_available
+            problem = await asyncio.to_thread(opened.check)
+            if problem:
+                echo(f"node {name} waits in quarantine until it can run sessions: {problem}")
+            else:
+                echo(f"node {name} is up: {slots} slots, {model} in {mode} mode")
+            await opened.parts.report_weaknesses(default)
             async with managed_gc(lambda: opened.gateway.idle):
                 yield opened, metrics

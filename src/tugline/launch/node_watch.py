@@ -18,7 +18,7 @@ class NodeWatch:
     def __init__(self) -> None:
         self.patience_s = 600.0
         """Seconds for which no node may be able to, once a session was completed."""
-        self.report: Callable[[str], None] = _log.warning
+        self.report: Callable[[str], object] = _log.warning
         """Prints the reason at the start of that time."""
         self.worked = False
         """Whether a session was completed."""

@@ -7,7 +7,7 @@ builders, exports and forks can use.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,6 +97,8 @@ class Options:
     masks: tuple[str, ...] = ()
     """Regular expressions to mask in addition to the built-in ones."""
     harness_version: str | None = None
+    on_session: Callable[[], None] = lambda: None
+    """Callback when a session has ended."""
 
 
 async def replay(
@@ -162,6 +164,7 @@ async def _run_all(
             trajectory = await roll_out(
                 task, session, gateway=gateway, directory=directory, parts=parts
             )
+        options.on_session()
         state = source.state(session.id)
         missing = [response for response in state.remaining if response.required]
         if missing and state.requests and not state.ended:

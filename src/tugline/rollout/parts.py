@@ -12,8 +12,9 @@ import asyncio
 import contextlib
 import hashlib
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
+from contextvars import Context
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -81,19 +82,29 @@ class Parts:
         """Return the builder of `spec`."""
         return self._make("builder", spec, Builder)
 
+    def check_available(self, tasks: Iterable[Task]) -> None:
+        """Raise `UsageError` if the runtime of a task cannot be used on this machine. May block."""
+        used = {self.runtime(task.runtime): task.runtime.name for task in tasks}
+        for runtime, name in used.items():
+            reason = runtime.check_available()
+            if reason is not None:
+                raise UsageError(f"runtime {name!r} cannot be used here: {reason}")
+
     async def report_weaknesses(self, spec: PluginSpec) -> None:
-        """Log once the gaps of a runtime's isolation on this machine."""
+        """Log once, as one line, the gaps of a runtime's isolation on this machine."""
         async with self._reporting:
             if spec.name in self._reported:
                 return
             try:
                 weaknesses = await asyncio.to_thread(self.runtime(spec).list_weaknesses)
             except TuglineError as error:  # opening a sandbox will raise it again
-                _log.warning("runtime cannot be inspected", runtime=spec.name, error=str(error))
+                _log.info("runtime cannot be inspected", runtime=spec.name, error=str(error))
                 return
             self._reported.add(spec.name)
-            for weakness in weaknesses:
-                _log.warning("not isolated", runtime=spec.name, what=weakness)
+            if weaknesses:  # they are those of the machine: the line names no session
+                gaps = "; ".join(weaknesses)
+                about = {"runtime": spec.name, "weaknesses": gaps}
+                Context().run(_log.warning, "agents are not fully isolated", **about)
 
     def _make(self, kind: str, spec: PluginSpec, contract: type[P]) -> P:
         options = pack_options(f"{kind} {spec.name!r}: options", spec.options)

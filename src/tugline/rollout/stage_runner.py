@@ -5,10 +5,11 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from tugline import log
+from tugline.errors import TuglineError
 from tugline.plugins import refuse_endings
 from tugline.rollout.failures import EarlyEnd, classify, make_total_timeout
 from tugline.rollout.stages import Ending, ScopeEnded, StageSlots
-from tugline.types import Status
+from tugline.types import Failure, Status
 
 OnStage = Callable[[Status], None]
 """Called before each stage."""
@@ -45,7 +46,7 @@ class StageRunner:
                     began = time.monotonic()
                     yield
         except EarlyEnd as early:
-            self._log_failure(current, early)
+            self._log_failure(current, early.end.failure, early)
             raise
         except ScopeEnded as ended:
             if ended.ending is Ending.CANCELLED:
@@ -53,11 +54,17 @@ class StageRunner:
             failure = make_total_timeout(current if started else Status.READY)
             raise EarlyEnd(failure, Status.TIMED_OUT) from ended
         except Exception as error:
-            self._log_failure(current, error)
-            raise EarlyEnd(classify(current, error)) from error
+            failure = classify(current, error)
+            self._log_failure(current, failure, error)
+            raise EarlyEnd(failure) from error
         finally:
             self.seconds[current.value] = time.monotonic() - began
 
-    def _log_failure(self, stage: Status, error: Exception) -> None:
-        places = log.describe_error(error)
-        _log.warning("stage failed", session=self._session, stage=stage, traceback=places)
+    def _log_failure(self, stage: Status, failure: Failure | None, error: Exception) -> None:
+        """Log where and why a stage failed; of an error of no known kind also the places."""
+        about: dict[str, object] = {"session": self._session, "stage": stage}
+        if failure is not None:
+            about |= {"boundary": failure.boundary, "cause": failure.cause}
+        if not isinstance(error, TuglineError | TimeoutError | EarlyEnd):
+            about["traceback"] = log.describe_error(error)
+        _log.warning("stage failed", **about)

@@ -22,6 +22,7 @@ from tugline.datasets.base import HELD_OUT, INSTANCE, task_id
 from tugline.datasets.files import SelectedTasks, SetFile, TaskSelection, instance_of, read_set
 from tugline.errors import ConfigError, UsageError
 from tugline.launch.server import check_runnable
+from tugline.rollout.parts import Parts
 from tugline.trainers.config import Schedule, TaskSource, TrainConfig, add_digests
 from tugline.trainers.questions import ask
 from tugline.types import Task, Trajectory
@@ -47,6 +48,7 @@ class TaskBatches:
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         """`folder` is the folder of the configuration file."""
         self._schedule = config.schedule
+        self._is_local = config.server is None
         self.run = ""
         """Prefix of all task ids, for a server that has tasks of other runs as well."""
         self.trained = _read(config.tasks, config, folder, "tasks")
@@ -64,9 +66,16 @@ class TaskBatches:
             raise ConfigError(msg, "heldout")
 
     def check(self) -> None:
-        """Check the first batch and a held-out task. Raises `Invalid` if one cannot be run."""
-        for task in [*self.batch(0, self.choose(1, {})), *self.held_out[:1]]:
+        """Check the first batch and a held-out task.
+
+        Raises `Invalid` if one cannot be run, `UsageError` if its runtime cannot be used here,
+        unless nodes of another server run the sessions.
+        """
+        tasks = [*self.batch(0, self.choose(1, {})), *self.held_out[:1]]
+        for task in tasks:
             check_runnable(task)
+        if self._is_local:
+            Parts().check_available(tasks)
 
     def store(self, folder: Path) -> None:
         """Store the digests of the tasks. Raises `UsageError` if an earlier start had others.

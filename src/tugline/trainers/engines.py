@@ -123,7 +123,7 @@ class ServedWeights:
     models: Models
     publisher: Publisher
     folder: Path
-    report: Callable[[str], None]
+    report: Callable[[str], object]
 
     def __post_init__(self) -> None:
         self._published: tuple[Path, int] | None = None

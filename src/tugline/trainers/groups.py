@@ -16,6 +16,7 @@ were: sessions that failed outside the policy run again and may now earn another
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import TrainConfig
 from tugline.trainers.metrics import RolloutFigures, TrainState, find_signal, measure_rollout
 from tugline.trainers.patience import run_patiently
+from tugline.trainers.progress import RunProgress
 from tugline.trainers.rollouts import RolloutServer
 from tugline.types import Call, Task, Trajectory
 
@@ -76,7 +78,7 @@ class GroupSampler:
     batches: TaskBatches
     folder: Path
     server: RolloutServer
-    report: Callable[[str], None]
+    progress: RunProgress
     sleep: Callable[[float], Awaitable[None]]
     _submitted: int = 0
     """Step of the last submitted batch of this start of the run."""
@@ -165,15 +167,13 @@ class GroupSampler:
     ) -> list[Trajectory]:
         """Run the unfinished sessions of `tasks`; see `run_patiently` if `patient`."""
         if not patient:
-            return await self.server.run(
-                tasks, lambda done, total: self.report(f"{name}: session {done} of {total}")
-            )
+            return await self.server.run(tasks, partial(self.progress.count_sessions, name))
         return await run_patiently(
             self.server,
             tasks,
             name,
             patience_s=self.config.schedule.patience,
-            report=self.report,
+            progress=self.progress,
             sleep=self.sleep,
         )
 
@@ -207,7 +207,7 @@ class GroupSampler:
     def _report_round(self, number: int, lacking: int, added: int, which: int) -> None:
         asked = self.config.schedule.tasks_per_step
         text = f"step {number}: {asked - lacking} of {asked} groups have a signal"
-        self.report(f"{text}; round {which} has {added} further groups")
+        self.progress.report(f"{text}; round {which} has {added} further groups")
 
 
 def _first_round(state: TrainState, number: int) -> Round:

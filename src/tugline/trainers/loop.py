@@ -59,13 +59,13 @@ from tugline.trainers.metrics import (
 )
 from tugline.trainers.models import Models, model_folder, open_models, write_weights
 from tugline.trainers.patience import summarize_failures
+from tugline.trainers.progress import RunProgress
 from tugline.trainers.proof import Probe
 from tugline.trainers.rollouts import RolloutServer, open_rollout_server
 from tugline.trainers.sinks import FAILED, Sinks
 from tugline.trainers.supervised import SupervisedRows, read_supervised
 
 _PROBE_IDS = 1024
-Report = Callable[[str], None]
 
 
 class _Learned(NamedTuple):
@@ -82,11 +82,11 @@ async def train(
     batches: TaskBatches,
     folder: Path,
     sinks: Sinks,
-    report: Report,
+    progress: RunProgress,
     *,
     console: bool = False,
 ) -> TrainSummary:
-    """Train to the end in `folder`, from its newest checkpoint; `report` gets progress messages.
+    """Train to the end in `folder`, from its newest checkpoint, observed by `progress`.
 
     With `console`, the console of a server in this process is served. It may be cancelled or killed
     at any point and called again. Raises `TuglineError`.
@@ -100,14 +100,14 @@ async def train(
         shutil.rmtree(published, ignore_errors=True)  # of a run that was killed
         batches.store(folder)
         batches.run = make_prefix(folder) if config.server is not None else ""
-        report("loading the model")
+        progress.begin_phase("loading the model")
         models = stack.enter_context(open_models(config))
-        report(f"packing: {models.trainer.packing}")
+        progress.report(f"packing: {models.trainer.packing}")
         state = checkpoint.load_newest(folder / CHECKPOINTS, models.trainer.load, TrainState())
         async with (
             open_replicas(config, models, published / "first") as replicas,
             open_rollout_server(
-                config, folder, replicas.connection, report, console=console
+                config, folder, replicas.connection, progress.report, console=console
             ) as server,
         ):
             sinks.start(folder, msgspec.to_builtins(config, enc_hook=str), state.step)
@@ -122,7 +122,7 @@ async def train(
                     server,
                     state,
                     sinks,
-                    report,
+                    progress,
                     supervised,
                 )
                 return await loop.run()
@@ -142,7 +142,7 @@ class TrainingLoop:
     server: RolloutServer
     state: TrainState
     sinks: Sinks
-    report: Report
+    progress: RunProgress
     supervised: SupervisedRows
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
@@ -154,13 +154,13 @@ class TrainingLoop:
             self.models,
             make_publisher(self.config, self.server.control, self.replicas),
             self.config.weights_folder(self.folder),
-            self.report,
+            self.progress.report,
         )
         self._began = time.monotonic()
         self._saved = self._began
         self._earlier_s = self.state.elapsed_s
         self._groups = GroupSampler(
-            self.config, self.batches, self.folder, self.server, self.report, self.sleep
+            self.config, self.batches, self.folder, self.server, self.progress, self.sleep
         )
         self.state = self._groups.choose(self.state)
         # malloc keeps freed memory per thread, so all steps run in the same thread
@@ -174,6 +174,9 @@ class TrainingLoop:
         try:
             await self._publish_first()
             self._start_evaluation()
+            minutes = self._schedule.minutes
+            limit_s = None if minutes is None else max(0.0, 60 * minutes - self._elapsed_s())
+            self.progress.start(self._schedule.steps, self.state.step, limit_s)
             while self.state.step < self._schedule.steps and not self._is_out_of_time():
                 await self._step()
                 self._start_evaluation()
@@ -196,7 +199,7 @@ class TrainingLoop:
         known = (await self.server.weights()).version
         if known > self.state.version:
             self.state = replace(self.state, version=known + 1)
-        self.report(f"loading version {self.state.version} into the engine")
+        self.progress.begin_phase(f"loading version {self.state.version} into the engine")
         await self._served.publish(self.state.version, await self._make_first_probe())
 
     async def _make_first_probe(self) -> Probe | None:
@@ -222,7 +225,7 @@ class TrainingLoop:
         await self._groups.submit(self.state)
         groups = await self._groups.collect(self.state)
         wait_s = time.monotonic() - began
-        self.report(f"step {number}: updating the policy")
+        self.progress.begin_phase(f"step {number}, updating the policy")
         event_loop = asyncio.get_running_loop()
         learned = await event_loop.run_in_executor(self._learner, self._learn, groups)
         figures = flatten(learned.rollout, "rollout") | flatten(learned.report, "update")
@@ -247,6 +250,7 @@ class TrainingLoop:
             self.sinks.alarm(number, name, text)
         if self._is_checkpoint_due():
             await asyncio.to_thread(self._save)
+        self.progress.finish_step()
 
     def _learn(self, groups: StepGroups) -> _Learned:
         began = time.monotonic()

@@ -7,8 +7,10 @@ the failed sessions (I3). Sessions that failed because of their agents are data 
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 
 from tugline.errors import EngineError
+from tugline.trainers.progress import RunProgress
 from tugline.trainers.rollouts import RolloutServer
 from tugline.types import Boundary, Task, Trajectory
 
@@ -24,7 +26,7 @@ async def run_patiently(
     name: str,
     *,
     patience_s: float,
-    report: Callable[[str], None],
+    progress: RunProgress,
     sleep: Callable[[float], Awaitable[None]],
 ) -> list[Trajectory]:
     """Run the unfinished sessions of `tasks`; return the results of all sessions.
@@ -34,16 +36,14 @@ async def run_patiently(
     """
     pauses = back_off(patience_s)
     while True:
-        results = await server.run(
-            tasks, lambda done, total: report(f"{name}: session {done} of {total}")
-        )
+        results = await server.run(tasks, partial(progress.count_sessions, name))
         if any(each.reward for each in results) or not any(map(is_outside_policy, results)):
             return results
         cause = f"no session of {name} has a reward: {summarize_failures(results)}"
         pause_s = next(pauses, None)
         if pause_s is None:
             raise EngineError(cause)
-        report(f"{cause}; retrying in {pause_s:g} s")
+        progress.report(f"{cause}; retrying in {pause_s:g} s")
         await sleep(pause_s)
         if not await server.run_again([task.id for task in tasks]):
             return results

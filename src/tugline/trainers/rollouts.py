@@ -116,7 +116,7 @@ async def open_rollout_server(
     config: TrainConfig,
     folder: Path,
     engine: EngineConnection,
-    report: Callable[[str], None],
+    report: Callable[[str], object],
     *,
     console: bool = False,
 ) -> AsyncIterator[RolloutServer]:

@@ -47,6 +47,7 @@ from tugline.trainers.grpo.hub import get_base_model
 from tugline.trainers.grpo.update import Update, Updater
 from tugline.trainers.lora import write_trained
 from tugline.trainers.models import Placement, load_model, model_folder, name_draft
+from tugline.trainers.progress import RunProgress
 from tugline.trainers.sinks import Sinks
 from tugline.types import Ids, Mask, PluginSpec, Sample
 
@@ -231,9 +232,9 @@ class SftState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def train(
-    config: SftRunConfig, folder: Path | None, sinks: Sinks, report: Callable[[str], None]
+    config: SftRunConfig, folder: Path | None, sinks: Sinks, progress: RunProgress
 ) -> SftState:
-    """Train to the end in `folder`, from its newest checkpoint; `report` gets progress messages.
+    """Train to the end in `folder`, from its newest checkpoint, observed by `progress`.
 
     `folder` is None on the other ranks of torchrun, which use that of rank 0 and only train. The
     run may be killed at any point and started again. Raises `TuglineError`.
@@ -244,15 +245,15 @@ def train(
             store_config(folder, config)
         device = stack.enter_context(join_ranks(config.device))
         shared = next(filter(None, gather([folder])))
-        report("loading the model")
+        progress.begin_phase("loading the model")
         placement = Placement.of(device, config.sft, fsdp=config.fsdp)
         model, tokenizer, _ = load_model(config.model, placement, config.lora, config.sft.seed)
-        trained, heldout = _read_data(config, model, tokenizer, report)
+        trained, heldout = _read_data(config, model, tokenizer, progress.report)
         run = _SftRun(config, shared, model, trained, heldout)
-        report(f"packing: {run.packing}")
+        progress.report(f"packing: {run.packing}")
         sinks.start(shared, msgspec.to_builtins(config, enc_hook=str), run.state.step)
         try:
-            run.train(sinks)
+            run.train(sinks, progress)
         finally:
             sinks.close()
         result = shared / MODEL
@@ -263,7 +264,7 @@ def train(
 
 
 def _read_data(
-    config: SftRunConfig, model: Any, tokenizer: Tokenizer, report: Callable[[str], None]
+    config: SftRunConfig, model: Any, tokenizer: Tokenizer, report: Callable[[str], object]
 ) -> tuple[list[Sample], list[Sample]]:
     """Return the training and the held-out samples. Raises `UsageError` if none is to train."""
     text = get_base_model(model).config.get_text_config()
@@ -320,8 +321,9 @@ class _SftRun:
         """See `PolicyModel.packing`."""
         return self._trainer.policy.packing
 
-    def train(self, sinks: Sinks) -> None:
+    def train(self, sinks: Sinks, progress: RunProgress) -> None:
         """Make the remaining updates."""
+        progress.count_updates(self.state.step, self.total)
         began = time.monotonic()
         earlier_s = self.state.elapsed_s
         self._measure(sinks)
@@ -347,6 +349,7 @@ class _SftRun:
                 checkpoint.save(
                     self.folder / CHECKPOINTS, self._trainer, step=step, version=step, extra=extra
                 )
+            progress.count_updates(step, self.total)
 
     def _choose(self, step: int) -> list[Sample]:
         """Return the samples of update number `step`, counted from 1."""

@@ -4,8 +4,7 @@ Figures have names such as ``rollout/reward``. A resumed run continues after its
 """
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,6 @@ FAILED = "failed"
 """Name of the note on the sessions of a step without a reward."""
 RESUMED = "resumed"
 """Name of the note on the step after which a run was resumed."""
-_QUIET_S = 10.0
-"""Minimum seconds between a line about sessions and the line before it."""
 _SEND_S = 20.0
 """Deadline in seconds for sending the figures of a step to the server."""
 _SHOWN = read_values(Path(__file__).with_name("sinks.toml"))
@@ -132,19 +129,6 @@ class ConsoleSink(Sink):
             return
         head = f"step {step}  {name}: " if name else f"step {step}  "
         self._console.print(head + text, markup=False, soft_wrap=True)
-
-
-def make_report(console: Console) -> Callable[[str], None]:
-    """Return a function that prints lines, but lines about sessions only every few seconds."""
-    printed = -_QUIET_S
-
-    def report(text: str) -> None:
-        nonlocal printed
-        if "session" not in text or time.monotonic() - printed >= _QUIET_S:
-            printed = time.monotonic()
-            console.print(text, markup=False, soft_wrap=True)
-
-    return report
 
 
 class JsonLinesSink(Sink):
