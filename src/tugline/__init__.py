@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # for type checkers; `__getattr__` imports them at run time
     from tugline.client.sync import SyncClient
     from tugline.datasets.files import load_tasks
     from tugline.errors import Conflict, Invalid, Missing, ServerError, TuglineError, UsageError
-    from tugline.launch.local import run, run_async
+    from tugline.launch.run import run, run_async
     from tugline.types import (
         Boundary,
         Callback,
@@ -40,7 +40,7 @@ __all__ = [
 ]  # fmt: skip
 _MODULES = (
     "types", "errors", "client.api", "client.streams", "client.sync", "datasets.files",
-    "launch.local",
+    "launch.run",
 )  # fmt: skip
 
 

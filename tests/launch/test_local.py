@@ -124,7 +124,7 @@ def test_an_interrupt_stops_a_run_beside_an_event_loop(monkeypatch: pytest.Monke
         with pytest.raises(KeyboardInterrupt):
             tugline.run([])
 
-    monkeypatch.setattr("tugline.launch.local.run_async", hang)
+    monkeypatch.setattr("tugline.launch.run.run_async", hang)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         event_loop = asyncio.new_event_loop()

@@ -20,29 +20,32 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from support.server import TOKENS, serve
 from tugline import protocol
-from tugline.client.sync import SyncClient
-from tugline.errors import UsageError
+from tugline.client.api import Client
+from tugline.errors import ServerError, UsageError
 from tugline.trainers.metrics import flatten
 from tugline.trainers.publish import Publication
-from tugline.trainers.sinks import METRICS, PLOT, make_sinks, read_lines
+from tugline.trainers.sinks import METRICS, PLOT, ServerSink, Sinks, make_sinks, read_lines
 from tugline.types import Ledger, PluginSpec, Reason
 
 CAUSE = "no group has a signal: the tasks are too hard"
 PUBLISHED = Publication(version=1, seconds=0.1, max_abs_dlogprob=1e-5, moved=0.1, arrived=1.0)
 
 
-def log_steps(
-    folder: Path, *parts: PluginSpec, steps: tuple[int, ...], after: int, server: str | None = None
-) -> None:
+def log_steps(folder: Path, *parts: PluginSpec, steps: tuple[int, ...], after: int) -> None:
     """Log a number and a NaN for each step, as a process of a run does."""
+    sinks = make_sinks(parts, Console(file=io.StringIO()))
+    log_all(sinks, folder, steps, after)
+    sinks.close()
+
+
+def log_all(sinks: Sinks, folder: Path, steps: tuple[int, ...], after: int) -> None:
+    """Start a run and log its steps."""
     folder.mkdir(exist_ok=True)
-    sinks = make_sinks(parts, Console(file=io.StringIO()), server)
     sinks.start(folder, {"lr": 1e-6}, after)
     for step in steps:
         sinks.log(step, {"rollout/reward": step / 10, "update/kl": math.nan})
     sinks.note(steps[-1], "held out", "pass@1 50%")
     sinks.alarm(steps[-1], "no_signal", CAUSE)
-    sinks.close()
 
 
 def test_lines_of_lost_steps_are_replaced(tmp_path: Path) -> None:
@@ -60,24 +63,26 @@ def test_lines_of_lost_steps_are_replaced(tmp_path: Path) -> None:
 
 async def test_the_server_has_the_figures_of_the_file(tmp_path: Path) -> None:
     """Figures that were not sent before a kill are sent later; NaN is left out."""
-    async with serve(f"sqlite:{tmp_path / 'db'}", tmp_path) as served:
+    folder = tmp_path / "my run"
 
-        def run(steps: tuple[int, ...], after: int) -> list[protocol.RunStep]:
-            folder = tmp_path / "my run"
-            log_steps(folder, steps=steps, after=after, server=served.url)
-            with SyncClient(served.url) as client:
-                (stored,) = client.runs()
-                assert stored.name == f"my_run-{(folder / 'name').read_text().rstrip('.')}"
-                return client.run_steps(stored.name)
+    async def run(client: Client, steps: tuple[int, ...], after: int) -> list[protocol.RunStep]:
+        sinks = make_sinks((), Console(file=io.StringIO()))
+        sinks.add(ServerSink(client.report_step))
+        log_all(sinks, folder, steps, after)
+        await asyncio.to_thread(sinks.close)
+        (stored,) = await client.runs()
+        assert stored.name == f"my_run-{(folder / 'name').read_text().rstrip('.')}"
+        return await client.run_steps(stored.name)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TUGLINE_TOKEN", TOKENS.client)
-            await asyncio.to_thread(run, (1, 2, 3), 0)
-            with (tmp_path / "my run" / METRICS).open("a") as file:
-                file.write(
-                    '{"step":2,"time/step_s":1.5}\n{"step":2,"note":"held out","text":"all"}\n'
-                )
-            steps = await asyncio.to_thread(run, (3, 4), 2)
+    async with (
+        serve(f"sqlite:{tmp_path / 'db'}", tmp_path) as served,
+        Client(served.url, TOKENS.client) as client,
+    ):
+        await run(client, (1, 2, 3), 0)
+        lines = '{"step":2,"time/step_s":1.5}\n{"step":2,"note":"held out","text":"all"}\n'
+        with (folder / METRICS).open("a") as file:
+            file.write(lines)
+        steps = await run(client, (3, 4), 2)
     assert [step.step for step in steps] == [0, 1, 2, 3, 4]
     assert steps[2] == protocol.RunStep(
         step=2,
@@ -89,17 +94,24 @@ async def test_the_server_has_the_figures_of_the_file(tmp_path: Path) -> None:
     assert steps[4].notes == {"held out": "pass@1 50%", "alarm no_signal": CAUSE}
 
 
-def test_figures_that_cannot_be_sent_are_logged(
+async def test_figures_that_cannot_be_sent_are_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run continues, and the file has the figures."""
+    """The run continues, and the file has the figures; no report is waited for for ever."""
     monkeypatch.setattr("tugline.trainers.sinks._SEND_S", 0.1)
-    monkeypatch.setenv("TUGLINE_TOKEN", TOKENS.client)
-    sinks = make_sinks((), Console(file=io.StringIO()), "http://127.0.0.1:9")
+
+    async def report(_run: str, step: int, **_fields: object) -> None:
+        if step == 0:
+            raise ServerError("the server is away")
+        await asyncio.Event().wait()
+
+    sinks = make_sinks((), Console(file=io.StringIO()))
+    sinks.add(ServerSink(report))
     with structlog.testing.capture_logs() as logs:
         sinks.start(tmp_path, {}, 0)
         sinks.log(1, {"rollout/reward": 0.5})
-        sinks.close()
+        await asyncio.wait_for(asyncio.to_thread(sinks.close), 20)
+        await asyncio.sleep(0.2)  # the time limit of the second report
     assert [row["step"] for row in read_lines(tmp_path / METRICS)] == [1]
     assert [entry["step"] for entry in logs if entry["event"] == "figures not sent"] == [0, 1]
 

@@ -45,7 +45,7 @@ from tugline.exports.base import make_exporter
 from tugline.exports.pipeline import Export
 from tugline.exports.pipeline import run as export
 from tugline.inference.server import create_app
-from tugline.launch.local import run_in_folder
+from tugline.launch.run import run_in_folder
 from tugline.launch.settings import EngineSettings, Settings
 from tugline.node.settings import NodeSettings
 from tugline.protocol import ResultView

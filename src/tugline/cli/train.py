@@ -65,7 +65,7 @@ def train(
         tasks = batches.TaskBatches(settings, config.absolute().parent)
         tasks.check()
         served = not no_console and settings.server is None
-        figures = sinks.make_sinks(settings.metrics, console, settings.server, served=served)
+        figures = sinks.make_sinks(settings.metrics, console)
         folder = choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
         if dry_run:
             rows = supervised.read_supervised(settings)

@@ -197,7 +197,7 @@ async def run_demo(
     with progress.line:
         progress.begin_phase(f"installing {harness.name}")
         await harness.install()
-        sinks = make_sinks(config.metrics, console, served=True)
+        sinks = make_sinks(config.metrics, console)
         state = (await train(config, batches, folder, sinks, progress, console=True)).state
     ends = (state.scores[0], state.scores[-1])
     before, after = (score.evaluation.pass_at.get(1, NOTHING) for score in ends)

@@ -62,7 +62,7 @@ from tugline.trainers.patience import summarize_failures
 from tugline.trainers.progress import RunProgress
 from tugline.trainers.proof import Probe
 from tugline.trainers.rollouts import RolloutServer, open_rollout_server
-from tugline.trainers.sinks import FAILED, Sinks
+from tugline.trainers.sinks import FAILED, ServerSink, Sinks
 from tugline.trainers.supervised import SupervisedRows, read_supervised
 
 _PROBE_IDS = 1024
@@ -110,6 +110,7 @@ async def train(
                 config, folder, replicas.connection, progress.report, console=console
             ) as server,
         ):
+            sinks.add(ServerSink(server.report_step))
             sinks.start(folder, msgspec.to_builtins(config, enc_hook=str), state.step)
             try:
                 freeze_gc()
@@ -127,7 +128,9 @@ async def train(
                 )
                 return await loop.run()
             finally:
-                await asyncio.to_thread(sinks.close)  # figures are sent to a server of this process
+                await asyncio.to_thread(
+                    sinks.close
+                )  # waits for reports, which this event loop sends
 
 
 @dataclass(eq=False)

@@ -4,7 +4,7 @@ A remote server has any number of nodes and outlives the trainer; recordings sta
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol
@@ -45,6 +45,10 @@ class RolloutServer(Protocol):
 
     async def weights(self) -> Control:
         """Read the newest weight version, and whether model calls are paused."""
+
+    @property
+    def report_step(self) -> Callable[..., Awaitable[object]]:
+        """Reports figures and notes of a step, for the console; see `Client.report_step`."""
 
     async def submit(self, tasks: Sequence[Task]) -> object:
         """Submit `tasks`; those that were submitted before are left as they are."""

@@ -3,9 +3,10 @@
 Figures have names such as ``rollout/reward``. A resumed run continues after its checkpoint.
 """
 
+import asyncio
 import math
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,8 @@ from rich.console import Console
 
 from tugline import log
 from tugline.atomic import write_file
-from tugline.client.sync import SyncClient
 from tugline.errors import TuglineError
 from tugline.launch.naming import name_run
-from tugline.launch.tokens import load_tokens
 from tugline.plugins import import_extra, make
 from tugline.schema import read_values
 from tugline.types import PluginSpec
@@ -33,6 +32,8 @@ _SEND_S = 20.0
 _SHOWN = read_values(Path(__file__).with_name("sinks.toml"))
 _log = log.get("trainers.sinks")
 Figures = Mapping[str, float]
+ReportStep = Callable[..., Awaitable[object]]
+"""Reports a step, with the parameters of `Client.report_step`."""
 
 
 class Sink:
@@ -60,7 +61,11 @@ class Sinks(Sink):
     """A sink that forwards every call to several sinks."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = sinks
+        self._sinks = list(sinks)
+
+    def add(self, sink: Sink) -> None:
+        """Add a sink, before `start`."""
+        self._sinks.append(sink)
 
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
         """Start every sink."""
@@ -87,21 +92,13 @@ class Sinks(Sink):
             getattr(sink, method)(*arguments)
 
 
-def make_sinks(
-    parts: Sequence[PluginSpec],
-    console: Console,
-    server: str | None = None,
-    *,
-    served: bool = False,
-) -> Sinks:
-    """Make the sinks of the terminal, the folder, the server (if any) and `parts`.
+def make_sinks(parts: Sequence[PluginSpec], console: Console) -> Sinks:
+    """Make the sinks of the terminal, the folder, and `parts`.
 
-    `served` is for a server of this process, in the folder of the run. Raises `ConfigError`, or
-    `UsageError` for a package that is not installed.
+    Raises `ConfigError`, or `UsageError` for a package that is not installed.
     """
     named = [make("metrics", part, Sink) for part in parts]
-    reporting = [ServerSink(server)] if server is not None or served else []
-    return Sinks([ConsoleSink(console), JsonLinesSink(), *reporting, *named])
+    return Sinks([ConsoleSink(console), JsonLinesSink(), *named])
 
 
 class ConsoleSink(Sink):
@@ -166,24 +163,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class ServerSink(Sink):
-    """Sends figures to a server, whose console shows them; unsent figures are dropped."""
+    """Reports figures to the server of a run, whose console shows them; unsent ones are dropped."""
 
-    def __init__(self, server: str | None) -> None:
-        """`server` is the server's URL; None: the server in the folder of the run."""
-        self._server = server
-        self._sender = ThreadPoolExecutor(1, "report-steps")
+    def __init__(self, report_step: ReportStep) -> None:
+        """Reports are made in the running event loop, in their order."""
+        self._report_step = report_step
+        self._loop = asyncio.get_running_loop()
+        self._turn = asyncio.Lock()
+        self._closed = False
 
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
         """Resend the rows of `step`, in case of an earlier kill."""
         self._run = name_run(folder)
-        local = self._server is None  # TUGLINE_TOKEN is for another server then
-        self._client = SyncClient(
-            self._server,
-            load_tokens(folder).client if local else None,
-            folder=folder if local else None,
-            deadline_s=_SEND_S,
-        )
-        self._client.__enter__()
         self._send(step, rewound=True, notes={RESUMED: f"after step {step}"} if step else {})
         for row in [row for row in read_lines(folder / METRICS) if row.pop("step") == step]:
             if "note" in row:
@@ -192,28 +183,31 @@ class ServerSink(Sink):
                 self.log(step, {name: row[name] for name in row if row[name] is not None})
 
     def log(self, step: int, figures: Figures) -> None:
-        """Queue figures for sending."""
+        """Report figures."""
         finite = {name: value for name, value in figures.items() if math.isfinite(value)}
         self._send(step, figures=finite)
 
     def note(self, step: int, name: str, text: str) -> None:
-        """Queue a note for sending."""
+        """Report a note."""
         self._send(step, notes={name: text})
 
     def close(self) -> None:
-        """Wait for pending reports, at most twice the deadline of a report."""
+        """Wait for pending reports, at most the deadline of a report; not in the event loop."""
         wait([self._last], _SEND_S)
-        self._sender.shutdown(cancel_futures=True)
-        self._client.__exit__()
+        self._closed = True
 
     def _send(self, step: int, **fields: Any) -> None:
-        def send() -> None:
-            try:
-                self._client.report_step(self._run, step, **fields)
-            except TuglineError as error:
-                _log.warning("figures not sent", step=step, error=str(error))
+        self._last = asyncio.run_coroutine_threadsafe(self._report(step, fields), self._loop)
 
-        self._last = self._sender.submit(send)
+    async def _report(self, step: int, fields: Mapping[str, Any]) -> None:
+        async with self._turn:
+            if self._closed:
+                return
+            try:
+                async with asyncio.timeout(_SEND_S):
+                    await self._report_step(self._run, step, **fields)
+            except (TuglineError, TimeoutError) as error:
+                _log.warning("figures not sent", step=step, error=str(error))
 
 
 class TensorBoardSink(Sink):
