@@ -22,7 +22,6 @@ from rich.text import Text
 
 from tugline.cli.options import Count, Json, Required
 from tugline.cli.output import make_table, print_json, print_report, print_text
-from tugline.datasets.base import INSTANCE
 from tugline.datasets.files import SelectedTasks, gather, load_tasks
 from tugline.errors import ConfigError, Invalid, TuglineError, UsageError
 from tugline.launch.progress import make_bar
@@ -30,7 +29,7 @@ from tugline.rollout.parts import Parts
 from tugline.rollout.task_validation import TaskValidation, fingerprint, validate_task
 from tugline.server.validation import check_task
 from tugline.task_files import make_template
-from tugline.types import Cause, PluginSpec, Task, is_pass
+from tugline.types import INSTANCE, Cause, PluginSpec, Task, is_pass
 
 task = App(name="task")
 VALIDATION = "validation"

@@ -21,9 +21,10 @@ import msgspec
 
 from tugline import protocol
 from tugline.errors import FencedError, Missing
+from tugline.protocol import SessionOrder
 from tugline.server.settings import ServerSettings
 from tugline.server.store import events, texts
-from tugline.server.store.base import Row, Tx, cut_page, match_columns
+from tugline.server.store.base import Row, Tx, cut_page, match_columns, parse_cursor
 from tugline.types import STAGES, Session, Status
 
 _FEW_TASKS = 100
@@ -138,6 +139,12 @@ def _read(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
     where, values = match_columns(
         task=query.task, status=query.status, node=query.node, run=query.run
     )
+    for name, sign, reward in (("min", ">=", query.min_reward), ("max", "<=", query.max_reward)):
+        if reward is not None:
+            where += f" AND reward {sign} :{name}"
+            values[name] = reward
+    if query.order is not None:
+        return _read_ordered(tx, query, where, values)
 
     def read(having: str, **named: object) -> list[Row]:
         return tx.read_page(f"{_COLUMNS} FROM sessions", where + having, query, **values, **named)
@@ -158,6 +165,24 @@ def _read(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
                 break
         found += rows
     return [row for _, row in sorted({row[1]: row for row in found}.items(), reverse=query.newest)]
+
+
+def _read_ordered(
+    tx: Tx, query: protocol.SessionQuery, where: str, values: dict[str, object]
+) -> list[Row]:
+    """Return the rows of a page by reward or seconds, and the next row."""
+    by = "reward" if query.order in {SessionOrder.HIGHEST, SessionOrder.LOWEST} else "seconds"
+    falls = query.order in {SessionOrder.HIGHEST, SessionOrder.LONGEST}
+    side, order = ("<", "DESC") if falls else (">", "ASC")
+    if query.after is not None:
+        place = parse_cursor(query.after)
+        last = tx.fetch_value(f"SELECT {by} FROM sessions WHERE place = :place", place=place)  # noqa: S608 - constants
+        where += f" AND ({by}, place) {side} (:last, :place)"
+        values |= {"last": last, "place": place}
+    if query.status is Status.COMPLETED:  # most of them: their index would have to be sorted
+        where = where.replace("status =", "COALESCE(status, '') =")
+    where = f"{by} IS NOT NULL{where} ORDER BY {by} {order}, place {order} LIMIT :limit"
+    return [*select(tx, where, limit=query.limit + 1, **values)]
 
 
 def _match_part(tx: Tx, part: str) -> tuple[str, dict[str, object]]:
