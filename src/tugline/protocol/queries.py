@@ -69,8 +69,7 @@ class SessionQuery(PageQuery, frozen=True, kw_only=True):
     """By reward, only sessions with one, or by the seconds of all stages; `q` and `newest` do not
     apply."""
     recent: bool = False
-    """Only sessions that have started, the last changed first. One page; `q`, `newest` and `after`
-    do not apply."""
+    """Only sessions that have started, the last changed first; `q` and `newest` do not apply."""
 
 
 class LogQuery(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,3 +10,4 @@ CREATE INDEX sessions_by_reward ON sessions (reward, place) WHERE reward IS NOT 
 CREATE INDEX sessions_by_seconds ON sessions (seconds, place) WHERE seconds IS NOT NULL;
 CREATE INDEX sessions_of_run_by_reward ON sessions (run, reward, place) WHERE reward IS NOT NULL;
 CREATE INDEX sessions_of_run_by_seconds ON sessions (run, seconds, place) WHERE seconds IS NOT NULL;
+CREATE INDEX sessions_of_run_by_change ON sessions (run, updated) WHERE status <> 'queued';

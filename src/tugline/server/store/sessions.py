@@ -126,12 +126,9 @@ def page(tx: Tx, query: protocol.SessionQuery) -> protocol.Page:
     """Return sessions in order of submission, or newest first, and their results."""
     rows, more = cut_page(_read(tx, query), query.limit)
     ids = [row[0] for row in rows]
-    ended = tx.column("SELECT view FROM results WHERE session IN :ids", ids=ids)
-    return protocol.Page(
-        sessions=tuple(SessionRow(*row).view() for row in rows),
-        results=tuple(map(decode_view, ended)),
-        next=more,
-    )
+    ended = map(decode_view, tx.column("SELECT view FROM results WHERE session IN :ids", ids=ids))
+    listed = tuple(SessionRow(*row).view() for row in rows)
+    return protocol.Page(sessions=listed, results=tuple(ended), next=more)
 
 
 def _read(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
@@ -143,15 +140,12 @@ def _read(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
         if reward is not None:
             where += f" AND reward {sign} :{name}"
             values[name] = reward
-    if query.order is not None:
+    if query.order is not None or query.recent:
         return _read_ordered(tx, query, where, values)
 
     def read(having: str, **named: object) -> list[Row]:
         return tx.read_page(f"{_COLUMNS} FROM sessions", where + having, query, **values, **named)
 
-    if query.recent:
-        started = f"status <> 'queued'{where} ORDER BY updated DESC LIMIT :limit"
-        return [*select(tx, started, limit=query.limit, **values)]
     if not query.q:
         return read("")
     having, named = _match_part(tx, query.q)
@@ -167,21 +161,30 @@ def _read(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
     return [row for _, row in sorted({row[1]: row for row in found}.items(), reverse=query.newest)]
 
 
+_ORDERS = {
+    SessionOrder.HIGHEST: ("reward", "DESC"),
+    SessionOrder.LOWEST: ("reward", "ASC"),
+    SessionOrder.LONGEST: ("seconds", "DESC"),
+    SessionOrder.SHORTEST: ("seconds", "ASC"),
+    None: ("updated", "DESC"),
+}
+"""Columns and directions of orders; None: the last changed first, without the queue."""
+
+
 def _read_ordered(
     tx: Tx, query: protocol.SessionQuery, where: str, values: dict[str, object]
 ) -> list[Row]:
-    """Return the rows of a page by reward or seconds, and the next row."""
-    by = "reward" if query.order in {SessionOrder.HIGHEST, SessionOrder.LOWEST} else "seconds"
-    falls = query.order in {SessionOrder.HIGHEST, SessionOrder.LONGEST}
-    side, order = ("<", "DESC") if falls else (">", "ASC")
+    """Return the rows of a page in another order than that of submission, and the next row."""
+    by, direction = _ORDERS[query.order]
     if query.after is not None:
         place = parse_cursor(query.after)
-        last = tx.fetch_value(f"SELECT {by} FROM sessions WHERE place = :place", place=place)  # noqa: S608 - constants
-        where += f" AND ({by}, place) {side} (:last, :place)"
-        values |= {"last": last, "place": place}
+        row = f"SELECT {by} FROM sessions WHERE place = :place"  # noqa: S608 - constants
+        where += f" AND ({by}, place) {'<' if direction == 'DESC' else '>'} (:last, :place)"
+        values |= {"last": tx.fetch_value(row, place=place), "place": place}
     if query.status is Status.COMPLETED:  # most of them: their index would have to be sorted
         where = where.replace("status =", "COALESCE(status, '') =")
-    where = f"{by} IS NOT NULL{where} ORDER BY {by} {order}, place {order} LIMIT :limit"
+    known = f"{by} IS NOT NULL" if query.order else "status <> 'queued'"
+    where = f"{known}{where} ORDER BY {by} {direction}, place {direction} LIMIT :limit"
     return [*select(tx, where, limit=query.limit + 1, **values)]
 
 
