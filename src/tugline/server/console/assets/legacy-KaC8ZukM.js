@@ -1,0 +1,1 @@
+import{ut as e}from"./index-BRKOv04Y.js";e();
