@@ -64,13 +64,15 @@ function measure(places: readonly Place[]): Stretch | null {
   return { from: places[0]!.at, to: places.at(-1)!.at, versions: [Math.min(...versions), Math.max(...versions)] };
 }
 
-/** "steps 40 to 44", "step 7". */
-export const nameStretch = (noun: string, { from, to }: Stretch): string =>
-  from === to ? `${noun} ${from}` : `${noun}s ${from} to ${to}`;
+/** "40 to 44", "7". */
+const nameRange = (from: number, to: number): string => (from === to ? String(from) : `${from} to ${to}`);
+
+/** "steps 40 to 44 against 35 to 39 (versions 39 to 43 against 34 to 38)". */
+export function describe({ noun, before, now }: Stretches): string {
+  const plural = now.from === now.to && before.from === before.to ? noun : `${noun}s`;
+  const text = `${plural} ${nameRange(now.from, now.to)} against ${nameRange(before.from, before.to)}`;
+  if (noun === "version") return text;
+  return `${text} (versions ${nameRange(...now.versions)} against ${nameRange(...before.versions)})`;
+}
 
 export const share = (value: number): string => `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %`;
-
-/** A difference of shares in percentage points, with its sign. */
-export const points = (value: number): string => `${sign(value)}${Math.abs(100 * value).toFixed(Math.abs(value) < 0.1 ? 1 : 0)} pp`;
-
-export const sign = (value: number): string => (value < 0 ? "−" : value > 0 ? "+" : "±");

@@ -74,7 +74,7 @@ class ChangeQuery(ProblemQuery, frozen=True, kw_only=True):
     """Last version of the weights of the part before."""
     measure: Measure = Measure.SOLVED
     """What is compared: the share of solved sessions, or the mean reward."""
-    limit: Annotated[int, Meta(ge=1, le=1000)] = 100
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 50
     """Maximum number of problems in each list."""
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from statistics import fmean
 from typing import NamedTuple
 
@@ -17,8 +18,8 @@ from tugline.server.store.problems import Scope
 _SAME = 1e-6
 """Difference of mean rewards that is rounding."""
 Scores = Mapping[str, ProblemScore]
-_Rewarded = tuple[float | None, str]
-"""Reward and id of a session."""
+_Rewarded = tuple[float | None, int]
+"""Reward and place of a session."""
 
 
 class _Side(NamedTuple):
@@ -56,17 +57,12 @@ def find(tx: Tx, run: str, query: ChangeQuery) -> Changes:
         before = Scope(other, query.before_first, query.before_last, query.held_out)
     sides = (_read(tx, before, query.measure), _read(tx, now, query.measure))
     found = _compare(sides, query)
-    every = [draft for drafts in found.drafts.values() for draft in drafts]
-    rewards = [_read_rewards(tx, side, every, at) for at, side in enumerate(sides)]
     return Changes(
         before=_summarize(sides[0]),
         now=_summarize(sides[1]),
         difference=found.difference,
         counts=found.counts,
-        **{
-            name: tuple(_add_pair(sides, draft, rewards) for draft in drafts)
-            for name, drafts in found.drafts.items()
-        },
+        **_add_pairs(tx, sides, found.drafts),
     )
 
 
@@ -215,35 +211,49 @@ def _choose(
     return (nearest[0], nearest[1]) if all(nearest) else None
 
 
+def _add_pairs(
+    tx: Tx, sides: tuple[_Side, _Side], drafts: Mapping[str, Sequence[_Draft]]
+) -> dict[str, tuple[Change, ...]]:
+    """Add a pair of sessions to each change."""
+    every = [draft for listed in drafts.values() for draft in listed]
+    rewards = [_read_rewards(tx, side, every, at) for at, side in enumerate(sides)]
+    pairs = [_find_pair(sides, draft, rewards) for draft in every]
+    ids = problems.name_sessions(tx, sorted({place for pair in pairs for place in pair}))
+    changes = (
+        replace(draft.change, pair=(ids[pair[0]], ids[pair[1]]) if pair else None)
+        for draft, pair in zip(every, pairs, strict=True)
+    )
+    return {name: tuple(islice(changes, len(listed))) for name, listed in drafts.items()}
+
+
 def _read_rewards(
     tx: Tx, side: _Side, drafts: Sequence[_Draft], at: int
 ) -> dict[str, list[_Rewarded]]:
-    """Return reward and id of the sessions of the problems that were chosen for a side."""
+    """Return the rewards of the problems that were chosen for a side."""
     chosen = {draft.problems[at] for draft in drafts if draft.problems is not None}
     rewards: dict[str, list[_Rewarded]] = {name: [] for name in chosen}
-    for name, reward, session in problems.list_rewards(tx, side.scope, sorted(chosen)):
-        rewards[name].append((reward, session))
+    for name, reward, place in problems.list_rewards(tx, side.scope, sorted(chosen)):
+        rewards[name].append((reward, place))
     return rewards
 
 
-def _add_pair(
+def _find_pair(
     sides: tuple[_Side, _Side], draft: _Draft, rewards: Sequence[Mapping[str, Sequence[_Rewarded]]]
-) -> Change:
-    """Add the sessions nearest to the means; of two as near, those that differ more."""
+) -> tuple[int, ...]:
+    """Find the sessions nearest to the means; of two as near, those that differ more."""
     change = draft.change
     if draft.problems is None:
-        return change
+        return ()
     rises = (change.now or 0.0) > (change.before or 0.0)
-    before, now = (
-        _find_nearest(read[name], side.scores[name].reward or 0.0, highest=highest)
-        for read, name, side, highest in zip(
+    return tuple(
+        _find_nearest(known[name], side.scores[name].reward or 0.0, highest=highest)
+        for known, name, side, highest in zip(
             rewards, draft.problems, sides, (not rises, rises), strict=True
         )
     )
-    return replace(change, pair=(before, now))
 
 
-def _find_nearest(known: Sequence[_Rewarded], mean: float, *, highest: bool) -> str:
+def _find_nearest(known: Sequence[_Rewarded], mean: float, *, highest: bool) -> int:
     def distance(session: _Rewarded) -> tuple[float, float]:
         reward = session[0]
         if reward is None:

@@ -3,9 +3,10 @@
 The index ``sessions_by_problem`` has all that is summed.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from tugline.protocol import ProblemScore, RunKind
 from tugline.server.store import runs
@@ -51,10 +52,11 @@ def list_scores(tx: Tx, scope: Scope) -> list[ProblemScore]:
         passing=PASS,
         **values,
     )
+    decode = msgspec.json.decode
     return [
         ProblemScore(
             problem=problem,
-            tags={name: text for name, text in json.loads(tags).items() if name not in _OWN},
+            tags={name: text for name, text in decode(tags).items() if name not in _OWN},
             held_out=bool(held_out),
             sessions=sessions,
             rewarded=rewarded,
@@ -67,15 +69,24 @@ def list_scores(tx: Tx, scope: Scope) -> list[ProblemScore]:
 
 def list_rewards(
     tx: Tx, scope: Scope, problems: Sequence[str]
-) -> Iterator[tuple[str, float | None, str]]:
-    """Yield problem, reward and id of each session of some problems, the first ones first."""
+) -> Iterator[tuple[str, float | None, int]]:
+    """Yield each reward of some problems, with the place of the first session that has it."""
     where, values = _match(scope)
     query = (
-        f"SELECT problem, reward, id FROM sessions WHERE {where}"  # noqa: S608 - constants
-        " AND problem IN :problems ORDER BY place"
+        f"SELECT problem, reward, MIN(place) FROM sessions WHERE {where}"  # noqa: S608 - constants
+        " AND problem IN :problems GROUP BY problem, reward"
     )
     for start in range(0, len(problems), _BATCH):
         yield from tx.all(query, problems=problems[start : start + _BATCH], **values)
+
+
+def name_sessions(tx: Tx, places: Sequence[int]) -> dict[int, str]:
+    """Return the ids of sessions by their places."""
+    ids: dict[int, str] = {}
+    for start in range(0, len(places), _BATCH):
+        some = places[start : start + _BATCH]
+        ids |= dict(tx.all("SELECT place, id FROM sessions WHERE place IN :places", places=some))
+    return ids
 
 
 def _match(scope: Scope) -> tuple[str, dict[str, object]]:

@@ -1,1 +1,0 @@
-import{ut as e}from"./index-BRKOv04Y.js";e();
