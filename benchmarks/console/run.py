@@ -39,7 +39,8 @@ from chromium import chromium  # noqa: E402 - the folders above
 from measures import task  # noqa: E402
 from rig import Api, Server, note, postgres  # noqa: E402
 
-from tugline.server.store import results, sessions, tasks  # noqa: E402
+from tugline.protocol import RunKind, RunStart  # noqa: E402
+from tugline.server.store import results, runs, sessions, tasks  # noqa: E402
 from tugline.server.store.base import Tx  # noqa: E402
 from tugline.server.store.database import open_database  # noqa: E402
 from tugline.server.store.results import End  # noqa: E402
@@ -50,6 +51,9 @@ SAMPLES, BATCH = 8, 125
 """Sessions of each task, and tasks in each transaction."""
 VOCABULARY, WORDS = 20_000, 150
 """Different words, the n-th used 1/n times as often as the first, and words of each task."""
+RUN, VERSIONS, PROBLEMS = "bench", 100, 1000
+"""Run of all sessions, versions of its weights, and its tasks, each of which is tried again."""
+HALF = VERSIONS // 2
 RARE = 2500
 """One in this many sessions timed out."""
 VISITS, LISTS, LAGS, TABS, IDLE_S = 7, 40, 10, 20, 20.0
@@ -64,6 +68,7 @@ LISTED = {
     "a task": "newest=true&task=t7",
     "from the middle": "newest=true&after={middle}",
 }
+TABLES = ["positions", "control", "tenants", "runs", "tasks", "sessions", "results", "events"]
 SEARCHED = {
     "a common word": "q=nothing",
     "a word of every tenth task": "q=w00142",
@@ -83,6 +88,24 @@ LISTED |= {
     for more in ("status=failed", "status=timed_out", "status=cancelled", "after={middle}")
 }
 """Queries of the sessions page, by description."""
+LISTED |= {
+    "the highest reward": "order=highest",
+    "the highest reward of a run": f"order=highest&run={RUN}",
+    "the highest reward, completed": "order=highest&status=completed",
+    "the longest": "order=longest",
+    "the last changed": "recent=true",
+    "the last changed of a run": f"recent=true&run={RUN}",
+    "a reward of 1": "newest=true&min_reward=1",
+    "a reward of 2": "newest=true&min_reward=2",
+}
+COMPARED = {
+    "problems of a run": "problems",
+    "a half against the other": f"changes?first={HALF}&before_last={HALF - 1}&measure=reward",
+    "a tenth against the one before": (
+        f"changes?first={HALF}&last={HALF + 9}&before_first={HALF - 10}&before_last={HALF - 1}"
+    ),
+}
+"""Queries about the changes of a run, by description."""
 BUDGETS = {
     "first_paint_ms": 300,
     "list_p95_ms": 100,
@@ -121,8 +144,9 @@ class Rig(NamedTuple):
 async def fill(path: Path, count: int) -> None:
     """Make a SQLite store with `count` finished sessions, every seventh of them failed."""
     async with open_database(f"sqlite:{path}") as database:
+        await database.write_relaxed(runs.start, RUN, RunStart(kind=RunKind.TRAIN))
         for first in range(0, count // SAMPLES, BATCH):
-            await database.write_relaxed(_finish, range(first, first + BATCH))
+            await database.write_relaxed(_finish, range(first, first + BATCH), count)
 
 
 async def copy(path: Path, url: str) -> None:
@@ -131,7 +155,7 @@ async def copy(path: Path, url: str) -> None:
         pass
     with psycopg.connect(url) as target, contextlib.closing(sqlite3.connect(path)) as source:
         target.execute("TRUNCATE positions, control")
-        for table in ("positions", "control", "tenants", "tasks", "sessions", "results", "events"):
+        for table in TABLES:
             rows = source.execute(f"SELECT * FROM {table}")  # noqa: S608 - constants
             _write(target, table, [column[0] for column in rows.description], rows)
         _write(
@@ -155,14 +179,20 @@ def _instruct(n: int) -> str:
     return f"nothing but word{n} {' '.join(f'w{word:05}' for word in chosen)}"
 
 
-def _finish(tx: Tx, numbers: range) -> None:
-    """Submit the tasks with these numbers, and write results for their sessions."""
+def _finish(tx: Tx, numbers: range, count: int) -> None:
+    """Submit the tasks with these numbers, and write results for their `count` sessions."""
     new_tasks = [
-        msgspec.structs.replace(task(f"t{n}", samples=SAMPLES), instruction=_instruct(n))
+        msgspec.structs.replace(
+            task(f"t{n}", samples=SAMPLES),
+            instruction=_instruct(n),
+            tags={"instance": f"problem{n % PROBLEMS}", "family": f"family{n % 10}"},
+        )
         for n in numbers
     ]
-    tasks.submit(tx, [tasks.pack(new) for new in new_tasks])
+    tasks.submit(tx, [tasks.pack(new) for new in new_tasks], run=RUN)
+    version = VERSIONS * SAMPLES * numbers.start // count
     for new in new_tasks:
+        tx.run("UPDATE sessions SET version = :to WHERE task = :task", to=version, task=new.id)
         for entry in sessions.select(tx, "task = :task", task=new.id):
             failed = entry.place % 7 == 6
             timed_out = entry.place % RARE == 0
@@ -197,10 +227,14 @@ async def first_paint(rig: Rig) -> dict[str, Any]:
 
 
 async def lists(rig: Rig) -> dict[str, Any]:
-    """Latency of a page of sessions for every query; `list_p95_ms` is the slowest of them."""
+    """Latency of a page of sessions or changes for every query; `list_p95_ms` is the slowest."""
     slow, usual = {}, {}
-    for name, query in LISTED.items():
-        path = f"/v1/sessions?limit=200&{query.format(middle=rig.sessions // 2)}"
+    paths = {
+        name: f"/v1/sessions?limit=200&{query.format(middle=rig.sessions // 2)}"
+        for name, query in LISTED.items()
+    }
+    paths |= {name: f"/v1/runs/{RUN}/{query}" for name, query in COMPARED.items()}
+    for name, path in paths.items():
         taken = []
         for _ in range(LISTS):
             began = time.perf_counter()

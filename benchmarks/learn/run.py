@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tugline.demo.tasks import HELD_OUT_SEED
-from tugline.trainers.evaluation import wilson
+from tugline.estimates import wilson
 
 ROOT = Path(__file__).resolve().parents[2]
 HARNESSES = ("codex", "claude_code", "qwen_code", "pi")

@@ -36,10 +36,10 @@ from tugline.chat.tokenizer import Tokenizer
 from tugline.datasets.base import TaskSet, TaskTemplate
 from tugline.demo.run import WARM_START
 from tugline.demo.tasks import RepairProblem, generate
+from tugline.estimates import wilson
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.filters import apply_patch
 from tugline.evaluators.tests import TestsEvaluator
-from tugline.trainers.evaluation import wilson
 from tugline.types import Message, PluginSpec, Reward, Role, Task
 
 HERE = Path(__file__).parent

@@ -26,8 +26,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tugline.demo.run import WARM_START
+from tugline.estimates import wilson
 from tugline.evaluators.base import SessionOutcome
-from tugline.trainers.evaluation import wilson
 
 HERE = Path(__file__).parent
 VOCABULARY, TOKENS, WANTED = 1400, 12, 5

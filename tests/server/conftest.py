@@ -87,13 +87,33 @@ async def database(store_url: str) -> AsyncIterator[Database]:
 
 
 _insert = base.Tx.insert
+_update = base.Tx.update
+_ADDED = {
+    "run": 7,
+    "judges": 7,
+    "pinned": 7,
+    "problem": 8,
+    "held_out": 8,
+    "reward": 8,
+    "seconds": 8,
+}
+"""Layout that added a column."""
 
 
-def _insert_of_layout_6(tx: base.Tx, table: str, *rows: Mapping[str, object]) -> None:
-    """Insert rows without the columns that layout 7 added."""
-    new = {"run", "judges", "pinned"}
-    known = ({name: value for name, value in row.items() if name not in new} for row in rows)
-    _insert(tx, table, *known)
+def _forget(patch: pytest.MonkeyPatch, steps: int) -> None:
+    """Write rows without the columns that later layouts added."""
+
+    def cut(row: Mapping[str, object]) -> dict[str, object]:
+        return {name: value for name, value in row.items() if _ADDED.get(name, 0) <= steps}
+
+    def insert(tx: base.Tx, table: str, *rows: Mapping[str, object]) -> None:
+        _insert(tx, table, *map(cut, rows))
+
+    def update(tx: base.Tx, table: str, row: str, **columns: object) -> None:
+        _update(tx, table, row, **cut(columns))
+
+    patch.setattr(base.Tx, "insert", insert)
+    patch.setattr(base.Tx, "update", update)
 
 
 @pytest.fixture
@@ -108,7 +128,7 @@ def open_earlier(store_url: str, monkeypatch: pytest.MonkeyPatch) -> Earlier:
             if steps < 7:
                 columns = sessions._COLUMNS.replace(", run, judges", ", NULL, NULL")
                 earlier.setattr(sessions, "_COLUMNS", columns)
-                earlier.setattr(base.Tx, "insert", _insert_of_layout_6)
+            _forget(earlier, steps)
             async with open_database(store_url) as database:
                 yield database
 

@@ -11,17 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tugline.errors import UsageError
+from tugline.estimates import estimate, pass_at_k, wilson
 from tugline.recording.trajectories import read_results
-from tugline.trainers.evaluation import (
-    Attempt,
-    compare,
-    compare_verdicts,
-    estimate,
-    evaluate,
-    pass_at_k,
-    summarize,
-    wilson,
-)
+from tugline.trainers.evaluation import Attempt, compare, compare_verdicts, evaluate, summarize
 from tugline.types import Boundary, Cause, Failure
 
 

@@ -8,6 +8,7 @@ export type Result = Schemas["ResultView"];
 export type Task = Schemas["TaskView"];
 export type Node = Schemas["NodeView"];
 export type Event = Schemas["Event"];
+export type SessionOrder = Schemas["SessionOrder"];
 export type Status = Schemas["Status"];
 
 type Operation<P extends keyof paths, M extends "get" | "post"> = NonNullable<paths[P][M]>;

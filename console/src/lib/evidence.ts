@@ -66,7 +66,3 @@ export function baselineOf(results: readonly Result[]): Baseline | null {
   const spread = Math.sqrt(mean(distances.map((distance) => distance ** 2)));
   return { mean: level, spread, largest: Math.max(...distances) };
 }
-
-/** A number with its sign. */
-export const signed = (value: number): string =>
-  `${value < 0 ? "−" : value > 0 ? "+" : ""}${Math.abs(value).toFixed(3)}`;

@@ -14,6 +14,15 @@ export const percent = (part: number, whole: number): string =>
 export const reward = (value: number | null | undefined): string =>
   value === null || value === undefined ? "–" : value.toFixed(Number.isInteger(value) ? 0 : 3);
 
+/** A difference of rewards with its sign. */
+export const signed = (value: number): string => `${sign(value)}${Math.abs(value).toFixed(3)}`;
+
+/** A difference of shares in percentage points, with its sign. */
+export const points = (value: number): string =>
+  `${sign(value)}${Math.abs(100 * value).toFixed(Math.abs(value) < 0.1 ? 1 : 0)} pp`;
+
+const sign = (value: number): string => (value < 0 ? "−" : value > 0 ? "+" : "");
+
 export function seconds(s: number): string {
   if (s < 1) return `${Math.round(1000 * s)} ms`;
   if (s < 120) return `${s.toFixed(s < 10 ? 1 : 0)} s`;

@@ -6,6 +6,7 @@ import { HELD_OUT, REWARD, type RunStep } from "./runs";
 
 export const AXES = ["step", "version", "hour"] as const;
 export type Axis = (typeof AXES)[number];
+export const LABELS: Record<Axis, string> = { step: "steps", version: "versions", hour: "hours" };
 
 export interface Panel {
   title: string;

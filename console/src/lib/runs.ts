@@ -8,7 +8,10 @@ export type RunStep = Schemas["RunStep"];
 
 export const REWARD = "rollout/reward";
 export const HELD_OUT = "heldout/pass_at/1/value";
+const INTERVAL = ["heldout/pass_at/1/low", "heldout/pass_at/1/high"] as const;
 const SECONDS = "time/step_s";
+const VERSION = "version";
+const HELD_OUT_VERSION = "heldout/version";
 const PAGE = 1000;
 /** Seconds without a report after which a training is said to be interrupted. */
 const QUIET_S = 600;
@@ -29,6 +32,8 @@ export async function readSteps(
 
 /** What a list of runs shows of a training. */
 export interface Curves {
+  /** Only the figures of the curves. */
+  steps: RunStep[];
   reward: Point[];
   heldOut: Point[];
   /** Seconds of the last step; 0 if they are not known. */
@@ -36,17 +41,28 @@ export interface Curves {
 }
 
 export async function readCurves(run: string, signal: AbortSignal): Promise<Curves> {
-  const interval = [HELD_OUT, "heldout/pass_at/1/low", "heldout/pass_at/1/high"];
-  const steps = await readSteps(run, signal, { figure: [REWARD, SECONDS, ...interval] });
+  const steps = await readSteps(run, signal, { figure: [REWARD, SECONDS, VERSION, HELD_OUT_VERSION, HELD_OUT, ...INTERVAL] });
   const seconds = steps.findLast(({ figures }) => figures?.[SECONDS] !== undefined)?.figures?.[SECONDS];
-  return { reward: pick(steps, REWARD), heldOut: pick(steps, HELD_OUT, interval[1], interval[2]), seconds: seconds ?? 0 };
+  const at = ({ step }: RunStep) => step;
+  return { steps, reward: pickReward(steps, at), heldOut: pickHeldOut(steps, at), seconds: seconds ?? 0 };
 }
 
-function pick(steps: readonly RunStep[], name: string, low = "", high = ""): Point[] {
-  return steps.flatMap(({ step, figures = {} }): Point[] => {
+type At = (step: RunStep, version: string) => number | undefined;
+
+/** Rewards of steps at their places on an axis. */
+export const pickReward = (steps: readonly RunStep[], at: At): Point[] => pick(steps, (step) => at(step, VERSION), REWARD);
+
+/** Held-out pass@1 with its interval. */
+export const pickHeldOut = (steps: readonly RunStep[], at: At): Point[] =>
+  pick(steps, (step) => at(step, HELD_OUT_VERSION), HELD_OUT, ...INTERVAL);
+
+function pick(steps: readonly RunStep[], at: (step: RunStep) => number | undefined, name: string, low = "", high = ""): Point[] {
+  return steps.flatMap((step): Point[] => {
+    const { figures = {} } = step;
+    const place = at(step);
     const value = figures[name];
-    return value === undefined ? [] : [{ at: step, value, low: figures[low], high: figures[high] }];
-  });
+    return value === undefined || place === undefined ? [] : [{ at: place, value, low: figures[low], high: figures[high] }];
+  }).sort((a, b) => a.at - b.at);
 }
 
 /** Only trainings report, so that of other runs it is not known whether they were killed. */

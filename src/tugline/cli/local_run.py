@@ -9,11 +9,11 @@ from rich.console import Console
 from tugline.aio import handle_signals
 from tugline.cli.node_options import NodeOptions, add_default_engine
 from tugline.cli.process import keep_running
-from tugline.datasets.base import INSTANCE, SPLIT, TASKSET
+from tugline.datasets.base import SPLIT, TASKSET
 from tugline.launch.progress import SessionProgress
 from tugline.launch.run import run_in_folder
 from tugline.protocol import ResultView, RunKind
-from tugline.types import Task
+from tugline.types import INSTANCE, Task
 
 
 def run_with_progress(

@@ -8,15 +8,10 @@ import msgspec
 from rich.table import Column
 
 from tugline.cli.output import make_table, print_text
+from tugline.protocol import Estimate
 from tugline.recording.verdicts import VerdictEntry
 from tugline.rollout.rejudge import SessionVerdicts
-from tugline.trainers.evaluation import (
-    Agreement,
-    Estimate,
-    compare_verdicts,
-    format_estimate,
-    is_other,
-)
+from tugline.trainers.evaluation import Agreement, compare_verdicts, format_estimate, is_other
 from tugline.types import is_pass
 
 _MAX_SHOWN = 20

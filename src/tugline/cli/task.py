@@ -29,7 +29,6 @@ from tugline.cli.output import (
     show_progress,
     track,
 )
-from tugline.datasets.base import INSTANCE
 from tugline.datasets.files import SelectedTasks, gather, load_tasks
 from tugline.errors import ConfigError, Invalid, TuglineError, UsageError
 from tugline.launch.progress import WorkProgress
@@ -37,7 +36,7 @@ from tugline.rollout.parts import Parts
 from tugline.rollout.task_validation import TaskValidation, fingerprint, validate_task
 from tugline.server.validation import check_task
 from tugline.task_files import make_template
-from tugline.types import Cause, PluginSpec, Task, is_pass
+from tugline.types import INSTANCE, Cause, PluginSpec, Task, is_pass
 
 task = App(name="task")
 VALIDATION = "validation"

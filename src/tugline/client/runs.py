@@ -4,12 +4,18 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from tugline import protocol
 from tugline.client.transport import Transport, quote_id
 from tugline.types import PluginSpec
 
 BATCH = 1000
 """Maximum number of tasks or sessions in a request."""
+
+
+def _list_fields(query: protocol.ProblemQuery | None) -> dict[str, Any]:
+    return {} if query is None else msgspec.structs.asdict(query)
 
 
 class RunsClient:
@@ -67,6 +73,20 @@ class RunsClient:
         """List up to 1,000 steps after the step `after`."""
         path = f"/v1/runs/{quote_id(run)}/steps"
         return await self._http.get(path, list[protocol.RunStep], query={"after": after})
+
+    async def run_problems(
+        self, run: str, query: protocol.ProblemQuery | None = None
+    ) -> list[protocol.ProblemScore]:
+        """Sum up the ended sessions of a run by problem. Raises `Missing`."""
+        path = f"/v1/runs/{quote_id(run)}/problems"
+        return await self._http.get(path, list[protocol.ProblemScore], query=_list_fields(query))
+
+    async def run_changes(
+        self, run: str, query: protocol.ChangeQuery | None = None
+    ) -> protocol.Changes:
+        """Compare two parts of runs, problem by problem. Raises `Missing`."""
+        path = f"/v1/runs/{quote_id(run)}/changes"
+        return await self._http.get(path, protocol.Changes, query=_list_fields(query))
 
     # ---------------------------------------------------------------------- verdicts
     async def rejudge(

@@ -21,12 +21,8 @@ import msgspec
 from tugline.errors import ConfigError
 from tugline.sandbox.base import Content, Mount
 from tugline.task_files import parse_task
-from tugline.types import Limits, PluginSpec, Task, Workspace
+from tugline.types import INSTANCE, Limits, PluginSpec, Task, Workspace
 
-HELD_OUT = "held_out"
-"""Tag of tasks whose sessions evaluate a trained model, and are not for training."""
-INSTANCE = "instance"
-"""The tag with the name of an instance."""
 SPLIT = "split"
 """The tag with the split of an instance."""
 TASKSET = "taskset"

@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 
 from tugline.config import NO_CHANGES, change
-from tugline.datasets.base import INSTANCE, SPLIT, TASKSET, Solution, TaskSet, TaskTemplate, task_id
+from tugline.datasets.base import SPLIT, TASKSET, Solution, TaskSet, TaskTemplate, task_id
 from tugline.errors import ConfigError, UsageError
 from tugline.plugins import import_beside, make
 from tugline.recording.trajectories import read_results
 from tugline.schema import PositiveFloat, PositiveInt, decode, read_values
 from tugline.task_files import find_files, read_tasks
-from tugline.types import PluginSpec, Task
+from tugline.types import INSTANCE, PluginSpec, Task
 
 HARBOR_TASK = "task.toml"
 """The file that marks a folder as a Harbor task."""

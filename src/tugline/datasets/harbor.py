@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 
 from tugline import log
-from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, TaskTemplate
+from tugline.datasets.base import SPLIT, Solution, TaskSet, TaskTemplate
 from tugline.errors import ConfigError
 from tugline.sandbox.base import Mount, expand_variables
 from tugline.schema import decode, list_structs, read_text, read_values
-from tugline.types import PluginSpec, Task, Workspace
+from tugline.types import INSTANCE, PluginSpec, Task, Workspace
 
 CONFIG = "task.toml"
 _CANARY = re.compile(r"\s*(<!--.*canary.*-->|#.*canary.*)\s*", re.IGNORECASE)

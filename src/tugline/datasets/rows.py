@@ -17,11 +17,11 @@ from typing import Any
 
 import msgspec
 
-from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, TaskTemplate
+from tugline.datasets.base import SPLIT, Solution, TaskSet, TaskTemplate
 from tugline.errors import ConfigError
 from tugline.plugins import import_extra
 from tugline.schema import read_jsonl, read_text, read_values
-from tugline.types import Task
+from tugline.types import INSTANCE, Task
 
 _FIELD = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
 Row = Mapping[str, Any]

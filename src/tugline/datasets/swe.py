@@ -21,11 +21,11 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, TaskTemplate
+from tugline.datasets.base import SPLIT, Solution, TaskSet, TaskTemplate
 from tugline.datasets.rows import RowSource
 from tugline.datasets.swe_rows import TEST_COMMANDS, SweRow, read_row
 from tugline.errors import ConfigError
-from tugline.types import PluginSpec, Task, Workspace
+from tugline.types import INSTANCE, PluginSpec, Task, Workspace
 
 START, END = ">>>>> Start Test Output", ">>>>> End Test Output"
 _SCRIPT = Path(__file__).with_name("swe_eval.sh").read_text(encoding="utf-8")

@@ -25,12 +25,12 @@ from tugline.demo.tasks import HELD_OUT_SEED
 from tugline.errors import ConfigError, UsageError
 from tugline.launch.settings import EngineSettings, GatewaySettings
 from tugline.node.settings import NodeSettings
+from tugline.protocol import Estimate
 from tugline.rollout.parts import Parts
 from tugline.schema import NonNegativeInt, Port, PositiveFloat, PositiveInt
 from tugline.traces.base import make_builder
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import HeldOut, Schedule, TaskSource, TrainConfig
-from tugline.trainers.evaluation import Estimate
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.loop import train
 from tugline.trainers.metrics import TrainState

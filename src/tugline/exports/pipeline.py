@@ -9,14 +9,12 @@ written under a partial name and renamed when all are complete.
 import contextlib
 import hashlib
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from tugline.datasets.base import HELD_OUT, INSTANCE
 from tugline.datasets.files import choose_share
 from tugline.errors import CaptureError, UsageError
 from tugline.exports.base import HINTS, Exporter, RowWriter, SessionExport, SkipReason, TraceFilter
@@ -24,16 +22,13 @@ from tugline.recording.file import read
 from tugline.recording.trajectories import find_superseded
 from tugline.traces.base import make_builder
 from tugline.trainers.grpo.advantage import group_advantages
-from tugline.types import PluginSpec, Status
+from tugline.types import PluginSpec, Status, is_held_out, name_problem
 
 Progress = Callable[[str, int, int], None]
 """Callback with (phase, done, total)."""
 WHOLE = "all"
 """Name of the file of an export without a split."""
 _MAX_ERRORS = 20
-_STEP = re.compile(r"^(.*-)?(g\d{7}|eval\d{6})-")
-"""Beginning of a task's id in a training run, which is another one in every step."""
-_EVALUATION = re.compile(r"^(.*-)?eval\d{6}-")
 _JSON_LINES = frozenset({".jsonl", ".ndjson", ".json"})
 
 
@@ -111,8 +106,8 @@ def summarize(path: Path) -> SessionSummary | None:
         path=path,
         session=header.session.id,
         task=task.id,
-        problem=task.tags.get(INSTANCE) or _STEP.sub("", task.id),
-        held_out=HELD_OUT in task.tags or _EVALUATION.search(task.id) is not None,
+        problem=name_problem(task.id, task.tags),
+        held_out=is_held_out(task.id, task.tags),
         sample=header.session.sample,
         tags=header.task.tags,
         status=result.status if result is not None else None,

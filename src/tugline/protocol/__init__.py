@@ -8,19 +8,21 @@ survives every restart (I3).
 `Dispatcher` is the interface of a server to its nodes, over HTTP or in the same process.
 """
 
+from tugline.protocol.changes import *
 from tugline.protocol.clients import *
 from tugline.protocol.nodes import *
 from tugline.protocol.queries import *
 from tugline.protocol.runs import *
 
 __all__ = [
-    "LEASE_WAIT_S", "PROBLEM", "Accepted", "Ack", "Barrier", "Cancelled", "Commit", "CommitOutcome",
-    "Consumer", "Control", "Counts", "Delivery", "DeliveryQuery", "DeliveryState", "Dispatcher",
-    "Event", "EventKind", "EventQuery", "FieldError", "HeldSession", "LeaseRequest",
-    "LeaseResponse", "LogLength", "LogQuery", "Name", "NodeRegistered", "NodeRegistration",
-    "NodeState", "NodeView", "Page", "PageQuery", "Pause", "PauseMode", "Position", "Problem",
+    "LEASE_WAIT_S", "PROBLEM", "Accepted", "Ack", "Barrier", "Cancelled", "Change", "ChangeQuery",
+    "Changes", "Commit", "CommitOutcome", "Consumer", "Control", "Counts", "Delivery",
+    "DeliveryQuery", "DeliveryState", "Dispatcher", "Estimate", "Event", "EventKind", "EventQuery",
+    "FieldError", "HeldSession", "LeaseRequest", "LeaseResponse", "LogLength", "LogQuery",
+    "Measure", "Name", "NodeRegistered", "NodeRegistration", "NodeState", "NodeView", "Page",
+    "PageQuery", "Pause", "PauseMode", "Position", "Problem", "ProblemQuery", "ProblemScore",
     "RejudgeRequest", "Rejudging", "Release", "Renewal", "ResultQuery", "ResultView", "Results",
-    "RunKind", "RunStart", "RunStep", "RunView", "SessionNote", "SessionQuery", "SessionView",
-    "StatusQuery", "StepQuery", "Stop", "StopKind", "TaskQuery", "TaskState", "TaskView",
-    "VerdictChoice", "VerdictView", "Version", "WebhookBody", "Work",
+    "RunKind", "RunPart", "RunStart", "RunStep", "RunView", "SessionNote", "SessionOrder",
+    "SessionQuery", "SessionView", "StatusQuery", "StepQuery", "Stop", "StopKind", "TaskQuery",
+    "TaskState", "TaskView", "VerdictChoice", "VerdictView", "Version", "WebhookBody", "Work",
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """Parameters of clients' requests: pages, filters and cursors."""
 
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -37,6 +38,15 @@ class TaskQuery(PageQuery, frozen=True, kw_only=True):
     """Only tasks of this run."""
 
 
+class SessionOrder(StrEnum):
+    """Order of sessions by a number that ended sessions have."""
+
+    HIGHEST = "highest"
+    LOWEST = "lowest"
+    LONGEST = "longest"
+    SHORTEST = "shortest"
+
+
 class SessionQuery(PageQuery, frozen=True, kw_only=True):
     """Filter of a list of sessions."""
 
@@ -51,9 +61,15 @@ class SessionQuery(PageQuery, frozen=True, kw_only=True):
     q: Annotated[str, Meta(max_length=160)] = ""
     """Search text: part of the session's id, or words (prefixes match, too) that all occur in the
     instruction and tags of its task, or in its failure and note."""
+    min_reward: float | None = None
+    """Only sessions with at least this reward."""
+    max_reward: float | None = None
+    """Only sessions with at most this reward."""
+    order: SessionOrder | None = None
+    """By reward, only sessions with one, or by the seconds of all stages; `q` and `newest` do not
+    apply."""
     recent: bool = False
-    """Only sessions that have started, the last changed first. One page; `q`, `newest` and `after`
-    do not apply."""
+    """Only sessions that have started, the last changed first; `q` and `newest` do not apply."""
 
 
 class LogQuery(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,14 +18,14 @@ import msgspec
 from msgspec.structs import replace
 
 from tugline.atomic import write_file
-from tugline.datasets.base import HELD_OUT, INSTANCE, task_id
+from tugline.datasets.base import task_id
 from tugline.datasets.files import SelectedTasks, SetFile, TaskSelection, instance_of, read_set
 from tugline.errors import ConfigError, UsageError
 from tugline.launch.server import check_runnable
 from tugline.rollout.parts import Parts
 from tugline.trainers.config import Schedule, TaskSource, TrainConfig, add_digests
 from tugline.trainers.questions import ask
-from tugline.types import Task, Trajectory
+from tugline.types import HELD_OUT, INSTANCE, Task, Trajectory
 
 ATTEMPTS = 20
 """Minimum attempts of a sample; each restart because of stale weights uses one attempt."""

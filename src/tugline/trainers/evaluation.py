@@ -5,7 +5,6 @@ listed by its cause and is in no denominator (I5). Intervals are over tasks, not
 attempts at the same task are correlated. This module does not import torch.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
@@ -13,20 +12,22 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from tugline.errors import UsageError
-from tugline.protocol import ResultView
+from tugline.estimates import (
+    Comparison,
+    Count,
+    compare_rates,
+    estimate,
+    estimate_difference,
+    make_rates,
+)
+from tugline.protocol import Estimate, ResultView
 from tugline.types import Failure, Trajectory, is_pass
 
-_Z = 1.96
-"""Normal quantile of 95 % intervals."""
 _NAMED = 10
 """Number of tasks of a comparison that are printed by name."""
 _SAME = 1e-6
 """Difference of rewards that is rounding."""
-Rates = npt.NDArray[np.float64]
-"""Estimate for each task, shape ``(tasks,)``."""
 
 
 class Attempt(NamedTuple):
@@ -35,15 +36,6 @@ class Attempt(NamedTuple):
     task: str
     reward: float | None
     failure: Failure | None = None
-
-
-class Estimate(msgspec.Struct, frozen=True):
-    """A mean over tasks with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-    tasks: int
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,15 +53,6 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """pass@1 of the tasks with each tag, by ``name=value``."""
     failures: dict[str, int] = {}
     """Number of failed sessions by cause, including those with a reward."""
-
-
-class Comparison(msgspec.Struct, frozen=True):
-    """Difference in pass@1, now minus earlier, over the tasks of both runs."""
-
-    difference: Estimate
-    better: tuple[str, ...]
-    """Tasks with a higher rate now, the largest change first."""
-    worse: tuple[str, ...]
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,20 +94,6 @@ def read_attempts(results: Sequence[Trajectory]) -> list[Attempt]:
     ]
 
 
-def pass_at_k(attempts: int, passed: int, k: int) -> float:
-    """Estimate the probability that one of `k` attempts passes, from at least `k` attempts.
-
-    ``1 - C(n - c, k) / C(n, k)`` is unbiased (Chen et al. 2021, arXiv 2107.03374, eq. 1).
-    """
-    if not 0 <= passed <= attempts or not 1 <= k <= attempts:
-        msg = (
-            f"pass@{k} of {passed} in {attempts} attempts: requires passed <= attempts and 1 "
-            "<= k <= attempts"
-        )
-        raise UsageError(msg)
-    return 1.0 - math.comb(attempts - passed, k) / math.comb(attempts, k)
-
-
 def evaluate(
     attempts: Iterable[Attempt | ResultView],
     *,
@@ -138,19 +107,19 @@ def evaluate(
     sessions = list(attempts)
     rewards = [session.reward for session in sessions if session.reward is not None]
     counts = _count(sessions)
-    groups: dict[str, list[_Count]] = {}
+    groups: dict[str, list[Count]] = {}
     for task, count in counts.items():
         for name, value in tags.get(task, {}).items():
             groups.setdefault(f"{name}={value}", []).append(count)
     sizes = {k, *(1 << i for i in range(k.bit_length()))}  # powers of two up to k, and k
-    rates = {size: _rates(counts.values(), size) for size in sorted(sizes)}
+    rates = {size: make_rates(counts.values(), size) for size in sorted(sizes)}
     failures = [session.failure for session in sessions if session.failure]
     return Evaluation(
         pass_at={size: estimate(each) for size, each in rates.items() if len(each)},
         reward=sum(rewards) / len(rewards) if rewards else None,
         attempts=len(rewards),
         unrewarded=len(sessions) - len(rewards),
-        by_tag={tag: estimate(_rates(groups[tag], 1)) for tag in sorted(groups)},
+        by_tag={tag: estimate(make_rates(groups[tag], 1)) for tag in sorted(groups)},
         failures=dict(Counter(str(failure.cause or failure.boundary) for failure in failures)),
     )
 
@@ -160,33 +129,9 @@ def compare(
 ) -> Comparison:
     """Compare two runs task by task. Raises `UsageError` if they have no task in common.
 
-    The interval is for the tasks' differences of rates, so that attempts at one task are not taken
-    for independent ones. As in Bonett and Price (2012, J. Educ. Behav. Stat. 37, 479), whose
-    interval it is for one attempt at each task, one task is added in each direction: here with the
-    smallest difference that `n` attempts can show, ``1 / n``. So its width is never 0, even if no
-    task's rate changed.
+    `compare_rates` explains the interval.
     """
-    counts = _count(now)
-    before = _count(earlier)
-    shared = [task for task in counts if task in before]
-    if not shared:
-        raise UsageError("the two runs share no task with a reward; run the same task set")
-    first, second = (_rates([run[task] for task in shared], 1) for run in (counts, before))
-    gaps = first - second
-    step = 1 / min(run[task][0] for task in shared for run in (counts, before))
-    mean = _estimate_difference(gaps, step)
-    difference = Estimate(mean.value, max(-1.0, mean.low), min(1.0, mean.high), mean.tasks)
-    order = [int(number) for number in np.argsort(-np.abs(gaps), kind="stable")]
-    better = tuple(shared[number] for number in order if gaps[number] > 0)
-    return Comparison(difference, better, tuple(shared[n] for n in order if gaps[n] < 0))
-
-
-def _estimate_difference(gaps: Rates, step: float) -> Estimate:
-    """Average the differences of tasks, with one task of `step` added in each direction."""
-    size = len(gaps) + 2
-    centre = float(gaps.sum()) / size
-    spread = math.sqrt(max(0.0, (float(gaps @ gaps) + 2 * step**2) / size - centre**2) / size)
-    return Estimate(float(gaps.mean()), centre - _Z * spread, centre + _Z * spread, len(gaps))
+    return compare_rates(_count(now), _count(earlier))
 
 
 def compare_verdicts(pairs: Sequence[tuple[str, float, float]]) -> Agreement:
@@ -210,7 +155,7 @@ def compare_verdicts(pairs: Sequence[tuple[str, float, float]]) -> Agreement:
         solved=(sum(is_pass(pair[1]) for pair in pairs), sum(is_pass(pair[2]) for pair in pairs)),
         reward=(fmean(pair[1] for pair in pairs), fmean(pair[2] for pair in pairs)),
         difference=compare(later, earlier).difference,
-        reward_difference=_estimate_difference(np.array(gaps), 1 / min(map(len, groups))),
+        reward_difference=estimate_difference(np.array(gaps), 1 / min(map(len, groups))),
     )
 
 
@@ -221,55 +166,12 @@ def is_other(before: float | None, now: float | None) -> bool:
     return abs(before - now) > _SAME
 
 
-def estimate(rates: Rates) -> Estimate:
-    """Average the rates of at least one task.
-
-    The interval is Wilson's if each rate is 0 or 1. Otherwise it is that of Agresti and Coull
-    (1998, Am. Stat. 52, 119), which adds two solved and two unsolved tasks, with the variance of
-    the rates in place of the binomial one. Its width is not 0 for few tasks, unlike a bootstrap's.
-    """
-    size = len(rates)
-    total = float(rates.sum())
-    if np.isin(rates, (0.0, 1.0)).all():
-        return Estimate(total / size, *wilson(round(total), size), size)
-    added = _Z * _Z
-    centre = (total + added / 2) / (size + added)
-    variance = (float(rates @ rates) + added / 2) / (size + added) - centre**2
-    half = _Z * math.sqrt(variance / (size + added))
-    return Estimate(total / size, max(0.0, centre - half), min(1.0, centre + half), size)
-
-
-def wilson(passed: int, n: int) -> tuple[float, float]:
-    """Return Wilson's 95 % score interval for a pass rate; (0, 1) without attempts.
-
-    Unlike the normal approximation it stays within 0 and 1 and holds for few attempts
-    (E. B. Wilson 1927, J. Am. Stat. Assoc. 22, 209).
-    """
-    if n == 0:
-        return 0.0, 1.0
-    rate = passed / n
-    spread = _Z * _Z / n
-    centre = rate + spread / 2
-    half = _Z * math.sqrt(rate * (1 - rate) / n + spread / (4 * n))
-    low, high = (centre - half) / (1 + spread), (centre + half) / (1 + spread)
-    return (0.0 if passed == 0 else low), (1.0 if passed == n else high)
-
-
-_Count = tuple[int, int]
-"""Number of rewarded attempts at a task, and number of passed attempts."""
-
-
-def _count(attempts: Iterable[Attempt | ResultView]) -> dict[str, _Count]:
+def _count(attempts: Iterable[Attempt | ResultView]) -> dict[str, Count]:
     """Return the counts of each task with a rewarded attempt, in order of first appearance."""
     rewarded = [(a.task, a.reward) for a in attempts if a.reward is not None]
     passed = Counter(task for task, reward in rewarded if is_pass(reward))
     number = Counter(task for task, _ in rewarded)
     return {task: (count, passed[task]) for task, count in number.items()}
-
-
-def _rates(counts: Iterable[_Count], k: int) -> Rates:
-    rates = [pass_at_k(attempts, passed, k) for attempts, passed in counts if attempts >= k]
-    return np.array(rates, np.float64)
 
 
 def format_estimate(mean: Estimate) -> str:

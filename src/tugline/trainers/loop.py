@@ -31,6 +31,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from tugline import log
+from tugline.estimates import Comparison
 from tugline.launch.folder_lock import folder_lock
 from tugline.launch.garbage import freeze_gc
 from tugline.launch.naming import make_prefix
@@ -39,7 +40,6 @@ from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import CHECKPOINTS, MODEL, TrainConfig, store_config
 from tugline.trainers.engines import Replicas, ServedWeights, make_publisher, open_replicas
 from tugline.trainers.evaluation import (
-    Comparison,
     VersionScore,
     compare,
     evaluate,

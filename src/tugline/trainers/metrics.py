@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tugline.estimates import Comparison
 from tugline.traces.base import is_malformed
-from tugline.trainers.evaluation import Comparison, VersionScore
+from tugline.trainers.evaluation import VersionScore
 from tugline.trainers.grpo.advantage import grade
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.train import StepReport

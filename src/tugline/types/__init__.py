@@ -10,12 +10,12 @@ from tugline.types.session import *
 from tugline.types.task import *
 
 __all__ = [
-    "HANDLING", "STAGES", "TERMINAL", "Boundary", "Branch", "Call", "CallOutcome", "Callback",
-    "Cause", "Distribution", "EchoChange", "Experts", "Failure", "Finish", "Group", "Ids", "Image",
-    "Kept", "Ledger", "Limits", "LogprobMeaning", "Logprobs", "MalformedCalls", "Mask",
-    "MaskedSpan", "Message", "Mode", "PluginSpec", "Policy", "Reason", "RecordingRef", "Reward",
-    "Role", "Sample",
-    "Sampling", "Session", "Span", "SpentLimit", "Stale", "Status", "Task", "Timings", "Tool",
-    "ToolCall", "ToolKind", "Trace", "TraceKind", "Trajectory", "VersionSpan", "Workspace",
-    "decode", "encode", "is_pass", "make_decoder", "plain_text", "shared_prefix",
+    "HANDLING", "HELD_OUT", "INSTANCE", "PASS", "STAGES", "TERMINAL", "Boundary", "Branch", "Call",
+    "CallOutcome", "Callback", "Cause", "Distribution", "EchoChange", "Experts", "Failure",
+    "Finish", "Group", "Ids", "Image", "Kept", "Ledger", "Limits", "LogprobMeaning", "Logprobs",
+    "MalformedCalls", "Mask", "MaskedSpan", "Message", "Mode", "PluginSpec", "Policy", "Reason",
+    "RecordingRef", "Reward", "Role", "Sample", "Sampling", "Session", "Span", "SpentLimit",
+    "Stale", "Status", "Task", "Timings", "Tool", "ToolCall", "ToolKind", "Trace", "TraceKind",
+    "Trajectory", "VersionSpan", "Workspace", "decode", "encode", "is_held_out", "is_pass",
+    "make_decoder", "name_problem", "plain_text", "shared_prefix",
 ]  # fmt: skip

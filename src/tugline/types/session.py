@@ -171,7 +171,8 @@ class Status(StrEnum):
 TERMINAL = frozenset({Status.COMPLETED, Status.FAILED, Status.TIMED_OUT, Status.CANCELLED})
 STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
 """States of a session that a node runs, in order."""
-_ROUNDING = 1e-6
+PASS = 1.0 - 1e-6
+"""Least reward of a solved task: 1, within rounding."""
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
@@ -289,8 +290,8 @@ UNKNOWN_CAUSE = {each.boundary: each for each in reversed(HANDLING.values())}
 
 
 def is_pass(reward: float) -> bool:
-    """Whether a reward means that the task was solved: 1, within rounding."""
-    return reward >= 1.0 - _ROUNDING
+    """Whether a reward means that the task was solved."""
+    return reward >= PASS
 
 
 def plain_text(text: str) -> str:

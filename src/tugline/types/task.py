@@ -1,5 +1,7 @@
 """Tasks: problems for agents, in the form in which they are submitted."""
 
+import re
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -17,6 +19,13 @@ Label = dict[
     Annotated[str, Meta(min_length=1, max_length=128)], Annotated[str, Meta(max_length=1024)]
 ]
 Labels = Annotated[Label, Meta(max_length=64)]
+HELD_OUT = "held_out"
+"""Tag of tasks whose sessions evaluate a trained model, and are not for training."""
+INSTANCE = "instance"
+"""Tag with the name of an instance."""
+_STEP = re.compile(r"^(.*-)?(g\d{7}|eval\d{6})-")
+"""Beginning of a task's id in a training run, which is another one in every step."""
+_EVALUATION = re.compile(r"^(.*-)?eval\d{6}-")
 Tenant = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 # Bounds of sampling parameters, in tasks, requests of clients, and recordings.
@@ -220,3 +229,13 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """User-defined labels to find tasks by; stored with their results."""
     judges: RecordingRef | None = None
     """Recorded session that is judged in place of running an agent; only the server sets it."""
+
+
+def name_problem(task: str, tags: Mapping[str, str]) -> str:
+    """Return the name that all submissions of a task share, from its id and tags."""
+    return tags.get(INSTANCE) or _STEP.sub("", task)
+
+
+def is_held_out(task: str, tags: Mapping[str, str]) -> bool:
+    """Whether the sessions of a task evaluate a trained model, and are not for training."""
+    return HELD_OUT in tags or _EVALUATION.search(task) is not None

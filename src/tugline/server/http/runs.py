@@ -5,7 +5,7 @@ from typing import Any
 
 from tugline import protocol
 from tugline.server.http import route
-from tugline.server.store import runs, sessions
+from tugline.server.store import changes, problems, runs, sessions
 from tugline.server.store.base import Tx
 
 ROUTES = route.Routes()
@@ -45,6 +45,22 @@ async def list_steps(call: route.QueryCall[protocol.StepQuery]) -> list[protocol
 async def report_step(call: route.BodyCall[protocol.RunStep]) -> None:
     """Report figures of a step; figures of the same names are replaced."""
     await call.db.write(runs.report_step, call.caller.check_name("run", call.id), call.body)
+
+
+@ROUTES.add("GET", "/v1/runs/{id}/problems", route.READERS)
+async def list_problems(
+    call: route.QueryCall[protocol.ProblemQuery],
+) -> list[protocol.ProblemScore]:
+    """Sum up the ended sessions of a run by problem."""
+    query = call.query
+    scope = problems.Scope(call.id, query.first, query.last, query.held_out)
+    return await call.db.read(problems.list_scores, scope)
+
+
+@ROUTES.add("GET", "/v1/runs/{id}/changes", route.READERS)
+async def find_changes(call: route.QueryCall[protocol.ChangeQuery]) -> protocol.Changes:
+    """Compare a run with another one, or its own earlier sessions, problem by problem."""
+    return await call.db.read(changes.find, call.id, call.query)
 
 
 # --------------------------------------------------------------------------- verdicts

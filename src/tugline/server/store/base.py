@@ -15,6 +15,7 @@ import msgspec
 
 from tugline.errors import Invalid, StoreError, UsageError
 from tugline.protocol import PageQuery
+from tugline.types import is_held_out, name_problem
 
 Row = tuple[Any, ...]
 S = TypeVar("S", bound=msgspec.Struct)
@@ -31,6 +32,14 @@ def match_columns(**columns: str | Sequence[str] | None) -> tuple[str, dict[str,
     signs = {name: "=" if isinstance(value, str) else "IN" for name, value in given.items()}
     where = "".join(f" AND {name} {sign} :{name}" for name, sign in signs.items())
     return where, {n: str(value) if isinstance(value, str) else value for n, value in given.items()}
+
+
+def parse_cursor(cursor: str) -> int:
+    """Return the place of a cursor of `cut_page`. Raises `Invalid`."""
+    if not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
+        msg = f"after is {cursor!r}, must be the `next` of an earlier page"
+        raise Invalid(msg, field="after")
+    return int(cursor)
 
 
 def cut_page(rows: Sequence[Row], limit: int) -> tuple[Sequence[Row], str | None]:
@@ -128,10 +137,7 @@ class Tx:
         """
         side, order, start = ("<", "DESC", 2**63 - 1) if query.newest else (">", "ASC", -1)
         if query.after is not None:
-            if not (query.after.isascii() and query.after.isdigit() and len(query.after) < 19):
-                msg = f"after is {query.after!r}, must be the `next` of an earlier page"
-                raise Invalid(msg, field="after")
-            start = int(query.after)
+            start = parse_cursor(query.after)
         return self.all(
             f"SELECT {rows} WHERE place {side} :after{where} ORDER BY place {order} LIMIT :limit",
             after=start,
@@ -249,6 +255,8 @@ class Driver(ABC):
             terms = {"sqlite": "--", "postgresql": "--", self.name: "", "blob": self.blob}
             for statement in _statements(STEPS[step], terms):
                 tx.run(statement)
+            if step + 1 == _FILLED:
+                _fill_sessions(tx)
 
     @abstractmethod
     def connect(self, *, reading: bool = False) -> Connection:
@@ -283,8 +291,40 @@ def read_sql(name: str) -> str:
     return Path(__file__).with_name(f"{name}.sql").read_text(encoding="utf-8")
 
 
-STEPS = tuple(read_sql(f"layout_{n}") for n in range(1, 8))
+STEPS = tuple(read_sql(f"layout_{n}") for n in range(1, 9))
 """Migrations; step n leads from layout n to layout n + 1."""
+
+
+_FILLED = 8
+"""Layout from which on sessions have the columns of `_fill_sessions`."""
+
+
+def _fill_sessions(tx: Tx) -> None:
+    """Write problem, reward and seconds of sessions from their tasks and results."""
+    for task, tags in tx.all("SELECT id, tags FROM tasks"):
+        known = msgspec.json.decode(tags)
+        tx.run(
+            "UPDATE sessions SET problem = :problem, held_out = :held_out WHERE task = :task",
+            task=task,
+            problem=name_problem(task, known),
+            held_out=int(is_held_out(task, known)),
+        )
+    after = 0
+    while rows := tx.read_after("position, session, view FROM results", "position", after, 1000):
+        results = [(session, msgspec.msgpack.decode(view)) for _, session, view in rows]
+        tx.many(
+            "UPDATE sessions SET reward = :reward, seconds = :seconds WHERE id = :id",
+            [
+                {"id": session, "reward": view["reward"], "seconds": sum_seconds(view["seconds"])}
+                for session, view in results
+            ],
+        )
+        after = rows[-1][0]
+
+
+def sum_seconds(stages: Mapping[str, float]) -> float | None:
+    """Return the seconds of all stages of a session; None if it never ran."""
+    return sum(stages.values()) if stages else None
 
 
 def _statements(text: str, terms: Mapping[str, str]) -> list[str]:

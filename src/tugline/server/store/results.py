@@ -20,7 +20,7 @@ from tugline.errors import Conflict, Invalid, Missing
 from tugline.protocol import Cancelled, Consumer, EventKind, Results, ResultView, StopKind
 from tugline.schema import copy_fields
 from tugline.server.store import events, sessions, texts, verdicts
-from tugline.server.store.base import Tx
+from tugline.server.store.base import Tx, sum_seconds
 from tugline.server.store.sessions import SessionRow, decode_view
 from tugline.server.store.tasks import view, views
 from tugline.types import Boundary, Failure, Reward, Status
@@ -55,7 +55,8 @@ def finish(tx: Tx, entry: SessionRow, end: End) -> None:
     """Store the result of a session; after the last session, release the task."""
     usable = int(end.reward is not None)
     position = _insert(tx, entry, end)
-    sessions.end_lease(tx, entry, end.status, usable=usable)
+    numbers = {"reward": end.reward, "seconds": sum_seconds(end.seconds)}
+    sessions.end_lease(tx, entry, end.status, usable=usable, **numbers)
     tx.advance(end.status.value)
     [(samples, ended, have, min_usable, reason, callback)] = tx.all(
         "UPDATE tasks SET ended = ended + 1, usable = usable + :usable WHERE id = :task"
@@ -144,7 +145,11 @@ def run_again(tx: Tx, task: str, by: str) -> tuple[str, ...]:
     ids = [each.session for each in failed]
     tx.run("DELETE FROM results WHERE session IN :ids", ids=ids)
     tx.run("DELETE FROM verdicts WHERE session IN :ids", ids=ids)
-    tx.run("UPDATE sessions SET attempt = 0, faults = 0, outages = 0 WHERE id IN :ids", ids=ids)
+    tx.run(
+        "UPDATE sessions SET attempt = 0, faults = 0, outages = 0, reward = NULL, seconds = NULL"
+        " WHERE id IN :ids",
+        ids=ids,
+    )
     ended = sessions.select(tx, "id IN :ids ORDER BY sample", ids=ids)
     fresh = [entry._replace(failing_since=None) for entry in ended]
     sessions.requeue(tx, fresh, f"run again by {by}", ())

@@ -21,9 +21,10 @@ import msgspec
 
 from tugline import protocol
 from tugline.errors import FencedError, Missing
+from tugline.protocol import SessionOrder
 from tugline.server.settings import ServerSettings
 from tugline.server.store import events, texts
-from tugline.server.store.base import Row, Tx, cut_page, match_columns
+from tugline.server.store.base import Row, Tx, cut_page, match_columns, parse_cursor
 from tugline.types import STAGES, Session, Status
 
 _FEW_TASKS = 100
@@ -125,12 +126,9 @@ def page(tx: Tx, query: protocol.SessionQuery) -> protocol.Page:
     """Return sessions in order of submission, or newest first, and their results."""
     rows, more = cut_page(_read(tx, query), query.limit)
     ids = [row[0] for row in rows]
-    ended = tx.column("SELECT view FROM results WHERE session IN :ids", ids=ids)
-    return protocol.Page(
-        sessions=tuple(SessionRow(*row).view() for row in rows),
-        results=tuple(map(decode_view, ended)),
-        next=more,
-    )
+    ended = map(decode_view, tx.column("SELECT view FROM results WHERE session IN :ids", ids=ids))
+    listed = tuple(SessionRow(*row).view() for row in rows)
+    return protocol.Page(sessions=listed, results=tuple(ended), next=more)
 
 
 def _read(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
@@ -138,13 +136,16 @@ def _read(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
     where, values = match_columns(
         task=query.task, status=query.status, node=query.node, run=query.run
     )
+    for name, sign, reward in (("min", ">=", query.min_reward), ("max", "<=", query.max_reward)):
+        if reward is not None:
+            where += f" AND reward {sign} :{name}"
+            values[name] = reward
+    if query.order is not None or query.recent:
+        return _read_ordered(tx, query, where, values)
 
     def read(having: str, **named: object) -> list[Row]:
         return tx.read_page(f"{_COLUMNS} FROM sessions", where + having, query, **values, **named)
 
-    if query.recent:
-        started = f"status <> 'queued'{where} ORDER BY updated DESC LIMIT :limit"
-        return [*select(tx, started, limit=query.limit, **values)]
     if not query.q:
         return read("")
     having, named = _match_part(tx, query.q)
@@ -158,6 +159,33 @@ def _read(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
                 break
         found += rows
     return [row for _, row in sorted({row[1]: row for row in found}.items(), reverse=query.newest)]
+
+
+_ORDERS = {
+    SessionOrder.HIGHEST: ("reward", "DESC"),
+    SessionOrder.LOWEST: ("reward", "ASC"),
+    SessionOrder.LONGEST: ("seconds", "DESC"),
+    SessionOrder.SHORTEST: ("seconds", "ASC"),
+    None: ("updated", "DESC"),
+}
+"""Columns and directions of orders; None: the last changed first, without the queue."""
+
+
+def _read_ordered(
+    tx: Tx, query: protocol.SessionQuery, where: str, values: dict[str, object]
+) -> list[Row]:
+    """Return the rows of a page in another order than that of submission, and the next row."""
+    by, direction = _ORDERS[query.order]
+    if query.after is not None:
+        place = parse_cursor(query.after)
+        row = f"SELECT {by} FROM sessions WHERE place = :place"  # noqa: S608 - constants
+        where += f" AND ({by}, place) {'<' if direction == 'DESC' else '>'} (:last, :place)"
+        values |= {"last": tx.fetch_value(row, place=place), "place": place}
+    if query.status is Status.COMPLETED:  # most of them: their index would have to be sorted
+        where = where.replace("status =", "COALESCE(status, '') =")
+    known = f"{by} IS NOT NULL" if query.order else "status <> 'queued'"
+    where = f"{known}{where} ORDER BY {by} {direction}, place {direction} LIMIT :limit"
+    return [*select(tx, where, limit=query.limit + 1, **values)]
 
 
 def _match_part(tx: Tx, part: str) -> tuple[str, dict[str, object]]:

@@ -18,7 +18,7 @@ from tugline.protocol import Accepted, EventKind, Page, TaskQuery, TaskState, Ta
 from tugline.server.settings import DEFAULTS, ServerSettings
 from tugline.server.store import events, runs, sessions, texts
 from tugline.server.store.base import Row, Tx, cut_page, match_columns, to_struct
-from tugline.types import Status, Task, decode, encode
+from tugline.types import Status, Task, decode, encode, is_held_out, name_problem
 
 _PRIORITY_S = 60.0
 """Seconds by which each step of priority moves a task ahead in the queue."""
@@ -189,6 +189,8 @@ def _session_rows(
                 "run": run,
                 "judges": judged.session if judged else None,
                 "pinned": judged.node if judged else "",
+                "problem": name_problem(task.id, task.tags),
+                "held_out": int(is_held_out(task.id, task.tags)),
             }
 
 

@@ -155,6 +155,7 @@ def _revise(tx: Tx, revision: Revision) -> ResultView:
         failure=revision.failure,
         bytes=revision.bytes,
     )
+    tx.update("sessions", session, reward=view.reward)
     if revision.is_changed:
         view = _move(tx, view, revision.number)
     tx.run(
