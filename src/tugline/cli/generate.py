@@ -28,7 +28,7 @@ from tugline.exports.pipeline import run as export
 from tugline.protocol import ResultView, RunKind
 from tugline.recording.file import read
 from tugline.recording.folder import list_recordings
-from tugline.types import PluginSpec
+from tugline.types import PluginSpec, count_prompt_tokens
 
 FILES = {
     "conversations.jsonl": PluginSpec("sft", {"arguments": "object"}),
@@ -122,8 +122,8 @@ def _read_run(
         accepted += [path] * is_accepted
         for total in own:
             total.accepted += is_accepted
+            total.prompt_tokens += count_prompt_tokens(recording.calls)
             for call in recording.calls:
-                total.prompt_tokens += len(call.prompt_ids) + call.unreported_prompt_tokens
                 total.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens
     return totals, accepted
 

@@ -12,15 +12,19 @@ from tugline.protocol.clients import *
 from tugline.protocol.nodes import *
 from tugline.protocol.queries import *
 from tugline.protocol.runs import *
+from tugline.protocol.telemetry import *
 
 __all__ = [
     "LEASE_WAIT_S", "PROBLEM", "Accepted", "Ack", "Barrier", "Cancelled", "Commit", "CommitOutcome",
     "Consumer", "Control", "Counts", "Delivery", "DeliveryQuery", "DeliveryState", "Dispatcher",
-    "Event", "EventKind", "EventQuery", "FieldError", "HeldSession", "LeaseRequest",
+    "EngineSample", "Event", "EventKind", "EventQuery", "FieldError", "HeldSession", "LeaseRequest",
     "LeaseResponse", "LogLength", "LogQuery", "Name", "NodeRegistered", "NodeRegistration",
-    "NodeState", "NodeView", "Page", "PageQuery", "Pause", "PauseMode", "Position", "Problem",
+    "NodeSample", "NodeState", "NodeView", "Page", "PageQuery", "Pause", "PauseMode", "Position",
+    "Problem",
     "RejudgeRequest", "Rejudging", "Release", "Renewal", "ResultQuery", "ResultView", "Results",
     "RunKind", "RunStart", "RunStep", "RunView", "SessionNote", "SessionQuery", "SessionView",
     "StatusQuery", "StepQuery", "Stop", "StopKind", "TaskQuery", "TaskState", "TaskView",
+    "Telemetry", "TelemetryQuery", "TelemetrySeries", "TimeAxis", "TimeParts", "TimePoint",
+    "TimeQuery", "TimeSpent",
     "VerdictChoice", "VerdictView", "Version", "WebhookBody", "Work",
 ]  # fmt: skip

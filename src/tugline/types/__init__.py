@@ -17,5 +17,6 @@ __all__ = [
     "Role", "Sample",
     "Sampling", "Session", "Span", "SpentLimit", "Stale", "Status", "Task", "Timings", "Tool",
     "ToolCall", "ToolKind", "Trace", "TraceKind", "Trajectory", "VersionSpan", "Workspace",
-    "decode", "encode", "is_pass", "make_decoder", "plain_text", "shared_prefix",
+    "count_prompt_tokens", "decode", "encode", "is_pass", "make_decoder", "measure_engine",
+    "plain_text", "shared_prefix", "union_seconds",
 ]  # fmt: skip

@@ -283,7 +283,7 @@ def read_sql(name: str) -> str:
     return Path(__file__).with_name(f"{name}.sql").read_text(encoding="utf-8")
 
 
-STEPS = tuple(read_sql(f"layout_{n}") for n in range(1, 8))
+STEPS = tuple(read_sql(f"layout_{n}") for n in range(1, 9))
 """Migrations; step n leads from layout n to layout n + 1."""
 
 
