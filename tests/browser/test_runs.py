@@ -294,8 +294,8 @@ async def test_both_pages_are_accessible(
     await tab.js(f"localStorage.setItem('theme', '{theme}')")
     for path, ready in {
         "/runs?compare=first-0a,second-0b": "document.querySelectorAll('figure').length === 2",
-        "/training": "document.querySelectorAll('figure').length === 17",
-        "/training?axis=hour&from=0.2&to=0.9": "document.querySelectorAll('figure').length === 17",
+        "/training": "document.querySelectorAll('figure').length === 18",
+        "/training?axis=hour&from=0.2&to=0.9": "document.querySelectorAll('figure').length === 18",
     }.items():
         await open_page(tab, evidence.server, path, ready)
         await check_accessibility(tab, path)

@@ -92,6 +92,8 @@ async def test_sums_are_by_version_and_by_time(control: ControlPlane) -> None:
     assert over_time.total.sessions == 4
     assert all(point.at % 60 == 0 for point in over_time.points)
     last = int(over_time.points[-1].at)
+    assert (over_time.since, over_time.until) == (over_time.points[0].at, last + 60.0)
+    assert part.since is not None and part.since >= over_time.points[0].at  # noqa: PT018
     assert (await read(control, by=TimeAxis.TIME, since=last)).points == over_time.points[-1:]
     assert (await read(control, by=TimeAxis.TIME, until=last)).points == over_time.points[:-1]
 

@@ -54,6 +54,10 @@ class TimeSpent(msgspec.Struct, frozen=True, kw_only=True):
     """Versions or seconds of each point."""
     unmeasured: int
     """Results of older releases, which are in no sum."""
+    since: float | None = None
+    """Minute of the first of the results; None without any."""
+    until: float | None = None
+    """End of the minute of the last of the results."""
 
 
 class TimeAxis(StrEnum):

@@ -68,8 +68,10 @@ def read(tx: Tx, query: TimeQuery) -> TimeSpent:
     if query.run is not None:
         where += " AND run = :run"
         values["run"] = query.run
-    ends = f"SELECT MIN({column}), MAX({column}) FROM time_spent WHERE {where}"  # noqa: S608 - constants
-    [(low, high)] = tx.all(ends, **values)
+    ends = "MIN(version), MAX(version), MIN(minute), MAX(minute)"
+    [found] = tx.all(f"SELECT {ends} FROM time_spent WHERE {where}", **values)  # noqa: S608 - constants
+    *_, first_minute, last_minute = found
+    low, high, *_ = found if column == "version" else found[2:]
     width = 1 if low is None else -(-(high - low + 1) // query.points)
     sums = ", ".join(f"SUM({name})" for name in _NAMES)
     rows = tx.all(
@@ -87,6 +89,8 @@ def read(tx: Tx, query: TimeQuery) -> TimeSpent:
         points=tuple(point for point in points if point.sessions),
         width=unit * width,
         unmeasured=_count_unmeasured(tx, query.run),
+        since=None if first_minute is None else 60.0 * first_minute,
+        until=None if last_minute is None else 60.0 * (last_minute + 1),
     )
 
 
