@@ -40,6 +40,8 @@ _SAMPLED_TOKENS = (
     "tugline:generation_tokens_total",
 )
 _FORWARD = ("tugline:forward_seconds_total",)
+_NAMES = (*_WAITING, *_KV, *_RUNNING, *_PROMPT_TOKENS, *_SAMPLED_TOKENS, *_FORWARD)
+_VALUE = re.compile(rf"^({'|'.join(_NAMES)})(?:\{{.*\}})?\s+(\S+)", re.MULTILINE)
 _INTERVAL_S = 2.0
 """Seconds between polls for metrics."""
 POLL_S = 0.25
@@ -71,10 +73,16 @@ class EngineLoad:
 
         A gap between polls counts as at most two intervals of busy time.
         """
-        waiting = _read_values(page, _WAITING)
-        kv = _read_values(page, _KV)
-        running = sum(_read_values(page, _RUNNING))
-        forward = _read_values(page, _FORWARD)
+        values = [(name, float(value)) for name, value in _VALUE.findall(page)]
+
+        def read(names: Sequence[str]) -> list[float]:
+            """Return the values of a metric with one of these names, for all labels."""
+            return [value for name, value in values if name in names]
+
+        waiting = read(_WAITING)
+        kv = read(_KV)
+        running = sum(read(_RUNNING))
+        forward = read(_FORWARD)
         if forward:
             total = sum(forward)
             before = self._forward_s
@@ -85,17 +93,11 @@ class EngineLoad:
             self.busy_s += min(now - self._polled, 2 * _INTERVAL_S)
         self.waiting = sum(waiting) if waiting else None
         self.kv = max(kv, default=None)
-        self.prompt_tokens = _sum(_read_values(page, _PROMPT_TOKENS))
-        self.sampled_tokens = _sum(_read_values(page, _SAMPLED_TOKENS))
+        self.prompt_tokens = _sum(read(_PROMPT_TOKENS))
+        self.sampled_tokens = _sum(read(_SAMPLED_TOKENS))
         self.up = bool(page)
         self.running = running
         self._polled = now if page else None
-
-
-def _read_values(page: str, names: Sequence[str]) -> list[float]:
-    """Return the values of a metric with one of `names`, for all labels."""
-    pattern = rf"^(?:{'|'.join(names)})(?:\{{.*\}})?\s+(\S+)"
-    return [float(value) for value in re.findall(pattern, page, re.MULTILINE)]
 
 
 def _sum(values: Sequence[float]) -> float | None:
