@@ -169,7 +169,7 @@ async def test_runs_are_listed_and_compared(tab: Tab, server: RunningServer) -> 
     assert list(rows) == ["second-0b", "empty", "exam", "first-0a"]
     assert rows["second-0b"][:2] == ["train", "running"]
     assert rows["second-0b"][3] == "12"
-    assert rows["second-0b"][5:] == ["25 % → 80 %", "first-0a"]
+    assert (rows["second-0b"][5], rows["second-0b"][7]) == ("25 % → 80 %", "first-0a")
     assert rows["first-0a"][1] == "ended"
     assert rows["first-0a"][5] == "25 % → 52 %"
     assert rows["exam"][0] == "eval"

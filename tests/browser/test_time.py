@@ -21,6 +21,8 @@ pytestmark = pytest.mark.browser
 TEXT = "document.querySelector('main').innerText"
 TITLES = "[...document.querySelectorAll('figure strong')].map(each => each.innerText)"
 _CLICK = "[...document.querySelectorAll('.chip')].find(each => each.innerText === {!r}).click()"
+_NONE = "\u2013"
+_CELLS = "[...document.querySelectorAll('.list tbody tr')].map(row => row.cells[{}].innerText)"
 SLOW_EVALUATOR = {"init": 20.0, "ready": 5.0, "run": 60.0, "build": 0.2, "eval": 235.0}
 SLOW_ENGINE = {"init": 20.0, "ready": 5.0, "run": 600.0, "build": 0.2, "eval": 35.0}
 
@@ -153,6 +155,24 @@ async def test_nodes_show_their_load_over_time(tab: Tab, server: RunningServer) 
     await open_page(tab, server, f"/nodes/{other.node}", f"{TITLES}.length === 7")
     assert "node-1" not in await tab.js(TEXT)
     assert await server.control.database.read(nodes.live_slots) == (1, 8)
+
+
+async def test_the_cost_of_a_solved_task_is_on_two_pages(tab: Tab, server: RunningServer) -> None:
+    """A panel of the training has it over steps, the list of runs the last one, for each kind."""
+    await put(server, "paid")
+    for step in range(1, 4):
+        cost = {"cost/step": 2.0 + step, "cost/total": 12.5 * step, "cost/solved": 1.25 / step}
+        await report(server, "paid", step, figures_of(step) | (cost if step > 1 else {}))
+    await put(server, "exam", "eval")
+    await report(server, "exam", 0, {"cost/total": 3.0})
+    await put(server, "free", "run")
+    await open_page(tab, server, "/runs", f"{TEXT}.includes('37.5')")
+    costs = await tab.js(_CELLS.format(8))
+    assert costs == [_NONE, "3, none solved", "37.5, 0.417 per solved task"]
+    assert await tab.js(_CELLS.format(5)) == [_NONE, _NONE, "3"], "the step of a training only"
+    await keep_picture(tab, "cost")
+    await open_page(tab, server, "/training", f"{TITLES}.includes('Total cost, so far')")
+    assert "Cost, in the currency of the prices" in await tab.js(TITLES)
 
 
 @pytest.mark.parametrize("width", [1440, 800])

@@ -33,13 +33,19 @@ export interface Curves {
   heldOut: Point[];
   /** Seconds of the last step; 0 if they are not known. */
   seconds: number;
+  /** Cost so far, and that of a solved task, where they are known. */
+  cost?: number;
+  solved?: number;
 }
+
+export const COST = "cost/total";
+export const SOLVED_COST = "cost/solved";
 
 export async function readCurves(run: string, signal: AbortSignal): Promise<Curves> {
   const interval = [HELD_OUT, "heldout/pass_at/1/low", "heldout/pass_at/1/high"];
-  const steps = await readSteps(run, signal, { figure: [REWARD, SECONDS, ...interval] });
-  const seconds = steps.findLast(({ figures }) => figures?.[SECONDS] !== undefined)?.figures?.[SECONDS];
-  return { reward: pick(steps, REWARD), heldOut: pick(steps, HELD_OUT, interval[1], interval[2]), seconds: seconds ?? 0 };
+  const steps = await readSteps(run, signal, { figure: [REWARD, SECONDS, COST, SOLVED_COST, ...interval] });
+  const last = (name: string) => steps.findLast(({ figures }) => figures?.[name] !== undefined)?.figures?.[name];
+  return { reward: pick(steps, REWARD), heldOut: pick(steps, HELD_OUT, interval[1], interval[2]), seconds: last(SECONDS) ?? 0, cost: last(COST), solved: last(SOLVED_COST) };
 }
 
 function pick(steps: readonly RunStep[], name: string, low = "", high = ""): Point[] {

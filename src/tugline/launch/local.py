@@ -29,12 +29,13 @@ from tugline.launch.folder_lock import folder_lock
 from tugline.launch.garbage import managed_gc
 from tugline.launch.naming import name_run
 from tugline.launch.node import RECORDINGS, open_node
+from tugline.launch.prices import measure_cost
 from tugline.launch.processes import NODES, divide, keep_nodes
 from tugline.launch.progress import SessionProgress
 from tugline.launch.server import open_control_plane, serve_control_plane
 from tugline.launch.settings import Settings, load_settings, name_model
 from tugline.launch.tokens import load_tokens
-from tugline.protocol import Control, ResultQuery, ResultView, RunKind, RunStart, RunView
+from tugline.protocol import Control, ResultQuery, ResultView, RunKind, RunStart, RunStep, RunView
 from tugline.recording import file as recordings
 from tugline.recording.folder import file_name
 from tugline.recording.trajectories import ResultFolder, unpack
@@ -377,6 +378,10 @@ async def run_in_folder(
                 await asyncio.to_thread(saved.add, view, packed)
                 ended.append(view)
                 on_result(view, len(submitted))
+            cost = measure_cost(ended, settings.prices)
+            if cost is not None:
+                step = RunStep(step=0, figures=cost.figures)
+                await local.control.database.write(runs.report_step, local.run_name, step)
             await local.end_run(local.run_name)
         await asyncio.to_thread(saved.write_index)
     return ended
