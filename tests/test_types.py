@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import msgspec
@@ -23,11 +24,15 @@ from tugline.types import (
     Sampling,
     Span,
     Task,
+    Timings,
     Tool,
     ToolCall,
     Trace,
+    count_prompt_tokens,
     decode,
     encode,
+    measure_engine,
+    union_seconds,
 )
 
 COMMAND = ToolCall("c1", "bash", '{"command": "ls"}')
@@ -136,3 +141,46 @@ def test_every_cause_is_documented() -> None:
         assert again == tries + (", elsewhere" if handling.elsewhere else "")
         assert policy == ("evaluated" if handling.evaluated else "masked")
     assert set(HANDLING) == set(Cause)
+
+
+# --------------------------------------------------------------------------- time at the engine
+INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12)
+
+
+@given(INTERVALS, st.randoms(use_true_random=False))
+def test_the_union_of_intervals_counts_each_moment_once(
+    spans: list[tuple[int, int]], order: random.Random
+) -> None:
+    """It equals the number of unit cells that any interval covers, in whatever order they come."""
+    intervals = [(start, start + length) for start, length in spans]
+    covered = {cell for start, end in intervals for cell in range(start, end)}
+    order.shuffle(intervals)
+    assert union_seconds(intervals) == len(covered)
+
+
+@given(INTERVALS)
+def test_calls_at_the_same_time_are_not_added(spans: list[tuple[int, int]]) -> None:
+    """The time at the engine is at most that of one call after the other, and at most the whole."""
+    calls = [
+        make_call(
+            0, [1, 2], [3], timings=Timings(float(start), float(start), None, float(start + length))
+        )
+        for start, length in spans
+    ]
+    measured = measure_engine(calls)
+    assert measured <= sum(length for _, length in spans)
+    assert measured <= max((start + length for start, length in spans), default=0)
+    assert measured >= max((length for _, length in spans), default=0)
+
+
+def test_what_was_not_at_the_engine_is_not_counted() -> None:
+    """Calls that were never sent or have no token, and those sampled in another session."""
+    lost = Timings(0.0, 1.0, None, None)
+    unsent = Timings(0.0, None, None, 5.0)
+    calls = [make_call(0, [1, 2], [3], timings=lost), make_call(0, [1, 2], [3], timings=unsent)]
+    calls += [
+        make_call(0, [1, 2], [3], timings=Timings(0.0, 1.0, 2.0, 3.0), replayed=replayed)
+        for replayed in (True, False)
+    ]
+    assert measure_engine(calls) == 2.0
+    assert count_prompt_tokens(calls) == sum(len(call.prompt_ids) for call in calls)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import sqlite3
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,29 @@ def test_run_reports_that_no_session_completed(world: World) -> None:
     assert done.returncode == 1, done.stderr
     assert "2 failed in the harness" in done.stderr
     assert "oh no" in done.stderr
+
+
+def test_an_evaluation_has_a_cost(world: World) -> None:
+    """It follows from the prices of the settings, is printed, and is a figure of the run."""
+    write(world.folder / "tasks.jsonl", [task("a", samples=1), task("b", samples=1)])
+    prices = ("--set", "prices.gpu_hour=3600", "--set", "prices.prompt_tokens=1e6")
+    measure = ("eval", *RUN[1:], "--engine", world.engine(), *prices)
+    (report,) = world.ask(*measure)
+    lines = (world.folder / "o/results.jsonl").read_text().splitlines()
+    results = [json.loads(line) for line in lines]
+    prompt = sum(result["prompt_tokens"] for result in results)
+    seconds = sum(sum(result["seconds"].values()) for result in results)
+    assert prompt > 0
+    assert prompt < report["cost"]["total"] <= prompt + seconds
+    assert report["cost"]["solved"] == report["cost"]["total"] / 2
+    again = world.call(*measure)
+    assert f"{report['cost']['total']:.4g}; " in again.stdout
+    assert "per solved task" in again.stdout
+    with contextlib.closing(sqlite3.connect(world.folder / "o" / "server.db")) as store:
+        [(figures,)] = store.execute("SELECT figures FROM run_steps WHERE step = 0")
+    assert json.loads(figures)["cost/solved"] == pytest.approx(report["cost"]["solved"])
+    (plain,) = world.ask("run", "tasks.jsonl", "--out", "p", *measure[4:])
+    assert plain["cost"]["total"] > prompt
 
 
 def test_an_evaluation_gets_more_samples_in_its_folder(world: World) -> None:

@@ -22,8 +22,8 @@ SGLANG = "# HELP sglang:num_queue_reqs x\nsglang:num_queue_reqs 2\nsglang:token_
     [
         (VLLM, 7, 0.25),
         (SGLANG, 2, 0.9),
-        ('tugline:num_requests_waiting{model_name="m"} 1\n', 1, 0),
-        ("nothing 1\n", None, 0),
+        ('tugline:num_requests_waiting{model_name="m"} 1\n', 1, None),
+        ("nothing 1\n", None, None),
     ],
 )
 def test_queue_and_kv_memory_are_read(page: str, waiting: float | None, kv: float) -> None:

@@ -125,8 +125,11 @@ def open_earlier(store_url: str, monkeypatch: pytest.MonkeyPatch) -> Earlier:
         with monkeypatch.context() as earlier:
             for module in (base, sqlite, postgres):
                 earlier.setattr(module, "STEPS", STEPS[:steps])
+            if steps < 8:
+                columns = sessions._COLUMNS.replace(", queued_s", ", 0")
+                earlier.setattr(sessions, "_COLUMNS", columns)
             if steps < 7:
-                columns = sessions._COLUMNS.replace(", run, judges", ", NULL, NULL")
+                columns = columns.replace(", run, judges", ", NULL, NULL")
                 earlier.setattr(sessions, "_COLUMNS", columns)
             _forget(earlier, steps)
             async with open_database(store_url) as database:

@@ -92,22 +92,34 @@ class Deployment:
 
 @contextlib.asynccontextmanager
 async def deploy(
-    folder: Path, play: Play | None = None, tracer: Tracer | None = None
+    folder: Path,
+    play: Play | None = None,
+    tracer: Tracer | None = None,
+    parts: Parts | None = None,
+    lease_s: float = 30.0,
 ) -> AsyncIterator[Deployment]:
     """A server and a node that run while the block lasts."""
     engine = ScriptedEngine(play or reply_with("Hello."), vocab_size=RENDERING.tokenizer.size)
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         url = await enter(serve(create_app(engine, model_name="scripted")))
-        control = make_control(f"sqlite:{folder / 'server.db'}", folder)
+        control = make_control(f"sqlite:{folder / 'server.db'}", folder, lease_s=lease_s)
         pages = ServerMetrics(control.database)
         await enter(control)
         gateway = await enter(
             Gateway(Upstream([url], Embedded()), RENDERING, folder / "recordings")
         )
         settings = NodeSettings(name="here", slots=2, grace_s=0.0)
-        node = Node(control.dispatcher, gateway, Parts(), folder / "node", settings, tracer=tracer)
         engines = await enter(Engines([url]))
+        node = Node(
+            control.dispatcher,
+            gateway,
+            parts or Parts(),
+            folder / "node",
+            settings,
+            tracer=tracer,
+            engines=engines,
+        )
         metrics = NodeMetrics(node, engines)
         pages.nodes.append(metrics)
         working = asyncio.create_task(node.run())

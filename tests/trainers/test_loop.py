@@ -126,11 +126,17 @@ async def test_a_finished_run_continues_with_more_steps(tmp_path: Path) -> None:
     At each end the trained model and its tokenizer are written as engines load them.
     """
     plan = {"steps": 1, "tasks_per_step": 1, "samples": 2}
+    prices = {"gpu_hour": 3600.0, "sampled_tokens": 1e6}
     folder = tmp_path / "run"
-    await run(write_config(tmp_path, schedule=plan), folder)
-    summary = await run(write_config(tmp_path, schedule=plan | {"steps": 2}), folder)
+    first = await run(write_config(tmp_path, schedule=plan, prices=prices), folder)
+    changes = {"schedule": plan | {"steps": 2}, "prices": prices}
+    summary = await run(write_config(tmp_path, **changes), folder)
     assert (summary.state.step, summary.state.sessions) == (2, 4)
     assert [row["step"] for row in rows(folder, "rollout/reward")] == [1, 2]
+    costs = [row["cost/total"] for row in rows(folder, "cost/step")]
+    assert costs[0] < first.state.cost < costs[1] < summary.state.cost
+    tokens = summary.state.ledger.sampled + sum(score.sampled for score in summary.state.scores)
+    assert summary.state.cost == pytest.approx(tokens + summary.state.elapsed_s, abs=1.0)
     assert [score.step for score in summary.state.scores] == [0, 1, 2]  # 0 and the end of each run
     assert sorted(path.name for path in (folder / CHECKPOINTS).iterdir()) == [
         "step-000001", "step-000002",

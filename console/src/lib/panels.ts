@@ -81,6 +81,8 @@ const PLANS: Plan[] = [
       { label: "other", value: otherSeconds, colour: "muted" },
     ],
   },
+  { title: "Cost", unit: "in the currency of the prices", from: 0, series: two(["of a step", "cost/step"], ["of a solved task", "cost/solved"]) },
+  { title: "Total cost", unit: "so far", from: 0, series: one("cost/total", "total") },
 ];
 const LEDGER = "update/ledger/";
 const REASONS = ["agent", "bad", "engine", "runtime", "evaluator", "harness", "muted"];

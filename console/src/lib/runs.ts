@@ -38,13 +38,22 @@ export interface Curves {
   heldOut: Point[];
   /** Seconds of the last step; 0 if they are not known. */
   seconds: number;
+  /** Cost so far, and that of a solved task, where they are known. */
+  cost?: number;
+  solved?: number;
 }
 
+export const COST = "cost/total";
+export const SOLVED_COST = "cost/solved";
+
 export async function readCurves(run: string, signal: AbortSignal): Promise<Curves> {
-  const steps = await readSteps(run, signal, { figure: [REWARD, SECONDS, VERSION, HELD_OUT_VERSION, HELD_OUT, ...INTERVAL] });
-  const seconds = steps.findLast(({ figures }) => figures?.[SECONDS] !== undefined)?.figures?.[SECONDS];
+  const steps = await readSteps(run, signal, { figure: [REWARD, SECONDS, VERSION, HELD_OUT_VERSION, HELD_OUT, COST, SOLVED_COST, ...INTERVAL] });
+  const last = (name: string) => steps.findLast(({ figures }) => figures?.[name] !== undefined)?.figures?.[name];
   const at = ({ step }: RunStep) => step;
-  return { steps, reward: pickReward(steps, at), heldOut: pickHeldOut(steps, at), seconds: seconds ?? 0 };
+  return {
+    steps, reward: pickReward(steps, at), heldOut: pickHeldOut(steps, at), seconds: last(SECONDS) ?? 0,
+    cost: last(COST), solved: last(SOLVED_COST),
+  };
 }
 
 type At = (step: RunStep, version: string) => number | undefined;

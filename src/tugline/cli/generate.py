@@ -28,7 +28,7 @@ from tugline.exports.pipeline import run as export
 from tugline.protocol import ResultView, RunKind
 from tugline.recording.file import read
 from tugline.recording.folder import list_recordings
-from tugline.types import PluginSpec
+from tugline.types import PluginSpec, count_prompt_tokens
 
 FILES = {
     "conversations.jsonl": PluginSpec("sft", {"arguments": "object"}),
@@ -47,7 +47,7 @@ class Figures(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     cost: float = 0.0
-    """Cost at the prices of the options."""
+    """Cost of the tokens."""
 
 
 def generate(
@@ -55,8 +55,8 @@ def generate(
     out: Path,
     samples: Count | None = None,
     accept: str = "reward>=1",
-    price_in: NotNegative = 0.0,
-    price_out: NotNegative = 0.0,
+    price_in: NotNegative | None = None,
+    price_out: NotNegative | None = None,
     local: NodeOptions = DEFAULT_NODE,
     as_json: Json = False,
 ) -> None:
@@ -66,19 +66,24 @@ def generate(
         out: Folder of the run; an existing run resumes.
         samples: Sessions per task (default: samples of the task).
         accept: Minimum of the reward, or of a part of it: 'passed>=2'.
-        price_in: Price of a million prompt tokens.
-        price_out: Price of a million sampled tokens.
+        price_in: Price of a million prompt tokens (default: prices.prompt_tokens of the settings).
+        price_out: Price of a million sampled tokens (default: prices.sampled_tokens).
     """
     condition = _parse_condition(accept)
     tasks = [
         replace(task, samples=samples or task.samples)
         for task in load_tasks(paths, local.task_changes)
     ]
+    prices = local.load(task_sets=True).prices
+    if price_in is not None:
+        prices = replace(prices, prompt_tokens=price_in)
+    if price_out is not None:
+        prices = replace(prices, sampled_tokens=price_out)
     console = Console(stderr=True, highlight=False)
     views = run_with_progress(tasks, local, out, console, RunKind.GENERATE)
     totals, accepted = _read_run(out, views, read_tags(tasks), condition)
     for total in totals.values():
-        total.cost = (total.prompt_tokens * price_in + total.sampled_tokens * price_out) / 1e6
+        total.cost = prices.price_tokens(total.prompt_tokens, total.sampled_tokens)
     rows = _write_set(out, accepted)
     save_report(out / "generation.json", {"tags": totals, "files": rows}, as_json=as_json)
     if not as_json:
@@ -122,8 +127,8 @@ def _read_run(
         accepted += [path] * is_accepted
         for total in own:
             total.accepted += is_accepted
+            total.prompt_tokens += count_prompt_tokens(recording.calls)
             for call in recording.calls:
-                total.prompt_tokens += len(call.prompt_ids) + call.unreported_prompt_tokens
                 total.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens
     return totals, accepted
 

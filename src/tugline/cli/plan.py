@@ -215,7 +215,7 @@ class TrainingGpus:
     longest: Count | None = None
     """Tokens of the longest trace (default: the context window of FILE, else a session)."""
     price: Above | None = None
-    """Price of a GPU for an hour."""
+    """Price of a GPU for an hour (default: prices.gpu_hour of FILE)."""
 
 
 def plan(
@@ -275,7 +275,7 @@ def _plan_training(
         engine_gpus=gpus.engine_gpus,
         share=share,
         gpu_memory=int(gpus.gpu_memory * 2**30),
-        price=gpus.price,
+        price=gpus.price or settings.prices.gpu_hour or None,
     )
     session = estimate.Session(
         tokens=load.ids,

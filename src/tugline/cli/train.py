@@ -21,6 +21,7 @@ from tugline.cli.training_run import (
     keep_resumable,
     name_missing_extra,
 )
+from tugline.launch.prices import describe_cost, make_cost
 
 
 def train(
@@ -79,4 +80,9 @@ def train(
     save_report(folder / SUMMARY, summary, as_json=as_json)
     for name, value in evaluation.summarize_change(summary.change):
         console.print(f"{name or 'held-out tasks'}: {value}", markup=False, soft_wrap=True)
+    cost = (
+        make_cost(summary.state.cost, summary.state.solved) if settings.prices.are_given else None
+    )
+    for name, value in describe_cost(cost):
+        console.print(f"{name}: {value}", soft_wrap=True)
     console.print(f"done after {summary.state.elapsed_s:.0f} s: {folder}")

@@ -21,6 +21,7 @@ from tugline.launch.folder_lock import folder_lock
 from tugline.launch.garbage import managed_gc
 from tugline.launch.local import open_local
 from tugline.launch.naming import name_run
+from tugline.launch.prices import measure_cost
 from tugline.launch.progress import SessionProgress
 from tugline.launch.settings import Settings, load_settings, name_model
 from tugline.protocol import ResultView, RunKind
@@ -170,6 +171,9 @@ async def run_in_folder(
                 await asyncio.to_thread(saved.add, view, packed)
                 ended.append(view)
                 on_result(view, new=True)
+            cost = measure_cost(ended, settings.prices)
+            if cost is not None:
+                await local.report_step(local.run_name, 0, cost.figures)
             await local.end_run(local.run_name)
         await asyncio.to_thread(saved.write_index)
     return ended

@@ -12,6 +12,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from tugline.config import NO_CHANGES, Config, anchor_paths, change, from_mapping
+from tugline.launch.prices import Prices
 from tugline.node.settings import NodeSettings
 from tugline.schema import NonNegativeFloat, Port, PositiveFloat, PositiveInt, read_values
 from tugline.server.settings import ServerSettings
@@ -89,6 +90,8 @@ class Settings(Config, frozen=True):
     """Settings of the gateway's engine."""
     ray: RaySettings = RaySettings()
     """Settings of nodes on a Ray cluster."""
+    prices: Prices = Prices()
+    """Prices for the cost of `eval`, `run` and `generate`."""
 
 
 Flags = Mapping[str, object]

@@ -29,7 +29,19 @@ _KV = (
     "sglang:token_usage",
 )
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "tugline:num_requests_running")
+_PROMPT_TOKENS = (
+    "vllm:prompt_tokens_total",
+    "sglang:prompt_tokens_total",
+    "tugline:prompt_tokens_total",
+)
+_SAMPLED_TOKENS = (
+    "vllm:generation_tokens_total",
+    "sglang:generation_tokens_total",
+    "tugline:generation_tokens_total",
+)
 _FORWARD = ("tugline:forward_seconds_total",)
+_NAMES = (*_WAITING, *_KV, *_RUNNING, *_PROMPT_TOKENS, *_SAMPLED_TOKENS, *_FORWARD)
+_VALUE = re.compile(rf"^({'|'.join(_NAMES)})(?:\{{.*\}})?\s+(\S+)", re.MULTILINE)
 _INTERVAL_S = 2.0
 """Seconds between polls for metrics."""
 POLL_S = 0.25
@@ -43,12 +55,16 @@ class EngineLoad:
 
     waiting: float | None = None
     """Requests in the queue; None if the engine does not answer or report the number."""
-    kv: float = 0.0
-    """Fraction of the KV memory in use, from 0 to 1; 0 if not reported."""
+    kv: float | None = None
+    """Fraction of the KV memory in use, from 0 to 1; None if not reported."""
     up: bool = False
     running: float = 0.0
     busy_s: float = 0.0
     """Busy seconds since the first poll."""
+    prompt_tokens: float | None = None
+    """Tokens of all prompts since the engine started; None if not reported."""
+    sampled_tokens: float | None = None
+    """The same for sampled tokens."""
     _polled: float | None = None
     _forward_s: float | None = None
 
@@ -57,10 +73,16 @@ class EngineLoad:
 
         A gap between polls counts as at most two intervals of busy time.
         """
-        waiting = _read_values(page, _WAITING)
-        kv = _read_values(page, _KV)
-        running = sum(_read_values(page, _RUNNING))
-        forward = _read_values(page, _FORWARD)
+        values = [(name, float(value)) for name, value in _VALUE.findall(page)]
+
+        def read(names: Sequence[str]) -> list[float]:
+            """Return the values of a metric with one of these names, for all labels."""
+            return [value for name, value in values if name in names]
+
+        waiting = read(_WAITING)
+        kv = read(_KV)
+        running = sum(read(_RUNNING))
+        forward = read(_FORWARD)
         if forward:
             total = sum(forward)
             before = self._forward_s
@@ -70,16 +92,16 @@ class EngineLoad:
         elif running and self._polled is not None:
             self.busy_s += min(now - self._polled, 2 * _INTERVAL_S)
         self.waiting = sum(waiting) if waiting else None
-        self.kv = max(kv, default=0.0)
+        self.kv = max(kv, default=None)
+        self.prompt_tokens = _sum(read(_PROMPT_TOKENS))
+        self.sampled_tokens = _sum(read(_SAMPLED_TOKENS))
         self.up = bool(page)
         self.running = running
         self._polled = now if page else None
 
 
-def _read_values(page: str, names: Sequence[str]) -> list[float]:
-    """Return the values of a metric with one of `names`, for all labels."""
-    pattern = rf"^(?:{'|'.join(names)})(?:\{{.*\}})?\s+(\S+)"
-    return [float(value) for value in re.findall(pattern, page, re.MULTILINE)]
+def _sum(values: Sequence[float]) -> float | None:
+    return sum(values) if values else None
 
 
 class Engines:
@@ -185,9 +207,10 @@ class Admission:
 
     def _count_for(self, engine: EngineLoad) -> float:
         queued = engine.waiting or 0.0
-        if engine.kv >= self._kv or queued > self._waiting:
+        kv = engine.kv or 0.0
+        if kv >= self._kv or queued > self._waiting:
             return 0
         by_queue = self._waiting - queued + 1 if queued else math.inf
         # The number of agents may grow by the same factor as the KV memory in use.
-        by_kv = self.running * (self._kv / engine.kv - 1) if engine.kv else math.inf
+        by_kv = self.running * (self._kv / kv - 1) if kv else math.inf
         return max(1, min(by_queue, by_kv))

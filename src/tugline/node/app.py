@@ -13,6 +13,8 @@ import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from tugline import log, protocol
 from tugline.aio import run_beside, run_until_one_ends
 from tugline.atomic import read_or_make
@@ -26,7 +28,7 @@ from tugline.node.pools import Pools
 from tugline.node.retries import RetryingDispatcher
 from tugline.node.session_runner import SessionRunner
 from tugline.node.settings import NodeSettings
-from tugline.node.telemetry import Stats, Tracer
+from tugline.node.telemetry import LoadSampler, Stats, Tracer
 from tugline.rollout.parts import Parts
 from tugline.schema import copy_fields
 
@@ -135,6 +137,7 @@ class Node:
             kv=settings.engine_kv,
         )
         self.pools = Pools(settings, admission, self._changed.set)
+        self._sampler = LoadSampler(self.pools, engines.loads if engines else {})
         canary = Canary(gateway, parts, folder / "sessions")
         self.health = Health(canary.run, self._changed.set)
         self.runner = SessionRunner(
@@ -287,7 +290,8 @@ class Node:
 
     async def _renew(self, registered: protocol.NodeRegistered) -> None:
         def renew() -> Awaitable[protocol.LeaseResponse]:
-            return self._server.renew(registered.node, self._make_renewal())
+            renewal = replace(self._make_renewal(), sample=self._sampler.take())
+            return self._server.renew(registered.node, renewal)
 
         while True:
             await asyncio.sleep(registered.lease_s / 3)

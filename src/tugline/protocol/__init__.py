@@ -13,16 +13,19 @@ from tugline.protocol.clients import *
 from tugline.protocol.nodes import *
 from tugline.protocol.queries import *
 from tugline.protocol.runs import *
+from tugline.protocol.telemetry import *
 
 __all__ = [
     "LEASE_WAIT_S", "PROBLEM", "Accepted", "Ack", "Barrier", "Cancelled", "Change", "ChangeQuery",
     "Changes", "Commit", "CommitOutcome", "Consumer", "Control", "Counts", "Delivery",
-    "DeliveryQuery", "DeliveryState", "Dispatcher", "Estimate", "Event", "EventKind", "EventQuery",
-    "FieldError", "HeldSession", "LeaseRequest", "LeaseResponse", "LogLength", "LogQuery",
-    "Measure", "Name", "NodeRegistered", "NodeRegistration", "NodeState", "NodeView", "Page",
-    "PageQuery", "Pause", "PauseMode", "Position", "Problem", "ProblemQuery", "ProblemScore",
-    "RejudgeRequest", "Rejudging", "Release", "Renewal", "ResultQuery", "ResultView", "Results",
-    "RunKind", "RunPart", "RunStart", "RunStep", "RunView", "SessionNote", "SessionOrder",
-    "SessionQuery", "SessionView", "StatusQuery", "StepQuery", "Stop", "StopKind", "TaskQuery",
-    "TaskState", "TaskView", "VerdictChoice", "VerdictView", "Version", "WebhookBody", "Work",
+    "DeliveryQuery", "DeliveryState", "Dispatcher", "EngineSample", "Estimate", "Event",
+    "EventKind", "EventQuery", "FieldError", "HeldSession", "LeaseRequest", "LeaseResponse",
+    "LogLength", "LogQuery", "Measure", "Name", "NodeRegistered", "NodeRegistration", "NodeSample",
+    "NodeState", "NodeView", "Page", "PageQuery", "Pause", "PauseMode", "Position", "Problem",
+    "ProblemQuery", "ProblemScore", "RejudgeRequest", "Rejudging", "Release", "Renewal",
+    "ResultQuery", "ResultView", "Results", "RunKind", "RunPart", "RunStart", "RunStep", "RunView",
+    "SessionNote", "SessionOrder", "SessionQuery", "SessionView", "StatusQuery", "StepQuery",
+    "Stop", "StopKind", "TaskQuery", "TaskState", "TaskView", "Telemetry", "TelemetryQuery",
+    "TelemetrySeries", "TimeAxis", "TimeParts", "TimePoint", "TimeQuery", "TimeSpent",
+    "VerdictChoice", "VerdictView", "Version", "WebhookBody", "Work",
 ]  # fmt: skip

@@ -112,6 +112,13 @@ class ResultView(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the encoded, compressed trajectory; 0 for a session that never ran."""
     seconds: dict[str, float]
     created: float
+    engine_s: float | None = None
+    """Seconds in which at least one of its model calls was at the engine; None in results of older
+    releases."""
+    prompt_tokens: int | None = None
+    """Tokens of the prompts of its model calls; None in results of older releases."""
+    queued_s: float | None = None
+    """Seconds in the queue, before all attempts; None in results of older releases."""
     node: str | None = None
     """Node that ran it last; None if it never ran."""
     patch: str = ""

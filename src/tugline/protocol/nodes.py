@@ -6,6 +6,7 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
+from tugline.protocol.telemetry import NodeSample
 from tugline.types import Boundary, Session, Status, Task
 from tugline.types.task import BIG, Labels
 
@@ -133,6 +134,8 @@ class Renewal(msgspec.Struct, frozen=True, kw_only=True):
     problem: Annotated[str, Meta(max_length=2000)] | None = None
     """Reason why the node's own test failed, which puts it in quarantine; empty ends it. None
     leaves it as it is."""
+    sample: NodeSample | None = None
+    """Load of the node and its engines; None between two samples."""
 
 
 class LeaseRequest(Renewal, frozen=True, kw_only=True):

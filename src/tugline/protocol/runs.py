@@ -62,7 +62,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None = None
     by: str = ""
     step: int | None = None
-    """Latest reported step of a trainer."""
+    """Latest reported step of a trainer; 0 for another run that has reported its cost."""
     configuration: dict[str, Any] = {}
     """Left out of lists."""
 

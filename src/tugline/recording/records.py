@@ -137,6 +137,11 @@ class RecordedResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     spent: SpentLimit | None = None
     seconds: dict[str, float] = {}
     """Wall-clock time by stage."""
+    engine_s: float | None = None
+    """Seconds in which at least one of its model calls was at the engine; None in recordings of
+    older releases."""
+    prompt_tokens: int | None = None
+    """Tokens of the prompts of its model calls; None in recordings of older releases."""
     patch: str = ""
     """SHA-256, in hex, of what the agent changed (see `tugline.recording.patches`); empty if the
     session ended before, and in recordings before this field."""

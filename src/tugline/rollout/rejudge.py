@@ -125,6 +125,8 @@ async def run_judging(  # noqa: PLR0913 - a session, its environment and its obs
         report=verdict.report if verdict else {},
         failure=end.failure,
         seconds=stages.seconds,
+        engine_s=0.0,
+        prompt_tokens=0,
         harness=task.harness.name,
     )
 

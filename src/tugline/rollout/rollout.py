@@ -54,6 +54,8 @@ from tugline.types import (
     Status,
     Task,
     Trajectory,
+    count_prompt_tokens,
+    measure_engine,
 )
 
 MODEL = "tugline-policy"
@@ -340,6 +342,10 @@ class _Rollout:
         cause = end.cause or Cause.AGENT_TIMEOUT
         return make_failure(cause, f"{cause.value} after {end.seconds:.0f} s")
 
+    def _measure_engine(self) -> float:
+        """Return the time at the engine, which cannot exceed that of the agent."""
+        return min(measure_engine(self.calls), self.stages.seconds.get(Status.RUN.value, 0.0))
+
     def _make_trajectory(self, end: End | None) -> Trajectory:
         completed = Status.TIMED_OUT if self.exit.timed_out else Status.COMPLETED
         return Trajectory(
@@ -354,6 +360,8 @@ class _Rollout:
             failure=end.failure if end else self._find_agent_failure(),
             spent=self._spent,
             seconds=self.stages.seconds,
+            engine_s=self._measure_engine(),
+            prompt_tokens=count_prompt_tokens(self.calls),
             harness=self.task.harness.name,
             patch=self.patch_digest,
         )

@@ -23,7 +23,17 @@ from tugline.server.dispatch import ServerDispatcher
 from tugline.server.logs import LogPart, Logs
 from tugline.server.rejudge import Verdicts, hash_options
 from tugline.server.settings import ServerSettings
-from tugline.server.store import events, leases, nodes, results, runs, sessions, tasks
+from tugline.server.store import (
+    events,
+    leases,
+    nodes,
+    results,
+    runs,
+    sessions,
+    tasks,
+    telemetry,
+    time_spent,
+)
 from tugline.server.store.base import Tx, read_sql
 from tugline.server.store.database import Database, uptime
 from tugline.server.validation import pack_tasks
@@ -215,6 +225,8 @@ class ControlPlane:
     async def delete_old(self, now: float) -> None:
         """Delete tasks, events and nodes that have expired at `now`, and blobs without a result.
 
+        Samples of the load are thinned.
+
         Raises `StoreError`.
         """
         write = self.database.write_relaxed
@@ -225,12 +237,14 @@ class ControlPlane:
             while await write(tasks.delete_finished, before, alive):
                 pass
             await write(runs.trim, before)
+            await write(time_spent.trim, before)
         await sweep(self.blobs, self.database)
         while await write(events.trim, now - settings.keep_events_days * _DAY_S):
             pass
         while await write(events.trim_deliveries):
             pass
         await write(nodes.trim, now - _DAY_S)
+        await write(telemetry.thin, now, settings.keep_events_days * _DAY_S)
 
 
 # --------------------------------------------------------------------------- weights

@@ -49,7 +49,7 @@ class ServerSettings(Config, frozen=True):
     callback_hosts: tuple[str, ...] | None = None
     """Allowed hosts of callbacks, `*` for any; None: hosts with a public address."""
     keep_events_days: PositiveFloat = 30.0
-    """Days after which events are deleted."""
+    """Days after which events, and the load of nodes and engines, are deleted."""
     keep_tasks_days: PositiveFloat | None = None
     """Days after their end until tasks and acknowledged results are deleted; None: never."""
     keep_consumers_days: PositiveFloat | None = 30.0

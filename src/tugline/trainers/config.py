@@ -17,6 +17,7 @@ from tugline.atomic import write_file
 from tugline.config import NO_CHANGES, Config, load
 from tugline.datasets.files import TaskSelection
 from tugline.errors import ConfigError, UsageError
+from tugline.launch.prices import Prices
 from tugline.launch.settings import EngineSettings, GatewaySettings
 from tugline.node.settings import NodeSettings
 from tugline.plugins import find, import_beside
@@ -170,6 +171,8 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     """Conversations whose answers are trained as well; None: only sessions are trained."""
     schedule: Schedule = Schedule()
     """Number of steps, staleness and checkpoints."""
+    prices: Prices = Prices()
+    """Prices for the figures of cost; they may change when a run is resumed."""
     metrics: tuple[PluginSpec, ...] = ()
     """Sinks for metrics besides the console and `metrics.jsonl`: `plots`, `tensorboard`, `wandb`,
     `trackio`."""
@@ -284,7 +287,7 @@ def read_config(
 def store_config(folder: Path, config: Config) -> None:
     """Store the configuration. Raises `UsageError` if the folder belongs to another run.
 
-    Only the sinks, the length of the training, the devices and the addresses may change. The
+    Only sinks, prices, the length of the training, devices and addresses may change. The
     digests of functions of the user are stored, too.
     """
     path = folder / CONFIG
@@ -297,7 +300,7 @@ def store_config(folder: Path, config: Config) -> None:
         changed = [
             name
             for name in config.__struct_fields__
-            if name not in {"metrics", "out", "device", "fsdp", "publish_folder"}
+            if name not in {"metrics", "out", "device", "fsdp", "publish_folder", "prices"}
             and _comparable(name, getattr(stored, name)) != _comparable(name, getattr(config, name))
         ]
         if changed:

@@ -38,6 +38,7 @@ from tugline.launch.naming import make_prefix
 from tugline.traces.base import sum_ledgers
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import CHECKPOINTS, MODEL, TrainConfig, store_config
+from tugline.trainers.cost import CostMeter, count_solved
 from tugline.trainers.engines import Replicas, ServedWeights, make_publisher, open_replicas
 from tugline.trainers.evaluation import (
     VersionScore,
@@ -162,6 +163,7 @@ class TrainingLoop:
         self._began = time.monotonic()
         self._saved = self._began
         self._earlier_s = self.state.elapsed_s
+        self._cost = CostMeter(self.config.prices, self.state.cost)
         self._groups = GroupSampler(
             self.config, self.batches, self.folder, self.server, self.progress, self.sleep
         )
@@ -194,7 +196,7 @@ class TrainingLoop:
         await asyncio.to_thread(self._save)
         await asyncio.to_thread(self._write_result)
         await asyncio.to_thread(self._trainer.finish_saving)
-        self.state = replace(self.state, elapsed_s=self._elapsed_s())
+        self.state = replace(self.state, elapsed_s=self._elapsed_s(), cost=self._cost.total)
         return TrainSummary(state=self.state, change=await self._compare_scores())
 
     async def _publish_first(self) -> None:
@@ -237,6 +239,7 @@ class TrainingLoop:
         await self._finish_evaluation()  # it needs the weights that are still served
         self.sinks.log(number, {"version": float(version)} | lasting)
         self._count(learned, groups)
+        self._cost.add_sessions(groups.results)
         publication = await self._served.publish(self.state.version, learned.probe)
         self._step_s = time.monotonic() - began
         spent = {"wait_s": wait_s, "train_s": learned.seconds, "step_s": self._step_s}
@@ -246,7 +249,8 @@ class TrainingLoop:
         replay = describe_replay(learned.report)
         if replay is not None:
             self.sinks.note(number, "replay", replay)
-        self.sinks.log(number, flatten(publication, "publish") | times)
+        cost = self._cost.report(self.state.solved)
+        self.sinks.log(number, flatten(publication, "publish") | cost | times)
         for name, text in find_alarms(
             learned.rollout, learned.report, publication, self.state.entropies
         ).items():
@@ -285,6 +289,7 @@ class TrainingLoop:
             ledger=sum_ledgers([done.ledger, report.ledger]),
             sessions=done.sessions + len(groups.results),
             failed=done.failed + rollout.failed,
+            solved=done.solved + count_solved(groups.results),
             updates=done.updates + report.updates,
             tokens_forwarded=done.tokens_forwarded + report.tokens_forwarded,
             training_s=done.training_s + report.seconds,
@@ -303,7 +308,7 @@ class TrainingLoop:
         self._saved = time.monotonic()
         self._trainer.finish_saving()
         folder = self.folder / CHECKPOINTS
-        state = replace(self.state, elapsed_s=self._elapsed_s())
+        state = replace(self.state, elapsed_s=self._elapsed_s(), cost=self._cost.total)
         path = checkpoint.path_of(folder, state.step)
         extra = msgspec.to_builtins(state, str_keys=True)
         if path.exists():  # for later results, such as an evaluation
@@ -338,6 +343,7 @@ class TrainingLoop:
         tasks = self.batches.evaluation(version)
         await self._groups.start(tasks)
         results = await self._groups.run(tasks, f"held out, step {step}")
+        self._cost.add_sessions(results)
         sampled_by = [
             {span.version for trace in result.traces for span in trace.spans} for result in results
         ]

@@ -35,6 +35,10 @@ class TrainState(msgspec.Struct, frozen=True, kw_only=True):
     sessions: int = 0
     failed: int = 0
     """Sessions without a reward."""
+    solved: int = 0
+    """Sessions that solved their task."""
+    cost: float = 0.0
+    """Cost up to the checkpoint, summed over all starts of the run; 0 without prices."""
     updates: int = 0
     tokens_forwarded: int = 0
     training_s: float = 0.0

@@ -16,6 +16,7 @@ __all__ = [
     "MalformedCalls", "Mask", "MaskedSpan", "Message", "Mode", "PluginSpec", "Policy", "Reason",
     "RecordingRef", "Reward", "Role", "Sample", "Sampling", "Session", "Span", "SpentLimit",
     "Stale", "Status", "Task", "Timings", "Tool", "ToolCall", "ToolKind", "Trace", "TraceKind",
-    "Trajectory", "VersionSpan", "Workspace", "decode", "encode", "is_held_out", "is_pass",
-    "make_decoder", "name_problem", "plain_text", "shared_prefix",
+    "Trajectory", "VersionSpan", "Workspace", "count_prompt_tokens", "decode", "encode",
+    "is_held_out", "is_pass", "make_decoder", "measure_engine", "name_problem", "plain_text",
+    "shared_prefix", "union_seconds",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """Recorded model calls. Messages and tools do not depend on a dialect."""
 
 import hashlib
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any
 
@@ -309,3 +310,33 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     replicas: tuple[str, ...] = ()
     """Addresses that sampled this response, in order; more than one after a failover."""
     timings: Timings
+
+
+# --------------------------------------------------------------------------- time
+def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals, each with its start and its end."""
+    total = 0.0
+    covered: float | None = None
+    for start, end in sorted(intervals):
+        if covered is None or start > covered:
+            covered = start
+        if end > covered:
+            total += end - covered
+            covered = end
+    return total
+
+
+def measure_engine(calls: Iterable[Call]) -> float:
+    """Return the seconds in which at least one of these calls was at the engine."""
+    return union_seconds(
+        (call.timings.sent, call.timings.last_token)
+        for call in calls
+        if not call.replayed
+        and call.timings.sent is not None
+        and call.timings.last_token is not None
+    )
+
+
+def count_prompt_tokens(calls: Iterable[Call]) -> int:
+    """Return the tokens of the prompts of these calls; each call counts its whole prompt."""
+    return sum(len(call.prompt_ids) + call.unreported_prompt_tokens for call in calls)

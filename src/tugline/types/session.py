@@ -355,6 +355,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     An agent that was stopped from outside has a `failure` at the boundary AGENT."""
     seconds: dict[str, float] = {}
     """Wall-clock seconds per stage."""
+    engine_s: float | None = None
+    """Seconds in which at least one of its model calls was at the engine; None in results of older
+    releases."""
+    prompt_tokens: int | None = None
+    """Tokens of the prompts of its model calls; None in results of older releases."""
     harness: str = ""
     """Name of the task's harness; empty in results of older versions."""
     patch: str = ""

@@ -1,11 +1,11 @@
-"""Handlers of runs, of trainers' reports, of verdicts, and of judging sessions again."""
+"""Handlers of runs: trainers' reports, where time goes, verdicts, and judging sessions again."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from tugline import protocol
 from tugline.server.http import route
-from tugline.server.store import changes, problems, runs, sessions
+from tugline.server.store import changes, problems, runs, sessions, telemetry, time_spent
 from tugline.server.store.base import Tx
 
 ROUTES = route.Routes()
@@ -61,6 +61,19 @@ async def list_problems(
 async def find_changes(call: route.QueryCall[protocol.ChangeQuery]) -> protocol.Changes:
     """Compare a run with another one, or its own earlier sessions, problem by problem."""
     return await call.db.read(changes.find, call.id, call.query)
+
+
+# --------------------------------------------------------------------------- time and load
+@ROUTES.add("GET", "/v1/time-spent", route.READERS)
+async def read_time_spent(call: route.QueryCall[protocol.TimeQuery]) -> protocol.TimeSpent:
+    """Read where the time of sessions went, by version of the weights or over time."""
+    return await call.db.read(time_spent.read, call.query)
+
+
+@ROUTES.add("GET", "/v1/telemetry", route.READERS)
+async def read_telemetry(call: route.QueryCall[protocol.TelemetryQuery]) -> protocol.Telemetry:
+    """Read the load of nodes and engines over time."""
+    return await call.db.read(telemetry.read, call.query)
 
 
 # --------------------------------------------------------------------------- verdicts

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from tugline import protocol
 from tugline.server.settings import DEFAULTS, ServerSettings
-from tugline.server.store import events, nodes, results, sessions
+from tugline.server.store import events, nodes, results, sessions, telemetry
 from tugline.server.store.base import Tx
 from tugline.server.store.results import CANCELLED, End, finish
 from tugline.server.store.sessions import QueuedRow, SessionRow
@@ -45,13 +45,15 @@ def register(
 
 
 def renew(tx: Tx, node: str, renewal: protocol.Renewal, *, lease_s: float) -> Orders:
-    """Extend a node's lease, record the reported stages and problem, and reconcile.
+    """Extend a node's lease, record the reported stages, problem and load, and reconcile.
 
     Raises `FencedError` for a lost node.
     """
     nodes.renew(tx, node, renewal.applied, lease_s=lease_s)
     if renewal.problem is not None:
         nodes.set_problem(tx, node, renewal.problem)
+    if renewal.sample is not None:
+        telemetry.add(tx, nodes.name_of(node), renewal.sample)
     return reconcile(tx, node, renewal.held, advance=True)
 
 
@@ -143,14 +145,14 @@ def _record_leases(tx: Tx, leased: Sequence[tuple[QueuedRow, str]]) -> Granted:
             status=Status.INIT,
         )
         granted.setdefault(node, []).append(new)
-        change = {"id": row.id, "epoch": epoch, "node": node, "version": version, "now": tx.now}
-        changes.append(change)
         waited_s = max(0.0, tx.now - row.updated)
+        change = {"id": row.id, "epoch": epoch, "node": node, "version": version, "now": tx.now}
+        changes.append({**change, "waited": waited_s})
         detail = {"attempt": row.attempt, "epoch": epoch, "waited": waited_s}
         notes.append(events.Note(row.task, row.id, node, detail))
     tx.many(
         "UPDATE sessions SET status = 'init', epoch = :epoch, node = :node, version = :version,"
-        " updated = :now WHERE id = :id",
+        " updated = :now, queued_s = queued_s + :waited WHERE id = :id",
         changes,
     )
     events.add(tx, protocol.EventKind.LEASED, *notes)

@@ -39,6 +39,8 @@ _TABLES = {
         "view": "rename_result({0}, :prefix, :event)",
     },
     "verdicts": {"session": _NAME},
+    "time_spent": {},
+    "telemetry": {"node": _NAME},
 }
 """Columns of each table that do not stay as they are; NULL stays NULL."""
 

@@ -19,7 +19,7 @@ import msgspec
 from tugline.errors import Conflict, Invalid, Missing
 from tugline.protocol import Cancelled, Consumer, EventKind, Results, ResultView, StopKind
 from tugline.schema import copy_fields
-from tugline.server.store import events, sessions, texts, verdicts
+from tugline.server.store import events, sessions, texts, time_spent, verdicts
 from tugline.server.store.base import Tx, sum_seconds
 from tugline.server.store.sessions import SessionRow, decode_view
 from tugline.server.store.tasks import view, views
@@ -39,6 +39,8 @@ class End(msgspec.Struct, frozen=True):
     trained: int = 0
     bytes: int = 0
     seconds: dict[str, float] = {}
+    engine_s: float | None = None
+    prompt_tokens: int | None = None
     digest: str = hashlib.sha256().hexdigest()
     blob: str = ""
     patch: str = ""
@@ -95,6 +97,7 @@ def _insert(tx: Tx, entry: SessionRow, end: End) -> int:
     row = {"position": position, "session": entry.id, "task": entry.task, "digest": end.digest}
     row |= {"blob": end.blob, "run": entry.run, "judges": entry.judges}
     tx.insert("results", {**row, "view": msgspec.msgpack.encode(listed)})
+    time_spent.add(tx, listed, entry.created)
     return position
 
 
@@ -151,6 +154,9 @@ def run_again(tx: Tx, task: str, by: str) -> tuple[str, ...]:
         ids=ids,
     )
     ended = sessions.select(tx, "id IN :ids ORDER BY sample", ids=ids)
+    created = {entry.id: entry.created for entry in ended}
+    for each in failed:
+        time_spent.add(tx, each, created[each.session], sign=-1)
     fresh = [entry._replace(failing_since=None) for entry in ended]
     sessions.requeue(tx, fresh, f"run again by {by}", ())
     for each in failed:

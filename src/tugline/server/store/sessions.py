@@ -57,6 +57,7 @@ class SessionRow(NamedTuple):
     note: str
     run: str | None
     judges: str | None
+    queued_s: float
 
     @property
     def leased(self) -> bool:
