@@ -184,3 +184,25 @@ def test_the_documented_schema_is_up_to_date() -> None:
     """The page equals what ``python tools/docs/task_schema.py`` writes."""
     made = msgspec.json.encode(make_json_schema())
     assert msgspec.json.decode(SCHEMA.read_bytes()) == msgspec.json.decode(made)
+
+
+def test_an_agents_command_is_relative_to_the_task_file(tmp_path: Path) -> None:
+    """A word that names a file beside it is absolute; the task's own files and others stay."""
+    for name in ("agent.py", "own.py", "lib/tool.py", "with space.py"):
+        make_file(tmp_path, name, "")
+    agent = str(tmp_path / "agent.py")
+
+    def read(options: dict[str, object]) -> dict[str, object]:
+        values = {"id": "t", "instruction": "do", "evaluator": "tests", "files": {"own.py": ""}}
+        values["harness"] = {"name": "shell", "options": options}
+        path = make_file(tmp_path, "t.json", msgspec.json.encode(values).decode())
+        return load_tasks([path])[0].harness.options
+
+    text = "python3 ./agent.py --fast && python3 own.py other.py"
+    assert read({"command": text})["command"] == text.replace("./agent.py", agent)
+    words = ["python3", "agent.py", "-v", "with space.py"]
+    assert read({"command": words, "folders": ["lib", "/usr/lib"]}) == {
+        "command": ["python3", agent, "-v", str(tmp_path / "with space.py")],
+        "folders": [str(tmp_path / "lib"), "/usr/lib"],
+    }
+    assert read({"command": "true", "setup": "sh agent.py"})["setup"] == f"sh {agent}"

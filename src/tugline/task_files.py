@@ -2,7 +2,8 @@
 
 A file holds one task or a list of them (in TOML: ``[[tasks]]``). Long texts may be in other files:
 ``instruction_file: PATH`` for `instruction`, and ``{file: PATH}`` for the text of one of `files`.
-Paths, also those of a workspace that exist there, are relative to the task file. A plug-in without
+All paths are relative to the task file: those of a workspace, and words of the command of the
+harness `shell`, if they exist there. A plug-in without
 options may be given by its name alone: ``harness: pi``. Every error names the file, the task, the
 field, its value and the expected value.
 
@@ -11,8 +12,12 @@ the parser.
 """
 
 import glob
+import os
+import posixpath
+import re
 import reprlib
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator
 from enum import EnumType
 from pathlib import Path
 from typing import Any
@@ -28,6 +33,10 @@ from tugline.types.task import SERVER_FIELDS
 SUFFIXES = (*FILE_TYPES, ".jsonl")
 INSTRUCTION_FILE = "instruction_file"
 PLUGINS = tuple(each.name for each in msgspec.structs.fields(Task) if each.type is PluginSpec)
+SHELL = "shell"
+"""Harness that runs a command of the user."""
+_COMMANDS = ("command", "setup")
+"""Options of `SHELL` whose words may be paths."""
 _PATHS = ("folder", "build", "repo")
 """Fields of a workspace that may be paths."""
 _EXAMPLE = (Path(__file__).parent / "task_template.yaml").read_text(encoding="utf-8")
@@ -104,6 +113,8 @@ def parse_task(values: Any, source: str, folder: Path) -> Task:
             else path
             for name, path in values["workspace"].items()
         }
+    if isinstance(values.get("harness"), dict):
+        values["harness"] = _locate_agent(values["harness"], folder, values.get("files"))
     if INSTRUCTION_FILE in values:
         if "instruction" in values:
             problems.append(
@@ -125,6 +136,33 @@ def parse_task(values: Any, source: str, folder: Path) -> Task:
     if problems:
         raise ConfigError.combine(problems, source)
     return task
+
+
+def _locate_agent(harness: dict[str, Any], folder: Path, files: Any) -> dict[str, Any]:
+    """Make the paths of a command beside the task file absolute, except those of task files."""
+    options = harness.get("options")
+    if harness.get("name") != SHELL or not isinstance(options, dict):
+        return harness
+    own = files if isinstance(files, dict) else {}
+
+    def locate(word: Any, exists: Callable[[str], bool]) -> Any:
+        if not isinstance(word, str) or not word.strip() or posixpath.normpath(word) in own:
+            return word
+        path = str((folder / word).absolute())
+        return path if exists(path) else word
+
+    located = dict(options)
+    for name in _COMMANDS:
+        command = options.get(name)
+        if isinstance(command, str):
+            words = re.split(r"(\s+)", command)
+            found = [(word, locate(word, os.path.isfile)) for word in words]
+            located[name] = "".join(w if p == w else shlex.quote(p) for w, p in found)
+        elif isinstance(command, list):
+            located[name] = [locate(word, os.path.isfile) for word in command]
+    if isinstance(options.get("folders"), list):
+        located["folders"] = [locate(word, os.path.isdir) for word in options["folders"]]
+    return harness | {"options": located}
 
 
 def _read_referenced(folder: Path, name: Any, field: str, problems: list[ConfigError]) -> str:

@@ -59,14 +59,14 @@ def test_each_mistake_is_reported_on_its_own_line(tmp_path: Path) -> None:
     (tmp_path / "t.yaml").write_text(text.replace("do", "' '") + "tags: {a=b: c}")
     done = tugline("check", "t.yaml", cwd=tmp_path)
     assert done.stderr.splitlines() == [
-        "tugline: task 't': instruction is ' ', must be a non-empty text",
-        "tugline: task 't': tags is 'a=b', must be a name without =",
+        "tugline: t.yaml: task 't': instruction is ' ', must be a non-empty text",
+        "tugline: t.yaml: task 't': tags is 'a=b', must be a name without =",
     ]
     (tmp_path / "t.yaml").write_text(text.replace("pi", "pie") + "runtime: lokal")
     done = tugline("check", "t.yaml", cwd=tmp_path)
     assert [line.partition("?")[0] for line in done.stderr.splitlines()] == [
-        "tugline: task 't': unknown harness 'pie'; did you mean 'pi'",
-        "tugline: task 't': unknown runtime 'lokal'; did you mean 'local'",
+        "tugline: t.yaml: task 't': unknown harness 'pie'; did you mean 'pi'",
+        "tugline: t.yaml: task 't': unknown runtime 'lokal'; did you mean 'local'",
     ]
 
 
@@ -215,3 +215,35 @@ def test_validation_names_what_setup_may_prepare(folder: Path) -> None:
     (line,) = map(json.loads, done.stdout.splitlines())
     assert line["state"] == "broken"
     assert "`setup` has the effects that it has on the task's" in line["reason"]
+
+
+def test_what_does_not_work_here_is_a_note(tmp_path: Path) -> None:
+    """Another machine may have it, so the task is well-formed; many tasks have one line."""
+    text = "instruction: do\nevaluator: session_completed\nruntime: local\nharness: {name: shell, "
+    text += "options: {command: [no-such-agent, --fast]}}\nlimits: {total_s: 60}\n"
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.yaml").write_text(f"id: {name}\n{text}")
+    done = tugline("check", "a.yaml", "b.yaml", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "well-formed tasks: 2, sessions: 2\n")
+    assert [line.partition(", ")[0] for line in done.stderr.splitlines()] == [
+        "note on 2 of 2 tasks: harness.options.command starts 'no-such-agent'",
+        "note on 2 of 2 tasks: limits.total_s is 60",
+    ]
+
+
+def test_a_command_of_the_shell_or_of_the_workspace_is_not_judged(tmp_path: Path) -> None:
+    """Only what no sandbox can have is a mistake."""
+    commands = (
+        "cd sub && ./run.sh",
+        "PYTHONPATH=. python3 -c 'print(1)'",
+        "python3 $AGENT.py",
+        "python3 own.py; python3 other.py",
+        "echo 'a;b' | ./filter",
+    )
+    for number, command in enumerate(commands):
+        task = {"id": f"t{number}", "instruction": "do", "evaluator": "session_completed"}
+        task |= {"files": {"own.py": ""}, "runtime": "local"}
+        task["harness"] = {"name": "shell", "options": {"command": command}}
+        (tmp_path / f"{number}.json").write_text(json.dumps(task))
+    done = tugline("check", ".", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr

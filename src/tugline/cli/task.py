@@ -33,6 +33,7 @@ from tugline.datasets.files import SelectedTasks, gather, load_tasks
 from tugline.errors import ConfigError, Invalid, TuglineError, UsageError
 from tugline.launch.progress import WorkProgress
 from tugline.rollout.parts import Parts
+from tugline.rollout.task_checks import find_mistakes, find_notes
 from tugline.rollout.task_validation import TaskValidation, fingerprint, validate_task
 from tugline.server.validation import check_task
 from tugline.task_files import make_template
@@ -68,8 +69,26 @@ def init(path: Path = Path("task.yaml"), /, *, force: bool = False) -> None:
 @task.command
 def check(*paths: Paths) -> None:
     """Check that tasks are valid and their plug-ins can be created on this machine."""
-    tasks = read_checked(paths)
-    _check_each(tasks, Parts().check)
+    with show_progress("reading the tasks"):
+        tasks = load_tasks(paths)
+    parts = Parts()
+    notes: Counter[str] = Counter()
+
+    def check_one(task: Task) -> None:
+        problems = [*find_mistakes(task)]
+        for check in (check_task, parts.check):
+            try:
+                check(task)
+            except Invalid as error:
+                problems.append(error)
+        if problems:
+            raise Invalid.combine(problems)
+        notes.update(find_notes(task, parts))
+
+    one_file = len(paths) == 1 and Path(paths[0]).is_file()
+    _check_each(tasks, check_one, f"{paths[0]}: " if one_file else "")
+    for note, count in notes.items():
+        print_text(f"note on {count} of {len(tasks)} tasks: {note}", style="yellow", stderr=True)
     sessions = sum(each.samples for each in tasks)
     print(f"well-formed tasks: {len(tasks)}, sessions: {sessions}")
 
@@ -94,14 +113,14 @@ def read_checked(
     return tasks
 
 
-def _check_each(tasks: Sequence[Task], check: Callable[[Task], None]) -> None:
-    """Check all tasks. Raises one error with the problems of all tasks."""
+def _check_each(tasks: Sequence[Task], check: Callable[[Task], None], where: str = "") -> None:
+    """Check all tasks. Raises one error with the problems of all, each with its task."""
     problems: list[TuglineError] = []
     for each in track(tasks, "checking", "tasks"):
         try:
             check(each)
         except (UsageError, Invalid) as error:
-            problems.append(TuglineError.combine([error], f"task {each.id!r}"))
+            problems.append(TuglineError.combine([error], f"{where}task {each.id!r}"))
     if problems:
         raise TuglineError.combine(problems)
 

@@ -73,16 +73,14 @@ def train(
             print(batches.describe(settings, tasks, folder, rows=len(rows.samples)))
             return
         command = ["train", str(config), *(f"--set={each}" for each in changes or ())]
-        shown = progress.ShownProgress(console)
+        shown = progress.TerminalProgress(console)
         with keep_resumable(folder, shlex.join(command), console), shown.line:
             training = loop.train(settings, tasks, folder, figures, shown, console=served)
             summary = uvloop.run(training)
     save_report(folder / SUMMARY, summary, as_json=as_json)
-    for name, value in evaluation.summarize_change(summary.change):
-        console.print(f"{name or 'held-out tasks'}: {value}", markup=False, soft_wrap=True)
     cost = (
         make_cost(summary.state.cost, summary.state.solved) if settings.prices.are_given else None
     )
-    for name, value in describe_cost(cost):
-        console.print(f"{name}: {value}", soft_wrap=True)
+    for name, value in (*evaluation.summarize_change(summary.change), *describe_cost(cost)):
+        console.print(f"{name or 'held-out tasks'}: {value}", markup=False, soft_wrap=True)
     console.print(f"done after {summary.state.elapsed_s:.0f} s: {folder}")

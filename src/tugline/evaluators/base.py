@@ -71,6 +71,10 @@ class Evaluator(ABC):
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Score one session. Raises `EvaluatorError` if no verdict can be reached."""
 
+    def check_available(self) -> str | None:
+        """Return why this machine cannot use it, with a remedy; None if it can."""
+        return None
+
     def mounts(self, task: Task) -> tuple[Mount, ...]:
         """Return the mounts of the evaluator's sandboxes."""
         return ()

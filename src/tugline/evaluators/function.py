@@ -37,6 +37,7 @@ class FunctionEvaluator(Evaluator):
         self._name = target
         self._function = _load(target)
         self._options = dict(options or {})
+        _check_signature(target, self._function, self._options)
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Call the function; any exception becomes an `EvaluatorError`."""
@@ -73,6 +74,20 @@ def _load(target: str) -> Callable[..., Any]:
         "must be module:callable" if function is None else f"which is a {kind}; it must be callable"
     )
     raise ConfigError(f"evaluator 'function': target is {target!r}, {reason}")
+
+
+def _check_signature(target: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if the function cannot be called with an outcome and the options."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function of C without a signature
+        return
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        given = ", ".join(("outcome", *(f"{name}=..." for name in options)))
+        msg = f"evaluator 'function': {target} takes {signature}, must take ({given}): {error}"
+        raise ConfigError(msg) from error
 
 
 async def _in_thread(function: Callable[[], object]) -> object:

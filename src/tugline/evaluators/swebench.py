@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
@@ -126,8 +127,13 @@ class SweBenchEvaluator(Evaluator):
             scripts=(self.eval_script,),
         )
         self.sandboxes = 1 + self.isolate
+
         self._proven = False
         """Whether the script has given a result on this machine."""
+
+    def check_available(self) -> str | None:
+        """Return what to install if the package is missing."""
+        return None if find_spec("swebench") else "it needs pip install 'tugline[swe]'"
 
     def hidden(self, task: Task) -> tuple[str, ...]:
         """Return the folders that are empty for the agent."""

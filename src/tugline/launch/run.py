@@ -59,8 +59,8 @@ def run(tasks: Task | Sequence[Task], **options: Any) -> list[Result]:
         return await run_async(tasks, **options)
 
     with ThreadPoolExecutor(1, "tugline-run") as thread:
-        running = thread.submit(lambda: uvloop.run(work()))
         try:
+            running = thread.submit(lambda: uvloop.run(work()))
             return running.result()
         except KeyboardInterrupt:
             started.result()()

@@ -63,6 +63,11 @@ class Parts:
             except UsageError as error:
                 field = "name" if isinstance(error, UnknownPlugin) else "options"
                 problems.append(Invalid(str(error), field=f"{kind}.{field}"))
+        if not any(each.field.startswith("runtime") for each in problems):
+            try:
+                self.runtime(task.runtime).check_spec(SandboxSpec(workspace=task.workspace))
+            except UsageError as error:
+                problems.append(Invalid(str(error), field="workspace"))
         if problems:
             raise Invalid.combine(problems)
 

@@ -177,6 +177,10 @@ class Runtime(ABC):
         Raises `UsageError` for a part of `spec` that this runtime cannot provide.
         """
 
+    def check_spec(self, spec: SandboxSpec) -> None:
+        """Raise `UsageError` for a part of `spec` that no machine can provide."""
+        return
+
     def reap(self, directory: Path) -> int:
         """Clean up what a killed process left under `directory`; return the number of items."""
         return 0

@@ -110,6 +110,10 @@ class Bubblewrap(host.HostRuntime):
         layout = host.Layout(directory, spec, base, workdir, shows)
         return BubblewrapSandbox(layout, self, machine)
 
+    def check_spec(self, spec: SandboxSpec) -> None:
+        """Raise `UsageError` for fields of the workspace that this runtime does not support."""
+        _check(spec)
+
     def reap(self, directory: Path) -> int:
         """Kill and remove what is left of sandboxes; running ones have died with their parent."""
         strays = kill_strays(Path.cwd() / directory) if sys.platform == "linux" else 0

@@ -224,6 +224,9 @@ class WorkspaceCache:
         return True
 
 
+_FOLDER = "an absolute path on the node, or in a task file the path of a folder beside it"
+
+
 def find_contradictions(workspace: Workspace) -> Iterator[tuple[str, str, str]]:
     """Yield (field, value, requirement) of each invalid or contradictory field."""
     fields = msgspec.structs.asdict(workspace).items()
@@ -235,7 +238,7 @@ def find_contradictions(workspace: Workspace) -> Iterator[tuple[str, str, str]]:
         *((name, "\0" in value, "without null bytes") for name, value in present.items()),
         ("build", "image" in present, "left out if `image` is set"),
         ("folder", "repo" in present, "left out if `repo` is set"),
-        ("folder", not present.get("folder", "/").startswith("/"), "an absolute path on the node"),
+        ("folder", not present.get("folder", "/").startswith("/"), _FOLDER),
         ("commit", "folder" in present, "left out if `folder` is set, which is used as it is"),
         ("commit", not sources, "left out if neither `repo` nor `image` is set"),
         ("path", wrong_path, "an absolute path without '..'"),

@@ -64,6 +64,10 @@ class LocalRuntime(HostRuntime):
         workspace = OverlayWorkspace(directory, base, spec.files)
         return LocalSandbox(directory, workspace, self)
 
+    def check_spec(self, spec: SandboxSpec) -> None:
+        """Raise `UsageError` for fields of the workspace that this runtime does not support."""
+        _check(spec)
+
     def reap(self, directory: Path) -> int:
         """End programs that a killed process left running in sandboxes under `directory`."""
         count = 0

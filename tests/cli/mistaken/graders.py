@@ -1,0 +1,3 @@
+def score(outcome: object) -> float:
+    """Pass everything."""
+    return float(outcome is not None)
