@@ -21,6 +21,7 @@ STEPS = 8
 FAMILIES = {"sql": 3, "python": 3, "bash": 2}
 """Tasks of each family, of which every step has one each."""
 SECTION = "document.querySelector('[aria-label=\"Tasks that changed\"]')"
+SECTION_TEXT = f"({SECTION}?.innerText ?? '')"
 
 
 def rows(label: str) -> str:
@@ -87,9 +88,9 @@ async def test_a_zoom_says_which_tasks_fell(tab: Tab, server: RunningServer) -> 
     """The steps of the zoom are compared with as many before them, by tag and by task."""
     await train(server, "mine")
     await open_page(tab, server, "/training", "document.querySelector('figure path.line')")
-    await tab.until(f"{SECTION}.innerText.includes('steps 5 to 8 against 1 to 4')")
+    await tab.until(f"{SECTION_TEXT}.includes('steps 5 to 8 against 1 to 4')")
     await drag(tab, "Reward", 5 / 7, 1.0)
-    await tab.until(f"{SECTION}.innerText.includes('steps 6 to 8 against 3 to 5')")
+    await tab.until(f"{SECTION_TEXT}.includes('steps 6 to 8 against 3 to 5')")
     await tab.until(f"{rows('Tags that changed')}.length === 3")
     [broken, *others] = await tab.js(rows("Tags that changed"))
     assert broken[:6] == ["family=sql", "0.750", "0", "−0.750", "3", "6"]  # noqa: RUF001 - a sign
@@ -99,23 +100,23 @@ async def test_a_zoom_says_which_tasks_fell(tab: Tab, server: RunningServer) -> 
     fell = await tab.js(rows("Tasks that fell"))
     assert [row[0] for row in fell] == ["sql-0", "sql-1", "sql-2"]
     assert fell[0][1:5] == ["0.750", "0", "−0.750", "2"]  # noqa: RUF001 - a sign
-    assert "unchanged: 5" in await tab.js(f"{SECTION}.innerText")
+    assert "unchanged: 5" in await tab.js(SECTION_TEXT)
     link = "document.querySelector('[aria-label=\"Tasks that fell\"] a').getAttribute('href')"
     assert await tab.js(link) == "/compare/mine-g0000003-sql-0-0/mine-g0000006-sql-0-0"
     tags = link.replace("Tasks that fell", "Tags that changed")
     assert await tab.js(tags) == "/compare/mine-g0000003-sql-0-0/mine-g0000006-sql-0-0"
     await tab.visit(f"{server.url}/training?axis=version&from=0&to=1")
-    await tab.until(f"{SECTION}.innerText.includes('version 1 against 0')")
-    await tab.until(f"{SECTION}.innerText.includes('No task was tried in both stretches')")
+    await tab.until(f"{SECTION_TEXT}.includes('version 1 against 0')")
+    await tab.until(f"{SECTION_TEXT}.includes('No task was tried in both stretches')")
     await tab.js(
         f"[...{SECTION}.querySelectorAll('button')].find(b => b.innerText === 'held-out').click()"
     )
     await tab.until("location.search.includes('tasks=heldout')")
-    await tab.until(f"{SECTION}.innerText.includes('No held-out session with a reward')")
+    await tab.until(f"{SECTION_TEXT}.includes('No held-out session with a reward')")
     await tab.visit(f"{server.url}/training?from=3&to=3")
-    await tab.until(f"{SECTION}.innerText.includes('step 3 against 2')")
+    await tab.until(f"{SECTION_TEXT}.includes('step 3 against 2')")
     await tab.visit(f"{server.url}/training?from=1&to=1")
-    await tab.until(f"{SECTION}.innerText.includes('two versions of the weights')")
+    await tab.until(f"{SECTION_TEXT}.includes('two versions of the weights')")
 
 
 async def test_lines_are_smoothed(tab: Tab, server: RunningServer) -> None:

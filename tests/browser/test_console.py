@@ -334,7 +334,7 @@ async def test_a_note_is_written_with_a_client_token(tab: Tab, server: RunningSe
     await tab.until("document.querySelector('.note p')?.innerText === 'seen by Bob'")
     await open_page(tab, server, "/sessions?q=bob")
     assert await tab.js(f"{ROWS}.length") == 1
-    assert await tab.js(f"{ROWS}[0].querySelector('[title]').title") == "seen by Bob"
+    assert await tab.js(f"{ROWS}[0].querySelector('.caption[title]').title") == "seen by Bob"
     assert "in its note" in await tab.js(f"{ROWS}[0].innerText")
     await tab.visit(f"{server.url}/sessions/fix-add-0")
     await tab.until(f"{editor} && document.querySelector('.note p')")

@@ -267,8 +267,8 @@ async def test_held_out_sessions_are_not_mixed_with_training(tab: Tab, evidence:
     await evidence.lease("other", 1)
     await open_page(tab, server, "/training", f"{TEXT}.includes('6 results')")
     assert "4 results of held-out tasks left out" in await tab.js(TEXT)
-    assert "33 % (6 % to 79 %)" in await hover(tab, "Pass rate", 0.0)
-    assert "100 % (34 % to 100 %)" in await hover(tab, "Pass rate", 1.0)
+    assert "33 % (6 % to 79 %)" in await hover(tab, "Pass@1", 0.0)
+    assert "100 % (34 % to 100 %)" in await hover(tab, "Pass@1", 1.0)
     assert "trainable 57,000" in await hover(tab, "Sampled tokens", 0.0)
     assert "trainable 38,000" in await hover(tab, "Sampled tokens", 1.0)
     rows = "[...document.querySelectorAll('[aria-label=Groups] td.mono')].map(td => td.innerText)"
