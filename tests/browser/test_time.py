@@ -109,7 +109,7 @@ async def test_a_training_shows_its_bottleneck(
     assert "Evaluation takes" in found
 
 
-async def test_unknown_times_are_not_shown_as_zero(
+async def test_unknown_times_are_not_drawn_as_zero(
     tab: Tab, server: RunningServer, evidence: Evidence
 ) -> None:
     """Sessions of nodes that report no time at the engine have a part of their own."""
