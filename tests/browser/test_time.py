@@ -109,7 +109,7 @@ async def test_a_training_shows_its_bottleneck(
     assert "Evaluation takes" in found
 
 
-async def test_unknown_times_are_not_shown_as_zero(
+async def test_unknown_times_are_not_drawn_as_zero(
     tab: Tab, server: RunningServer, evidence: Evidence
 ) -> None:
     """Sessions of nodes that report no time at the engine have a part of their own."""
@@ -119,7 +119,7 @@ async def test_unknown_times_are_not_shown_as_zero(
         tab, server, "/runs?compare=exam", f"{TEXT}.includes('Where time goes')"
     )
     assert "engine or agent, unknown 600 s" in found
-    assert "Engine and agent, of which the node reported no times, takes 91 %" in found
+    assert "The agent's stage, whose time at the engine is unknown, takes 91 %" in found
     assert "agent and tools" not in found
 
 
@@ -151,6 +151,11 @@ async def test_nodes_show_their_load_over_time(tab: Tab, server: RunningServer) 
     await keep_picture(tab, "nodes")
     await tab.js(_CLICK.format("6 h"))
     await tab.until(f"{TEXT}.includes('Means over 90 s')")
+    assert await tab.js("location.search") == "?hours=6"
+    now = int(server.control.database.clock())
+    part = f"/nodes?from={now - 600}&to={now}"
+    await open_page(tab, server, part, f"{TEXT}.includes('Means over 10 s')")
+    assert "hours" in await tab.js(f"{figures}[0].querySelector('svg').ariaLabel")
     other = await server.join("node-0")
     await open_page(tab, server, f"/nodes/{other.node}", f"{TITLES}.length === 7")
     assert "node-1" not in await tab.js(TEXT)

@@ -22,7 +22,7 @@ const PARTS: Part[] = [
   { name: "sandbox_s", label: "sandbox start", subject: "Sandbox start", colour: "runtime" },
   { name: "engine_s", label: "engine", subject: "The engine", colour: "engine" },
   { name: "agent_s", label: "agent and tools", subject: "The agent with its tools", colour: "agent" },
-  { name: "unsplit_s", label: "engine or agent, unknown", subject: "Engine and agent, of which the node reported no times,", colour: "good" },
+  { name: "unsplit_s", label: "engine or agent, unknown", subject: "The agent's stage, whose time at the engine is unknown,", colour: "text" },
   { name: "evaluation_s", label: "evaluation", subject: "Evaluation", colour: "evaluator" },
   { name: "other_s", label: "other", subject: "Other work", colour: "infrastructure" },
 ];
@@ -47,7 +47,7 @@ export function listSpent(parts: TimeParts): Spent[] {
 
 /** A duration with two digits, or all before the point. */
 export function showSeconds(value: number): string {
-  return `${value < 9.95 ? value.toPrecision(2) : value.toFixed(0)} s`;
+  return `${value > 0 && value < 9.95 ? value.toPrecision(2) : value.toFixed(0)} s`;
 }
 export const showShare = (value: number): string => `${(100 * value).toFixed(0)} %`;
 
