@@ -78,17 +78,8 @@ def train(
             training = loop.train(settings, tasks, folder, figures, shown, console=served)
             summary = uvloop.run(training)
     save_report(folder / SUMMARY, summary, as_json=as_json)
-<<<<<<< HEAD
-    cost = (
-        make_cost(summary.state.cost, summary.state.solved) if settings.prices.are_given else None
-    )
-    for name, value in (*evaluation.summarize_change(summary.change), *describe_cost(cost)):
-        console.print(f"{name or 'held-out tasks'}: {value}", markup=False, soft_wrap=True)
-    console.print(f"done after {summary.state.elapsed_s:.0f} s: {folder}")
-=======
     state = summary.state
     cost = describe_cost(make_cost(state.cost, state.solved) if state.cost else None)
     for name, value in (*evaluation.summarize_change(summary.change), *cost):
         console.print(f"{name or 'held-out tasks'}: {value}", markup=False, soft_wrap=True)
     console.print(f"done after {state.elapsed_s:.0f} s: {folder}")
->>>>>>> part-time

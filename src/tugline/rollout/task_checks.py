@@ -24,12 +24,12 @@ _SCRIPT = re.compile(r"\.(py|js|mjs|cjs|ts|sh|rb|pl)")
 _ENDS = re.compile(r"[;&|\n<>]")
 """Characters that end the first simple command of a shell."""
 _SHELL_WORDS = frozenset(
-    (  # noqa: SIM905 - a list of words
+    (  # noqa: SIM905 - a list of arguments
         "cd export set unset if for while until case exec source . { ( ! test [ [[ eval trap "
         "umask ulimit printf echo true false read wait time command function alias"
     ).split()
 )
-"""First words that a shell understands itself, or that another command follows."""
+"""First arguments that a shell understands itself, or that another command follows."""
 _ASSIGNMENT = re.compile(r"\w+=")
 
 
@@ -41,8 +41,8 @@ def find_mistakes(task: Task) -> Iterator[Invalid]:
             must = f"{other}, or in a task file the path of a folder beside it"
             field = f"workspace.{name}"
             yield Invalid(f"{field} is {path!r}, must be {must}", field=field)
-    for field, words in _list_commands(task):
-        for word in _list_paths(words):
+    for field, arguments in _list_commands(task):
+        for word in _list_paths(arguments):
             if reason := _refuse_path(word, task):
                 yield Invalid(f"{field} names {word!r}, {reason}", field=field)
 
@@ -56,9 +56,9 @@ def find_notes(task: Task, parts: Parts) -> Iterator[str]:
         yield f"evaluator {task.evaluator.name!r} cannot be used here: {reason}"
     if runtime in _HOST_RUNTIMES:
         path = None if runtime == "local" else search_path()
-        for field, words in _list_commands(task):
-            if "/" not in words[0] and shutil.which(words[0], path=path) is None:
-                yield f"{field} starts {words[0]!r}, which is not installed here"
+        for field, arguments in _list_commands(task):
+            if "/" not in arguments[0] and shutil.which(arguments[0], path=path) is None:
+                yield f"{field} starts {arguments[0]!r}, which is not installed here"
     for name in ("folder", "build", "repo"):
         source = getattr(task.workspace, name)
         if source is not None and Path(source).is_absolute() and not Path(source).exists():
@@ -84,29 +84,29 @@ def _list_commands(task: Task) -> Iterator[tuple[str, Sequence[str]]]:
         return
     for name in ("command", "setup"):
         command = task.harness.options.get(name, "")
-        words = _split(command) if isinstance(command, str) else [*command]
-        if words:
-            yield f"harness.options.{name}", words
+        arguments = _split(command) if isinstance(command, str) else [*command]
+        if arguments:
+            yield f"harness.options.{name}", arguments
 
 
 def _split(command: str) -> list[str]:
     """Return the words of the first simple command; none if the shell itself runs it."""
     try:
-        words = shlex.split(_ENDS.split(command, maxsplit=1)[0])
+        arguments = shlex.split(_ENDS.split(command, maxsplit=1)[0])
     except ValueError:  # a quoted part has one of the characters
         return []
-    while words and _ASSIGNMENT.match(words[0]):
-        words.pop(0)
-    return [] if not words or words[0] in _SHELL_WORDS or "$" in words[0] else words
+    while arguments and _ASSIGNMENT.match(arguments[0]):
+        arguments.pop(0)
+    return [] if not arguments or arguments[0] in _SHELL_WORDS or "$" in arguments[0] else arguments
 
 
-def _list_paths(words: Sequence[str]) -> Iterator[str]:
+def _list_paths(arguments: Sequence[str]) -> Iterator[str]:
     """Yield the program, if it is a path, and the script of an interpreter."""
-    if "/" in words[0]:
-        yield words[0]
-    if not _INTERPRETER.fullmatch(PurePosixPath(words[0]).name) or len(words) == 1:
+    if "/" in arguments[0]:
+        yield arguments[0]
+    if not _INTERPRETER.fullmatch(PurePosixPath(arguments[0]).name) or len(arguments) == 1:
         return
-    script = words[1]
+    script = arguments[1]
     if _SCRIPT.fullmatch(PurePosixPath(script).suffix) and "$" not in script:
         yield script
 
@@ -132,4 +132,4 @@ def _refuse_path(word: str, task: Task) -> str:
 
 def _first_word(task: Task) -> str:
     """Return the program of the agent's command."""
-    return next((words[0] for _, words in _list_commands(task)), "")
+    return next((arguments[0] for _, arguments in _list_commands(task)), "")

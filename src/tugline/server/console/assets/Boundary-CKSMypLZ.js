@@ -1,1 +1,0 @@
-import{A as e,B as t,L as n,Q as r,R as i,Y as a,ct as o,dt as s,k as c,st as l,tt as u}from"./index-qc1tEi0e.js";import{n as d}from"./causes-DuqUpUlj.js";var f=t(`<span class="s-3ze3pp"><i aria-hidden="true"></i> </span>`);function p(t,p){o(p,!0);var m=f(),h=r(m),g=u(h,1,!0);s(m),a(t=>{c(h,1,e(p.of),`s-3ze3pp`),n(g,t)},[()=>d(p.of)]),i(t,m),l()}export{p as t};
