@@ -24,12 +24,12 @@ _SCRIPT = re.compile(r"\.(py|js|mjs|cjs|ts|sh|rb|pl)")
 _ENDS = re.compile(r"[;&|\n<>]")
 """Characters that end the first simple command of a shell."""
 _SHELL_WORDS = frozenset(
-    (  # noqa: SIM905 - a list of arguments
+    (  # noqa: SIM905 - a list of words
         "cd export set unset if for while until case exec source . { ( ! test [ [[ eval trap "
         "umask ulimit printf echo true false read wait time command function alias"
     ).split()
 )
-"""First arguments that a shell understands itself, or that another command follows."""
+"""First words that a shell understands itself, or that another command follows."""
 _ASSIGNMENT = re.compile(r"\w+=")
 
 
