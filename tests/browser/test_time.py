@@ -2,16 +2,18 @@
 
 import asyncio
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from browser.busy import make_result
 from browser.chromium import Tab
 from browser.conftest import Evidence, check_accessibility, open_page, set_size
 from browser.test_runs import figures_of, put, report
+from support.deployment import deploy, script_task
+from support.engine import reply_with
 from support.server import RunningServer
 from tugline.protocol import EngineSample, NodeSample
 from tugline.server.store import nodes, telemetry
@@ -70,19 +72,13 @@ def store_load(tx: Tx) -> None:
     tx.now = now
 
 
-async def keep_picture(tab: Tab, name: str) -> None:
-    """Store a picture of the page where the environment asks for it, to be looked at."""
-    folder = os.environ.get("TUGLINE_PICTURES")
-    if folder:
-        (Path(folder) / f"{name}.png").write_bytes(await tab.picture())
-
-
 async def fill_training(evidence: Evidence) -> None:
     """A training whose evaluator is slow, and the load of its nodes and engines."""
     server = evidence.server
     await put(server, "slow")
     for step in range(1, 4):
-        await report(server, "slow", step, figures_of(step))
+        cost = {"cost/step": 2.0, "cost/total": 2.0 * step, "cost/solved": 0.5}
+        await report(server, "slow", step, figures_of(step) | cost)
         await set_version(server, step - 1)
         await spend(evidence, "slow", f"t{step}", SLOW_EVALUATOR, 45.0)
     await server.control.database.write(store_load)
@@ -102,7 +98,6 @@ async def test_a_training_shows_its_bottleneck(
     await tab.js(_CLICK.format("share"))
     await tab.until(f"{TITLES}.includes('Time of a session, share')")
     await tab.until(f"{TITLES}.includes('KV cache, in use, by engine')")
-    await keep_picture(tab, "training")
     found = await open_page(
         tab, server, "/training?axis=version&from=1&to=2", f"{TEXT}.includes('4 sessions with')"
     )
@@ -134,7 +129,6 @@ async def test_chosen_runs_show_where_their_time_went(
     await tab.js("document.querySelector('[aria-label=\"Compare exam\"]').click()")
     await tab.until(f"{TEXT}.includes('Where time goes')")
     assert "exam: The engine takes 86 % of a session's time (570 s of 66" in await tab.js(TEXT)
-    await keep_picture(tab, "runs")
 
 
 async def test_nodes_show_their_load_over_time(tab: Tab, server: RunningServer) -> None:
@@ -148,7 +142,6 @@ async def test_nodes_show_their_load_over_time(tab: Tab, server: RunningServer) 
     figures = "document.querySelectorAll('figure')"
     assert "engine-1:8000" in await tab.js(f"{figures}[1].innerText")
     assert "node-1" in await tab.js(f"{figures}[5].innerText")
-    await keep_picture(tab, "nodes")
     await tab.js(_CLICK.format("6 h"))
     await tab.until(f"{TEXT}.includes('Means over 90 s')")
     assert await tab.js("location.search") == "?hours=6"
@@ -160,6 +153,20 @@ async def test_nodes_show_their_load_over_time(tab: Tab, server: RunningServer) 
     await open_page(tab, server, f"/nodes/{other.node}", f"{TITLES}.length === 7")
     assert "node-1" not in await tab.js(TEXT)
     assert await server.control.database.read(nodes.live_slots) == (1, 8)
+
+
+async def test_a_real_node_shows_its_bottleneck(
+    tab: Tab, server: RunningServer, tmp_path: Path
+) -> None:
+    """A slow engine is named, and on the same page slow evaluations once they take longer."""
+    slow = {"test_it.py": "import time\ndef test_it():\n    time.sleep(9)\n"}
+    play = reply_with("Hello.", first_s=4.0)
+    async with deploy(tmp_path / "node", play, control=server.control) as deployment:
+        await deployment.run(script_task("engine"))
+        await open_page(tab, server, "/training", f"{TEXT}.includes('The engine takes')")
+        await deployment.run(replace(script_task("evaluator", samples=2), files=slow))
+        await tab.until(f"{TEXT}.includes('Evaluation takes')")
+    assert "3 sessions with a result of a node" in await tab.js(TEXT)
 
 
 async def test_the_cost_of_a_solved_task_is_on_two_pages(tab: Tab, server: RunningServer) -> None:
@@ -175,7 +182,6 @@ async def test_the_cost_of_a_solved_task_is_on_two_pages(tab: Tab, server: Runni
     costs = await tab.js(_CELLS.format(8))
     assert costs == [_NONE, "3, none solved", "37.5, 0.417 per solved task"]
     assert await tab.js(_CELLS.format(5)) == [_NONE, _NONE, "3"], "the step of a training only"
-    await keep_picture(tab, "cost")
     await open_page(tab, server, "/training", f"{TITLES}.includes('Total cost, so far')")
     assert "Cost, in the currency of the prices" in await tab.js(TITLES)
 
@@ -200,4 +206,3 @@ async def test_the_pictures_are_accessible(
             await open_page(tab, server, path, ready)
             await asyncio.sleep(0.2)  # transitions of colours
             await check_accessibility(tab, path)
-            await keep_picture(tab, f"{path[1:5]}-{theme}-{width}")

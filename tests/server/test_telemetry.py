@@ -46,12 +46,12 @@ async def test_samples_of_renewals_are_kept(control: ControlPlane) -> None:
     ]  # fmt: skip
 
 
-def fill(tx: Tx, seconds: int, since: int, *samples: NodeSample) -> None:
+def fill(tx: Tx, seconds: int, since: int, *samples: NodeSample, node: str = "a") -> None:
     """Store samples every ten seconds."""
     tx.now = since
     for _ in range(seconds // 10):
         for sample in samples:
-            telemetry.add(tx, "a", sample)
+            telemetry.add(tx, node, sample)
         tx.now += 10
 
 
@@ -74,6 +74,8 @@ async def test_old_samples_are_thinned_and_deleted(open_control: Open) -> None:
     alone = replace(SAMPLE, engines=())
     async with open_control(keep_events_days=3.0) as control:
         await control.database.write(fill, 4 * DAY_S, now - 4 * DAY_S, alone)
+        await control.database.write(fill, 60, now - 4 * DAY_S, SAMPLE, node="b")
+        await control.database.write(fill, 60, now - 2 * DAY_S, SAMPLE, node="c")
         for _ in range(2):
             await control.delete_old(float(now))
         ranges = {
@@ -85,14 +87,17 @@ async def test_old_samples_are_thinned_and_deleted(open_control: Open) -> None:
         for name, (since, until, expected) in ranges.items():
             count = await control.database.read(
                 Tx.fetch_value,
-                "SELECT COUNT(*) FROM telemetry WHERE engine = '' AND at >= :since AND at < :until",
+                "SELECT COUNT(*) FROM telemetry WHERE node = 'a' AND at >= :since AND at < :until",
                 since=since,
                 until=until,
             )
             assert count == expected, name
         found = await read(control, since=now - 3 * DAY_S, until=now, points=300)
-    assert len(found.series[0].at) <= 300
-    assert set(found.series[0].values["cpu"]) == {0.25}
+    engine, first, last = found.series
+    assert (engine.engine, first.node, last.node) == ("http://e:1", "a", "c"), "b is deleted"
+    assert len(first.at) <= 300
+    assert set(first.values["cpu"]) == {0.25}
+    assert last.at == (float(BEGAN + 2 * DAY_S),) == engine.at
 
 
 async def test_a_node_that_was_lost_leaves_its_samples(control: ControlPlane) -> None:

@@ -97,15 +97,17 @@ async def deploy(
     tracer: Tracer | None = None,
     parts: Parts | None = None,
     lease_s: float = 30.0,
+    control: ControlPlane | None = None,
 ) -> AsyncIterator[Deployment]:
-    """A server and a node that run while the block lasts."""
+    """A server, unless `control` of one is given, and a node that run while the block lasts."""
     engine = ScriptedEngine(play or reply_with("Hello."), vocab_size=RENDERING.tokenizer.size)
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         url = await enter(serve(create_app(engine, model_name="scripted")))
-        control = make_control(f"sqlite:{folder / 'server.db'}", folder, lease_s=lease_s)
+        if control is None:
+            store = f"sqlite:{folder / 'server.db'}"
+            control = await enter(make_control(store, folder, lease_s=lease_s))
         pages = ServerMetrics(control.database)
-        await enter(control)
         gateway = await enter(
             Gateway(Upstream([url], Embedded()), RENDERING, folder / "recordings")
         )

@@ -244,7 +244,9 @@ class ControlPlane:
         while await write(events.trim_deliveries):
             pass
         await write(nodes.trim, now - _DAY_S)
-        await write(telemetry.thin, now, settings.keep_events_days * _DAY_S)
+        node: str | None = ""
+        while node is not None:
+            node = await write(telemetry.thin, now, settings.keep_events_days * _DAY_S, node)
 
 
 # --------------------------------------------------------------------------- weights

@@ -82,18 +82,34 @@ def _make_series(
     )
 
 
-def thin(tx: Tx, now: float, keep_s: float) -> None:
-    """Replace old samples by means over longer intervals; delete those older than `keep_s`."""
+def thin(tx: Tx, now: float, keep_s: float, after: str) -> str | None:
+    """Thin the samples of the next node after `after`; return its name, None if there is none.
+
+    Old samples are replaced by means over longer intervals, those older than `keep_s` are deleted.
+    """
+    node: str | None = tx.fetch_value(
+        "SELECT MIN(node) FROM telemetry WHERE node > :after", after=after
+    )
+    if node is None:
+        return None
     names = ", ".join(_VALUES)
     for width, age_s in _THINNED:
         before = int(now - age_s) // width * width
-        old = "width < :width AND at < :before"
+        old = "node = :node AND width < :width AND at < :before"
         tx.run(
             f"INSERT INTO telemetry (node, engine, width, at, {names})"  # noqa: S608 - constants
             f" SELECT node, engine, {width}, at / {width} * {width}, {_MEANS} FROM telemetry"
             f" WHERE {old} GROUP BY 1, 2, 4 ON CONFLICT DO NOTHING",
+            node=node,
             width=width,
             before=before,
         )
-        tx.run(f"DELETE FROM telemetry WHERE {old}", width=width, before=before)  # noqa: S608 - constants
-    tx.run("DELETE FROM telemetry WHERE at < :before", before=int(now - keep_s))
+        tx.run(
+            f"DELETE FROM telemetry WHERE {old}",  # noqa: S608 - constants
+            node=node,
+            width=width,
+            before=before,
+        )
+    expired = "DELETE FROM telemetry WHERE node = :node AND at < :before"
+    tx.run(expired, node=node, before=int(now - keep_s))
+    return node
