@@ -135,7 +135,7 @@ def _show(summary: ExportSummary) -> None:
     )
     skipped = format_counts(summary.left_out) or "-"
     print_text(
-        make_table(("file", *numbers), rows),
+        make_table(("file", *numbers[:-1], "trainable"), rows),
         f"{summary.exported} of {summary.recordings} sessions; left out: {skipped}",
     )
     if summary.rows_left_out:

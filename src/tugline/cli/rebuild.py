@@ -59,5 +59,5 @@ def _show(index: Index, out: Path) -> None:
         f"{sum(entry.traces for entry in built)} traces, "
         f"{sum(entry.tokens for entry in built)} tokens, "
         f"{sum(entry.ledger.trained for entry in built)} of "
-        f"{sum(entry.ledger.sampled for entry in built)} sampled tokens trained"
+        f"{sum(entry.ledger.sampled for entry in built)} sampled tokens are trainable"
     )

@@ -100,7 +100,7 @@ def _put_in_force(folder: Path, session: str, entry: VerdictEntry | None) -> Non
 
 def _format_result(view: ResultView) -> str:
     reward = "no reward" if view.reward is None else f"reward {view.reward:g}"
-    tokens = f"{view.trained} of {view.sampled} tokens trained"
+    tokens = f"{view.trained} of {view.sampled} tokens trainable"
     failure = f": {view.failure.boundary}, {view.failure.message}" if view.failure else ""
     patch = ", patch" if view.patch else ""
     return f"{view.position} {view.session} {view.status}, {reward}, {tokens}{patch}{failure}"

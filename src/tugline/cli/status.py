@@ -88,7 +88,7 @@ async def _read_named(client: Client, name: str) -> tuple[object, RenderableType
 
 def _describe_result(result: ResultView) -> str:
     reward = "none" if result.reward is None else f"{result.reward:g}"
-    tokens = f"{result.trained} of {result.sampled} sampled tokens are trained"
+    tokens = f"{result.trained} of {result.sampled} sampled tokens are trainable"
     seconds = ", ".join(f"{name} {spent:.1f}" for name, spent in result.seconds.items())
     lines = [f"reward: {reward}; {tokens}; {result.bytes} bytes", f"seconds: {seconds}"]
     if result.failure is not None:

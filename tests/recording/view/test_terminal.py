@@ -49,10 +49,10 @@ def test_the_view_is_complete_without_colour(session: ViewedSession) -> None:
     assert re.search(r"3 +main a +forked\(history_edited\) 0 +1,078\+9 +5 ", text)
     assert re.search(r"2 +main a +exact +1,191\+1 +6 .* client_gone +5 ", text)
     assert re.search(r"~ +engine_fault +in call 2 +5\.20 +replica \\x1b\[2J b died", text)
-    branch = "trace 1  branch  1,092 tokens, 5 trained, 1 answer  forks from trace 0, 1,078 ids"
+    branch = "trace 1  branch  1,092 tokens, 5 trainable, 1 answer  forks from trace 0, 1,078 ids"
     assert branch in text
     assert "call 2         6 (client_gone) never heard" in text
-    assert "sampled 85 = trained 79 + masked(client_gone) 6" in lines["ledger"]
+    assert "sampled 85 = trainable 79 + masked(client_gone) 6" in lines["ledger"]
     assert "… 1,054 tokens …" in text
 
 
@@ -76,7 +76,7 @@ def test_a_turn_has_its_messages_and_answer(session: ViewedSession) -> None:
     text = render(session, turn=1)
     assert visible(HOSTILE) in text.split("tool\n")[1]
     assert "assistant (as returned to the harness)" in text
-    assert "sampled 56 = trained 56" in text
+    assert "sampled 56 = trainable 56" in text
     assert "engine_fault" not in text
     assert "engine_fault" in render(session, turn=2)
 

@@ -250,7 +250,7 @@ def _check_builder(recording: Recording) -> tuple[VerifyCheck, VerifyCheck]:
     except (UsageError, CaptureError) as error:
         return _check_error(error), _check_error(error)
     reasons = [*ledger.masked.items(), *ledger.dropped.items()]
-    equation = f"{ledger.sampled} sampled = {ledger.trained} trained"
+    equation = f"{ledger.sampled} sampled = {ledger.trained} trainable"
     equation += "".join(f" + {count} {reason}" for reason, count in reasons)
     calls = {call.number: call for call in recording.calls}
     faults = [
@@ -262,7 +262,7 @@ def _check_builder(recording: Recording) -> tuple[VerifyCheck, VerifyCheck]:
     trained = sum(int(trace.mask.sum()) for trace in traces)
     if trained != ledger.trained:
         faults.append(
-            f"the traces have {trained} trained tokens, but the ledger has {ledger.trained}"
+            f"the traces have {trained} trainable tokens, but the ledger has {ledger.trained}"
         )
     inexact = sum(not trace.exact for trace in traces)
     count = f"{len(traces)}" + (f", {inexact} of them inexact" if inexact else "")

@@ -208,7 +208,7 @@ class Terminal:
         answers = _plural(len({span.call for span in view.spans}), "answer")
         self.print_line(
             (f"trace {view.index}  {view.kind.value}", "bold"),
-            f"  {view.length:,} tokens, {view.trained:,} trained, {answers}{parent}",
+            f"  {view.length:,} tokens, {view.trained:,} trainable, {answers}{parent}",
             ("" if view.exact else "  not exact", "red"),
         )
 
@@ -242,7 +242,7 @@ class Terminal:
 
     def _print_ledger(self, title: str, ledger: Ledger) -> None:
         parts: list[str | tuple[str, str]] = [(f"{title:<12}", "dim")]
-        parts += [f"sampled {ledger.sampled:,} = ", (f"trained {ledger.trained:,}", "green")]
+        parts += [f"sampled {ledger.sampled:,} = ", (f"trainable {ledger.trained:,}", "green")]
         for what, reasons in (("masked", ledger.masked), ("dropped", ledger.dropped)):
             parts += [
                 (f" + {what}({reason.value}) {count:,}", "yellow")
