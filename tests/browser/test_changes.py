@@ -187,11 +187,7 @@ async def test_runs_are_drawn_over_versions_and_hours(tab: Tab, server: RunningS
         await tab.until(f"{columns} === '{ticks}'")
 
 
-<<<<<<< HEAD
-async def test_a_pair_is_compared_side_by_side(tab: Tab, evidence: Evidence) -> None:
-=======
 async def test_the_link_of_a_task_opens_both_sessions(tab: Tab, evidence: Evidence) -> None:
->>>>>>> part-compare
     """The link of a task opens the comparison of both sessions."""
     await put(evidence.server, "a", "eval")
     await put(evidence.server, "b", "eval")

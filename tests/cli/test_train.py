@@ -240,7 +240,9 @@ async def test_a_plain_run_has_a_console(tmp_path: Path, monkeypatch: pytest.Mon
         await client.recording(session.id, tmp_path / "kept")
         assert list((tmp_path / "kept").glob(f"{session.id}.*.rec"))
     _, err = await end(process)
-    link = f"the console is at {json.loads((run / 'server.json').read_bytes())['url']}/#token="
+    link = (
+        f"the console is at {json.loads((run / 'server.json').read_bytes())['url']}/training#token="
+    )
     assert link in err
     figures: dict[int, dict[str, float]] = {1: {}, 2: {}}
     for row in read_lines(run / METRICS):

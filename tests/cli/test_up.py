@@ -60,7 +60,7 @@ def test_runs_of_a_folder_are_served_together(tmp_path: Path) -> None:
         text = log.read_text()
         assert "reading 1 run of runs" in text
         assert "join a node" not in text
-        url, _, token = text.partition("the console is at ")[2].split()[0].partition("/#token=")
+        url, _, token = text.partition("the console is at ")[2].split()[0].partition("/runs#token=")
         listed = run_command("runs", "--server", url, "--json", env={"TUGLINE_TOKEN": token})
         assert [run["name"] for run in json.loads(listed.stdout)] == [name]
     finally:

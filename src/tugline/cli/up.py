@@ -57,7 +57,12 @@ def up(
         settings = add_default_engine(settings)
     if cluster or no_node or is_of_run:
         main = partial(
-            run_server, settings, folder, echo, cluster=cluster is not None, console=is_of_run
+            run_server,
+            settings,
+            folder,
+            echo,
+            cluster=cluster is not None,
+            page="runs" if is_of_run else None,
         )
         keep_running(main, local.log_file)
         return
@@ -80,6 +85,6 @@ def _serve_runs(settings: Settings, folder: Path, log_file: Path | None) -> bool
         count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
         echo(f"reading {count} of {folder}; nothing is run")
         collection.collect(runs, Path(temporary))
-        main = partial(run_server, settings, Path(temporary), echo, console=True)
+        main = partial(run_server, settings, Path(temporary), echo, page="runs")
         keep_running(main, log_file)
     return True

@@ -86,31 +86,34 @@ async def serve_control_plane(
 
 @contextlib.asynccontextmanager
 async def open_server(
-    settings: ServerSettings, folder: Path, echo: Echo, *, hint: str = ""
+    settings: ServerSettings, folder: Path, echo: Echo, *, hint: str = "", page: str = ""
 ) -> AsyncIterator[tuple[ControlPlane, ServerMetrics]]:
-    """Open the server with its API, exclusively in `folder`; print its URL, followed by `hint`."""
+    """Open the server with its API, exclusively in `folder`; print its URL, followed by `hint`.
+
+    The link to the console opens `page`.
+    """
     with folder_lock(folder, instead="choose another --dir"):
         async with (
             open_control_plane(settings, folder) as control,
             serve_control_plane(control, settings, folder) as (url, metrics),
         ):
             echo(f"the server is up at {url}{hint}")
-            echo(describe_console(settings, folder, url))
+            echo(describe_console(settings, folder, url, page))
             yield control, metrics
 
 
 async def run_server(
-    settings: Settings, folder: Path, echo: Echo, *, cluster: bool = False, console: bool = False
+    settings: Settings, folder: Path, echo: Echo, *, cluster: bool = False, page: str | None = None
 ) -> None:
     """Run a server for nodes on other machines, or with nodes of a Ray cluster, until a signal.
 
-    With `console`, it only serves its console, and says nothing about nodes.
+    With `page`, it only serves its console, whose link opens this page, and expects no nodes.
     """
     raise_file_limit()
-    hint = "" if console else "; no node has joined yet"
-    async with open_server(settings.server, folder, echo, hint=hint):
+    hint = "; no node has joined yet" if page is None else ""
+    async with open_server(settings.server, folder, echo, hint=hint, page=page or ""):
         freeze_gc()
-        if not cluster and not console:
+        if not cluster and page is None:
             echo(
                 f"join a node: TUGLINE_JOIN_TOKEN=... tugline node --server {read_url(folder)}"
                 f" --engine URL, with `join` of {folder / TOKENS} as the token"

@@ -57,11 +57,14 @@ async def follow_tokens(app: Api, database: Database, path: Path) -> None:
             _log.error("tokens not replaced", error=str(error))
 
 
-def describe_console(settings: ServerSettings, folder: Path, url: str) -> str:
-    """Return the line about the console; on loopback it has a link with the read token."""
+def describe_console(settings: ServerSettings, folder: Path, url: str, page: str = "") -> str:
+    """Return the line about the console; on loopback it has a link with the read token.
+
+    `page` is the path of the page that the link opens, without the first slash.
+    """
     if not is_local(settings.host):
         return f"the console is at {url}; sign in with a token from {folder / TOKENS}"
-    return f"the console is at {url}/#token={load_tokens(folder).read}"
+    return f"the console is at {url}/{page}#token={load_tokens(folder).read}"
 
 
 def is_local(host: str) -> bool:

@@ -117,6 +117,8 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
     now: RunPart
     difference: Estimate | None
     """Now minus before, mean over the problems of both parts; None if there is none."""
+    pair: tuple[str, str] | None
+    """Sessions with rewards near the means of both parts, of the same problem if possible."""
     tags: tuple[Change, ...]
     """Tags that not every problem has, the largest change first. A mean is over the problems of
     both parts if these are at least half of either, and otherwise over those of each part."""

@@ -149,7 +149,7 @@ async def open_rollout_server(
         local.watch.patience_s = config.schedule.patience
         local.watch.report = report
         if console and local.url is not None:
-            report(describe_console(settings.server, folder, local.url))
+            report(describe_console(settings.server, folder, local.url, "training"))
         yield local
 
 

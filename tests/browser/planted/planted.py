@@ -1,7 +1,7 @@
 """Tasks of the demo with a grader, and what is planted in a training on them.
 
-From step 20 on the agent checks its work, from step 30 on grading is slow, and from step 40 on the
-grader refuses the family `builtin`. With `strict`, it refuses two of the held-out tasks.
+From step 21 on the agent asks about its work, from step 30 on grading is slow, and from step 40 on
+the grader refuses the family `builtin`. With `strict`, it refuses two of the held-out tasks.
 """
 
 import re
@@ -15,11 +15,12 @@ from tugline.demo.tasks import HELD_OUT_SEED, RepairProblem, generate
 from tugline.evaluators.base import SessionOutcome
 from tugline.types import PluginSpec, Task
 
+FAMILIES = ("arithmetic", "comparison", "builtin")
 TASKS = 12
 HELD_OUT = 6
 GROUPS = 4
 """Groups of each step of `train.yaml`."""
-CHECKS_FROM, SLOW_FROM, REFUSES_FROM = 20, 30, 40
+ASKS_FROM, SLOW_FROM, REFUSES_FROM = 21, 30, 40
 SLOW_S = 2.0
 REFUSED = "builtin"
 STRICT = (0, 1)
@@ -27,7 +28,7 @@ STRICT = (0, 1)
 
 
 class Tasks(TaskSet):
-    """Training tasks or held-out tasks; `checking` is the folder that the agent looks into."""
+    """Training tasks or held-out tasks."""
 
     def __init__(self, held_out: bool = False, strict: bool = False) -> None:  # noqa: FBT001, FBT002 - options of a file
         self._held_out, self._strict = held_out, strict
@@ -49,7 +50,8 @@ class Tasks(TaskSet):
 def problems(*, held_out: bool) -> list[RepairProblem]:
     """Return the training problems or the held-out ones."""
     split, seed, count = ("heldout", HELD_OUT_SEED, HELD_OUT) if held_out else ("train", 0, TASKS)
-    return list(islice(generate(split, seed), count))
+    chosen = (each for each in generate(split, seed) if each.family in FAMILIES)
+    return list(islice(chosen, count))
 
 
 def grade(outcome: SessionOutcome, *, held_out: bool, number: int, refused: bool) -> float:
@@ -57,8 +59,8 @@ def grade(outcome: SessionOutcome, *, held_out: bool, number: int, refused: bool
     step = 0
     if not held_out and (group := re.match(r"g(\d+)", outcome.task.id)):
         step = int(group[1]) // GROUPS + 1
-    if step >= CHECKS_FROM:
-        Path("checking").joinpath("now").touch()
+    if step == ASKS_FROM - 1:
+        Path("asking").joinpath("now").touch()  # the agent looks for it
     if step >= SLOW_FROM:
         time.sleep(SLOW_S)
     problem = problems(held_out=held_out)[number]

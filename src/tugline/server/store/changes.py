@@ -15,6 +15,7 @@ from tugline.server.store import problems
 from tugline.server.store.base import Tx
 from tugline.server.store.problems import Scope
 
+_OVERALL = "overall"
 _SAME = 1e-6
 """Difference of mean rewards that is rounding."""
 Scores = Mapping[str, ProblemScore]
@@ -57,12 +58,15 @@ def find(tx: Tx, run: str, query: ChangeQuery) -> Changes:
         before = Scope(other, query.before_first, query.before_last, query.held_out)
     sides = (_read(tx, before, query.measure), _read(tx, now, query.measure))
     found = _compare(sides, query)
+    listed = _add_pairs(tx, sides, found.drafts)
+    [overall] = listed.pop(_OVERALL)
     return Changes(
         before=_summarize(sides[0]),
         now=_summarize(sides[1]),
         difference=found.difference,
         counts=found.counts,
-        **_add_pairs(tx, sides, found.drafts),
+        pair=overall.pair,
+        **listed,
     )
 
 
@@ -93,6 +97,7 @@ def _compare(sides: tuple[_Side, _Side], query: ChangeQuery) -> _Comparison:
         "unrewarded": lost,
     }
     counts = {name: len(found) for name, found in lists.items()}
+    everything = [*{**before.scores, **now.scores}]
     drafts = {
         name: [_draft(sides, each, (each,)) for each in found[: query.limit]]
         for name, found in lists.items()
@@ -100,7 +105,7 @@ def _compare(sides: tuple[_Side, _Side], query: ChangeQuery) -> _Comparison:
     return _Comparison(
         difference=_estimate(sides, gaps, query.measure),
         counts=counts | {"same": len(shared) - counts["better"] - counts["worse"]},
-        drafts=drafts | {"tags": _compare_tags(sides)},
+        drafts=drafts | {"tags": _compare_tags(sides), _OVERALL: [_draft(sides, "", everything)]},
     )
 
 
