@@ -39,14 +39,15 @@ export function findStretches(
   const byVersion = places.axis === "version" || !reported.length;
   const all = byVersion ? listVersions(reported, versions) : reported;
   const at = new Map(steps.map((step) => [step.step, places.find(step)]));
+  const wanted = byVersion && places.axis !== "version" ? null : range; // no step has a version
   const inside = all.filter((one) => {
     const place = byVersion ? one.at : at.get(one.at);
-    return range === null || (place !== undefined && range[0] <= place && place <= range[1]);
+    return wanted === null || (place !== undefined && wanted[0] <= place && place <= wanted[1]);
   });
   const first = all.indexOf(inside[0]!);
   const earlier = inside.length ? all.slice(Math.max(0, first - inside.length), first) : [];
   const half = Math.floor(inside.length / 2);
-  const [before, now] = range && earlier.length ? [earlier, inside] : [inside.slice(0, half), inside.slice(half)];
+  const [before, now] = wanted && earlier.length ? [earlier, inside] : [inside.slice(0, half), inside.slice(half)];
   const last = Math.max(...before.map(({ version }) => version));
   const stretches = [before, now.filter(({ version }) => version > last)].map(measure);
   if (stretches[0] === null || stretches[1] === null) return null;
