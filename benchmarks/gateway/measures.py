@@ -67,7 +67,7 @@ SIZES = {
     ),
     "quick": Size(
         rounds=3,
-        calls=90,
+        calls=60,
         rate=90,
         memory_calls=1_920,
         growth_rounds=2,

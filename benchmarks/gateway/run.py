@@ -126,6 +126,8 @@ async def run(name: str, only: Sequence[str]) -> dict[str, Any]:
     """Run the modes and parts in `only`, in order."""
     size, modes = SIZES[name], [mode for mode in MODES if mode.name in only]
     began, load = time.time(), os.getloadavg()[0]
+    if name == "quick":
+        note("this takes about 45 s on two idle processors, 75 s on busy ones")
     note("making the conversation")
     conversation = script.write()
     result: dict[str, Any] = {mode.name: None for mode in MODES}
@@ -140,6 +142,7 @@ async def run(name: str, only: Sequence[str]) -> dict[str, Any]:
                 gc.freeze()
             result[mode.name], baseline, bytes_per_call[mode.name] = await measure(rig, mode, size)
             noise[mode.name] = _spread(baseline)
+            note(f"{mode.name}: {_summarize(result[mode.name])}, after {time.time() - began:.0f} s")
         result["kept_bytes_per_call"] = round(bytes_per_call.get("exact", 0)) or None
         result["kept_bytes_per_call_by_mode"] = {
             name: round(count) for name, count in bytes_per_call.items()
@@ -168,6 +171,12 @@ async def run(name: str, only: Sequence[str]) -> dict[str, Any]:
         "seconds": round(time.time() - began),
     }
     return result
+
+
+def _summarize(figures: dict[str, Any]) -> str:
+    """Format the main figures of a mode, which are printed as soon as they are known."""
+    baseline = f"{figures['passthrough_cpu_ms']:.2f} ms of the pass-through"
+    return f"{figures['cpu_ms']:.2f} CPU ms per call, {baseline}"
 
 
 def _spread(values: Sequence[float]) -> float:

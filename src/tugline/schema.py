@@ -75,6 +75,16 @@ OTHER_NAMES = {
     "max_steps": "steps",
     "total_training_steps": "steps",
     "train_batch_size": "tasks_per_step",
+    "batch_size": "tasks_per_step",
+    "per_device_train_batch_size": "tasks_per_step",
+    "num_train_epochs": "epochs",
+    "output_dir": "out",
+    "timeout": "agent_s",
+    "timeout_s": "agent_s",
+    "prompt": "instruction",
+    "grader": "evaluator",
+    "agent": "harness",
+    "sandbox": "runtime",
     "max_grad_norm_clip": "max_grad_norm",
     "grad_clip": "max_grad_norm",
     "max_completion_length": "max_tokens",
@@ -84,6 +94,8 @@ OTHER_NAMES = {
 }
 """Our names of keys of other trainers (TRL, verl, prime-rl) and of former ones of ours."""
 _LOCATION = re.compile(r" - at `((?:key in )?\$[^`]*|key` in `\$[^`]*)`$")
+_URL = "'^https?://"
+"""Begin of the patterns of URLs in msgspec's texts."""
 _EXPECTED = re.compile(r"Expected `([^`]+)`(.*?)(?:, got `?[^`]*`?)?$")
 
 
@@ -155,9 +167,24 @@ def _find_unknown_keys(value: Any, kind: Any, path: Location) -> Iterator[Config
         if name not in known:
             other = OTHER_NAMES.get(str(name))
             close = [other] if other in known else difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+            close = close or _find_inside(structs, str(name), other)
+            meant = " or ".join(map(repr, close))
+            hint = f"did you mean {meant}?" if close else f"known: {', '.join(known)}"
             field = dotted((*path, name))
             yield ConfigError(f"unknown key {field!r}; {hint}", field, known)
+
+
+def _find_inside(structs: Iterable[Any], name: str, other: str | None) -> list[str]:
+    """Return the dotted keys, in parts of the structs, that an unknown key may mean."""
+    meant = []
+    for each in structs:
+        for field in msgspec.structs.fields(each):
+            for inner in filter(_is_struct, _members(field.type)):
+                names = {part.encode_name for part in msgspec.structs.fields(inner)}
+                found = next((key for key in (name, other) if key in names), None)
+                if found is not None:
+                    meant.append(f"{field.encode_name}.{found}")
+    return meant
 
 
 def _list_parts(value: Any, kind: Any) -> Iterator[tuple[Step, Any, Any]]:
@@ -210,6 +237,8 @@ def _describe_expected(reason: str) -> str:
     expected = _EXPECTED.match(reason)
     if not expected:
         return reason[:1].lower() + reason[1:].replace("`", "")
+    if _URL in expected[2]:
+        return "must be a URL such as http://127.0.0.1:8000"
     names = [TYPE_NAMES.get(name, name) for name in expected[1].split(" | ")]
     return f"must be {' or '.join(names)}{expected[2].removesuffix('.0')}"
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts.exceptions import MissingArgumentError, UnknownOptionError
 
 from tugline.errors import ServerError, TuglineError, UsageError
 
@@ -23,6 +24,8 @@ _TABLE = Path(__file__).with_name("commands.toml").read_text(encoding="utf-8")
 GROUPS: dict[str, dict[str, str]] = tomllib.loads(_TABLE)
 """Help of each command, by group."""
 COMMANDS = [name for commands in GROUPS.values() for name in commands]
+_CLOSE = 0.7
+"""Least similarity of an option that is meant."""
 DEVELOP = "Develop Tugline"
 """Group that ``--help`` leaves out."""
 
@@ -76,7 +79,7 @@ def main() -> None:
         _run(called)
         sys.stdout.flush()
     except CycloptsError as error:
-        _exit(f"{error} See tugline {called} --help", code=2)
+        _exit(f"{_describe(error)} See tugline {called} --help", code=2)
     except TuglineError as error:
         refused = isinstance(error, ServerError) and 400 <= (error.status or 0) < 500
         correctable = refused or isinstance(error, UsageError)
@@ -102,6 +105,27 @@ def _run(called: str) -> None:
 
         log.configure()  # warnings to stderr: stdout has only the output of commands
     app(sys.argv[1:])
+
+
+def _describe(error: CycloptsError) -> str:
+    """Return what is wrong with the arguments, and what would be right."""
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        parameter = error.argument.parameter
+        other = "".join(f" It may be in the variable {name}." for name in parameter.env_var or ())
+        return f"{error}{other}"
+    if not isinstance(error, UnknownOptionError):
+        return str(error)
+    given = (error.token.keyword or error.token.value).partition("=")[0]
+    known = [name for each in error.argument_collection if each.parse for name in each.names]
+    close = difflib.get_close_matches(given, known, n=1, cutoff=_CLOSE)
+    close = close or [name for name in known if len(given) == 2 and name.startswith(f"-{given}")]
+    text = f"Unknown option: {given}."
+    if close:
+        return f"{text} Did you mean {close[0]}?"
+    if "--set" not in known:
+        return text
+    key = given.strip("-").replace("-", "_")
+    return f"{text} Keys of the file are changed by --set, such as --set {key}=VALUE."
 
 
 def _exit(*messages: str, code: int) -> None:

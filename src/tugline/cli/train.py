@@ -48,6 +48,7 @@ def train(
     """
     console = Console(stderr=True, highlight=False)
     with name_missing_extra("train"):
+        from tugline.inference.load import check_model_folder  # noqa: PLC0415 - needs the extra
         from tugline.trainers import batches, evaluation, loop, models, progress, sinks, supervised  # noqa: PLC0415 - needs the extra
         from tugline.trainers.config import CONFIG, read_config  # noqa: PLC0415 - the same
 
@@ -58,6 +59,7 @@ def train(
             engines=engine or (),
             changes=parse_options(changes, "--set"),
         )
+        check_model_folder(settings.model or DEMO_MODEL)
         if is_follower():
             if not dry_run:
                 with models.open_models(settings) as opened:

@@ -51,7 +51,8 @@ def load_empty(
     return model, tokenizer, _eos_ids(model, tokenizer)
 
 
-def _load_model(folder: Path, **options: Any) -> PreTrainedModel:
+def check_model_folder(folder: Path) -> None:
+    """Raise `UsageError` if a folder is not that of a model."""
     if not folder.is_dir():
         msg = f"{folder} is not a folder; give a model folder with config.json and *.safetensors"
         raise UsageError(msg)
@@ -59,6 +60,10 @@ def _load_model(folder: Path, **options: Any) -> PreTrainedModel:
         if not (folder / file).is_file():
             msg = f"{folder} is not a complete Hugging Face model folder: {file} is missing"
             raise UsageError(msg)
+
+
+def _load_model(folder: Path, **options: Any) -> PreTrainedModel:
+    check_model_folder(folder)
     transformers = import_extra("transformers", "train", "the embedded engine")
     transformers.utils.logging.disable_progress_bar()
     try:

@@ -121,10 +121,9 @@ def read_results(path: Path) -> list[ResultView]:
     try:
         return list(_decode_results(file.read_bytes().splitlines()).values())
     except (OSError, msgspec.DecodeError) as error:
-        msg = (
-            f"{file} is not a file of results of `tugline run`, `eval` or `results --json`: {error}"
-        )
-        raise UsageError(msg) from error
+        reason = "it does not exist" if isinstance(error, FileNotFoundError) else error
+        msg = f"{file} is not a file of results of `tugline run`, `eval` or `results --json`"
+        raise UsageError(f"{msg}: {reason}") from error
 
 
 def _decode_results(lines: Iterable[bytes]) -> dict[str, ResultView]:
