@@ -5,7 +5,7 @@
 
 The steps: a wheel of this checkout, built with hatchling, is installed into a new environment; the
 demo runs; the tutorial (`docs/start/train-your-agent.md`) is followed with its own files and
-commands; the console is opened while its sessions run and after their end.
+commands; the console is opened while its sessions run, after their end, and during the training.
 
 Commands are typed into a real bash on a pseudo-terminal, with a new home folder, without caches and
 without this machine's settings of pip. Their output is recorded with the time of each piece. It is
@@ -33,7 +33,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from newcomer_console import visit
+from newcomer_console import visit, visit_training
 from newcomer_picture import draw
 from newcomer_terminal import Command, Step, Terminal
 
@@ -132,6 +132,16 @@ class Walk:
                 first.interrupt(server)
         return [server, submit, *rest]
 
+    def learn(self, lines: list[str]) -> list[Command]:
+        """Train, and take pictures of the training's page meanwhile."""
+        with self.terminal(self.mine) as shell:
+            train = shell.start(lines[0])
+            link = shell.follow(train, r"http://\S+#token=[\w.-]+", 120)[0]
+            asyncio.run(visit_training(link, self.work, lambda: shell.finish(train, 900)))
+            if train.code:
+                raise RuntimeError(train.describe())
+            return [train, *(shell.run(line) for line in lines[1:])]
+
 
 def describe_machine() -> dict[str, object]:
     """Describe the machine of the measurement."""
@@ -158,7 +168,7 @@ def main(work: Path) -> None:
     steps += [
         walk.step("tasks", "Your own agent and tasks", lambda: walk.follow(["ls", *lines[:up]])),
         walk.step("serve", "Try the agent, and watch", lambda: walk.serve(lines[submit:train])),
-        walk.step("train", "Train it", lambda: walk.follow(lines[train:evaluate])),
+        walk.step("train", "Train it, and watch", lambda: walk.learn(lines[train:evaluate])),
         walk.step("eval", "Use what was learned", lambda: walk.follow(lines[evaluate:])),
     ]
     times = {

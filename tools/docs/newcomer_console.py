@@ -43,32 +43,42 @@ async def open_tab(height: int, wider: float = 1.0) -> AsyncIterator[Tab]:
             yield tab
 
 
-async def visit(link: str, folder: Path, wait: Callable[[], None]) -> None:
-    """Take pictures of the overview until `wait` returns, then of a session that solved its task.
-
-    Pictures are written as ``console-NAME.png``.
-    """
-
-    async def take(name: str) -> None:
-        await asyncio.sleep(SETTLE_S)
-        (folder / f"console-{name}.png").write_bytes(await tab.picture())
-
+async def watch(tab: Tab, link: str, folder: Path, name: str, wait: Callable[[], None]) -> None:
+    """Take pictures of a page, ``console-NAME-NUMBER.png``, until `wait` returns."""
     waiting = asyncio.create_task(asyncio.to_thread(wait))
+    await tab.visit(link)
+    number = 0
+    while not waiting.done():
+        await take(tab, folder, f"{name}-{number:02}")
+        await asyncio.wait([waiting], timeout=EVERY_S)
+        number += 1
+    await waiting
+
+
+async def take(tab: Tab, folder: Path, name: str) -> None:
+    """Write a picture as ``console-NAME.png``."""
+    await asyncio.sleep(SETTLE_S)
+    (folder / f"console-{name}.png").write_bytes(await tab.picture())
+
+
+async def visit_training(link: str, folder: Path, wait: Callable[[], None]) -> None:
+    """Take pictures of the page of a training until `wait` returns."""
     async with open_tab(HEIGHT, WIDER) as tab:
-        await tab.visit(link)
-        number = 0
-        while not waiting.done():
-            await take(f"run-{number:02}")
-            await asyncio.wait([waiting], timeout=EVERY_S)
-            number += 1
-        await waiting
-        await take("end-overview")
+        await watch(tab, link, folder, "train", wait)
+        tab.errors.clear()  # the console notices that its server has ended
+
+
+async def visit(link: str, folder: Path, wait: Callable[[], None]) -> None:
+    """Take pictures of the overview until `wait` returns, then of a solved session."""
+    async with open_tab(HEIGHT, WIDER) as tab:
+        await watch(tab, link, folder, "run", wait)
+        await take(tab, folder, "end-overview")
         address = link.partition("#")[0]
         await tab.visit(f"{address}sessions?status=completed")
         await tab.until("document.querySelector('tbody tr a')")
-        await take("end-sessions")
+        await take(tab, folder, "end-sessions")
         session = await tab.js(SOLVED)
         await tab.visit(session)
-        await take("end-session")
+        await take(tab, folder, "end-session")
         await tab.visit(f"{session}?tab=patch&colour=logprob")
-        await take("end-patch")
+        await take(tab, folder, "end-patch")

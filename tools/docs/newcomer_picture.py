@@ -153,6 +153,12 @@ def pick(
         yield moment, before[-1] if before else states[0][1]
 
 
+def choose(folder: Path, name: str) -> list[str]:
+    """Choose three pictures of a page, in their order, but not the first."""
+    pictures = sorted(path.name for path in folder.glob(f"console-{name}-*.png"))[1:]
+    return [pictures[(at + 1) * len(pictures) // 3 - 1] for at in range(3)] if pictures else []
+
+
 def make_frames(steps: Sequence[Step], folder: Path, where: str) -> list[Frame]:
     """Make all frames in order; the last one names the machine of the measurement."""
     film = Film(folder)
@@ -162,6 +168,9 @@ def make_frames(steps: Sequence[Step], folder: Path, where: str) -> list[Frame]:
         if step.name != "serve":
             for command in step.commands[: 1 if step.name == "train" else None]:
                 film.add_command(screen, step, command, number)
+            if step.name == "train":
+                film.hold(END_S / 2)
+                film.add_pictures(step, number, "the console meanwhile", choose(folder, "train"))
             film.hold(END_S, f"took {format_duration(step.seconds)} (shown faster)")
             continue
         server, submit = step.commands[:2]
@@ -170,9 +179,7 @@ def make_frames(steps: Sequence[Step], folder: Path, where: str) -> list[Frame]:
         screen = pyte.Screen(COLUMNS, ROWS)
         film.add_command(screen, step, submit, number)
         film.hold(END_S / 2)
-        pictures = sorted(path.name for path in folder.glob("console-run-*.png"))[1:]
-        pictures = pictures[:: max(1, len(pictures) // 3)][:3]
-        film.add_pictures(step, number, "the console, while it runs", pictures)
+        film.add_pictures(step, number, "the console, while it runs", choose(folder, "run"))
         film.add_pictures(
             step, number, "the console, when it has ended", ["console-end-overview.png"]
         )

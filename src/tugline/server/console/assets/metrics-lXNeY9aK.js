@@ -1,6 +1,0 @@
-<<<<<<<< HEAD:src/tugline/server/console/assets/metrics--c0-aCbR.js
-import{p as e}from"./index-DuzLyqr2.js";var t=/^([a-z_]+)(?:\{(.*)\})? (\S+)$/gm,n=/(\w+)="((?:[^"\\]|\\.)*)"/g;async function r(r){let a=await(await e(`GET`,`/metrics`,{signal:r},`text/plain`)).text(),o=new Map;for(let[,e,r,s]of a.matchAll(t)){let t=[...(r??``).matchAll(n)].map(([,e,t])=>[e,i(t)]),a=o.get(e)??[];a.push({labels:Object.fromEntries(t),value:Number(s)}),o.set(e,a)}return o}var i=e=>e.replace(/\\(.)/g,(e,t)=>t===`n`?`
-========
-import{p as e}from"./index-BPZTJazR.js";var t=/^([a-z_]+)(?:\{(.*)\})? (\S+)$/gm,n=/(\w+)="((?:[^"\\]|\\.)*)"/g;async function r(r){let a=await(await e(`GET`,`/metrics`,{signal:r},`text/plain`)).text(),o=new Map;for(let[,e,r,s]of a.matchAll(t)){let t=[...(r??``).matchAll(n)].map(([,e,t])=>[e,i(t)]),a=o.get(e)??[];a.push({labels:Object.fromEntries(t),value:Number(s)}),o.set(e,a)}return o}var i=e=>e.replace(/\\(.)/g,(e,t)=>t===`n`?`
->>>>>>>> part-compare:src/tugline/server/console/assets/metrics-lXNeY9aK.js
-`:t),a=(e=[])=>e.reduce((e,{value:t})=>e+t,0);export{a as n,r as t};
