@@ -119,6 +119,31 @@ async def test_a_zoom_says_which_tasks_fell(tab: Tab, server: RunningServer) -> 
     await tab.until(f"{SECTION_TEXT}.includes('two versions of the weights')")
 
 
+async def test_tasks_without_a_reward_are_the_first(tab: Tab, server: RunningServer) -> None:
+    """A family whose grader fails has no reward any more; a failed session is one click away."""
+    await put(server, "mine")
+
+    def fill(tx: Tx) -> None:
+        for version in range(2):
+            for name in ("sql-a", "sql-b", "bash-a", "bash-b"):
+                broken = version == 1 and name.startswith("bash")
+                rewards = (None, None) if broken else (1.0, float(version == 0))
+                tags = {"instance": name, "family": name.split("-")[0]}
+                add(tx, "mine", f"g{version:07}-{name}", rewards, version, **tags)
+
+    await server.control.database.write(fill)
+    await open_page(tab, server, "/training?run=mine", f"{rows('Tags that changed')}.length === 2")
+    assert "version 1 against 0" in await tab.js(SECTION_TEXT)
+    bash, sql = await tab.js(rows("Tags that changed"))
+    assert bash[:6] == ["family=bash", "1", "none", "no reward", "2 → 0", "4"]
+    assert bash[6:] == ["0 → 4", "session"]
+    assert sql[:4] == ["family=sql", "1", "0.500", "−0.500"]  # noqa: RUF001 - a sign
+    fell = await tab.js(rows("Tasks that fell"))
+    assert [row[0] for row in fell] == ["bash-a", "bash-b", "sql-a", "sql-b"]
+    await tab.js("document.querySelector('[aria-label=\"Tasks that fell\"] a').click()")
+    await tab.until("location.pathname === '/sessions/g0000001-bash-a-0'")
+
+
 async def test_lines_are_smoothed(tab: Tab, server: RunningServer) -> None:
     """The average is without bias to 0 at the begin, and beside the raw value; it is in the URL."""
     await train(server, "mine")
