@@ -19,6 +19,8 @@ export interface Panel {
   whole?: boolean;
   /** Whether values are shares, to be shown in percent. */
   share?: boolean;
+  /** Whether smoothing would mislead: evaluations with an interval, and sums. */
+  exact?: boolean;
 }
 
 type Figures = Record<string, number>;
@@ -56,7 +58,7 @@ function otherSeconds(figures: Figures): number | undefined {
 
 const PLANS: Plan[] = [
   {
-    title: "Held-out pass@1", unit: "95 % interval", from: 0, to: 1, share: true, version: "heldout/version",
+    title: "Held-out pass@1", unit: "95 % interval", from: 0, to: 1, share: true, exact: true, version: "heldout/version",
     series: [{ label: "pass@1", value: HELD_OUT, colour: "accent", low: "heldout/pass_at/1/low", high: "heldout/pass_at/1/high" }],
   },
   { title: "Reward", unit: "mean over sessions", series: one(REWARD) },
@@ -82,7 +84,7 @@ const PLANS: Plan[] = [
     ],
   },
   { title: "Cost", unit: "in the currency of the prices", from: 0, series: two(["of a step", "cost/step"], ["of a solved task", "cost/solved"]) },
-  { title: "Total cost", unit: "so far", from: 0, series: one("cost/total", "total") },
+  { title: "Total cost", unit: "so far", from: 0, exact: true, series: one("cost/total", "total") },
 ];
 const LEDGER = "update/ledger/";
 const REASONS = ["agent", "bad", "engine", "runtime", "evaluator", "harness", "muted"];
