@@ -75,6 +75,8 @@ def train(
             return
         command = ["train", str(config), *(f"--set={each}" for each in changes or ())]
         shown = progress.ShownProgress(console)
+        for line in tasks.list_weaknesses():
+            shown.report(line)
         with keep_resumable(folder, shlex.join(command), console), shown.line:
             training = loop.train(settings, tasks, folder, figures, shown, console=served)
             summary = uvloop.run(training)

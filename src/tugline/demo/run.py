@@ -194,6 +194,8 @@ async def run_demo(
     batches.check()
     harness = Parts().harness(harness_spec(settings))
     progress = ShownProgress(console)
+    for line in batches.list_weaknesses():
+        progress.report(line)
     with progress.line:
         progress.begin_phase(f"installing {harness.name}")
         await harness.install()
