@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from tugline.launch.progress import SessionProgress, WorkProgress, format_rate, format_seconds
-from tugline.trainers.progress import ShownProgress
+from tugline.trainers.progress import VisibleProgress
 
 
 class Clock:
@@ -140,7 +140,7 @@ def test_work_follows_work_on_the_same_line() -> None:
 def test_a_training_run_has_the_time_left_by_its_last_steps() -> None:
     """Within a step its sessions are counted; a held-out evaluation runs beside them."""
     clock = Clock()
-    shown = ShownProgress(make_console(), clock=clock)
+    shown = VisibleProgress(make_console(), clock=clock)
     shown.start(10, 4)
     shown.count_sessions("step 5", 0, 8)
     assert shown.estimate_s() is None
@@ -162,7 +162,7 @@ def test_a_training_run_has_the_time_left_by_its_last_steps() -> None:
 def test_a_time_limit_bounds_the_time_left() -> None:
     """A run that must end earlier ends earlier; an estimate is never negative."""
     clock = Clock()
-    shown = ShownProgress(make_console(), clock=clock)
+    shown = VisibleProgress(make_console(), clock=clock)
     shown.start(100, 0, limit_s=90.0)
     clock.now += 60.0
     shown.finish_step()

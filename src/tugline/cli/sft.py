@@ -40,7 +40,7 @@ def sft(
     with name_missing_extra("train"):
         from tugline.trainers import sinks  # noqa: PLC0415 - needs the extra
         from tugline.trainers.config import CONFIG, MODEL  # noqa: PLC0415 - the same
-        from tugline.trainers.progress import RunProgress, ShownProgress  # noqa: PLC0415 - the same
+        from tugline.trainers.progress import RunProgress, VisibleProgress  # noqa: PLC0415 - the same
         from tugline.trainers.sft import read_config, train  # noqa: PLC0415 - the same
 
         settings = read_config(config, parse_options(changes, "--set"))
@@ -50,7 +50,7 @@ def sft(
         figures = sinks.make_sinks(settings.metrics, console)
         folder = choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
         command = ["sft", str(config), *(f"--set={each}" for each in changes or ())]
-        progress = ShownProgress(console)
+        progress = VisibleProgress(console)
         with keep_resumable(folder, shlex.join(command), console), progress.line:
             end = train(settings, folder, figures, progress)
     save_report(folder / SUMMARY, end, as_json=as_json)

@@ -74,9 +74,7 @@ def train(
             print(batches.describe(settings, tasks, folder, rows=len(rows.samples)))
             return
         command = ["train", str(config), *(f"--set={each}" for each in changes or ())]
-        shown = progress.ShownProgress(console)
-        for line in tasks.list_weaknesses():
-            shown.report(line)
+        shown = progress.VisibleProgress(console)
         with keep_resumable(folder, shlex.join(command), console), shown.line:
             training = loop.train(settings, tasks, folder, figures, shown, console=served)
             summary = uvloop.run(training)

@@ -34,7 +34,7 @@ from tugline.trainers.evaluation import Estimate
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.loop import train
 from tugline.trainers.metrics import TrainState
-from tugline.trainers.progress import ShownProgress
+from tugline.trainers.progress import VisibleProgress
 from tugline.trainers.sinks import METRICS, PLOT, make_sinks, read_lines
 from tugline.types import PluginSpec, Reason
 
@@ -193,9 +193,7 @@ async def run_demo(
     batches = TaskBatches(config, folder)
     batches.check()
     harness = Parts().harness(harness_spec(settings))
-    progress = ShownProgress(console)
-    for line in batches.list_weaknesses():
-        progress.report(line)
+    progress = VisibleProgress(console)
     with progress.line:
         progress.begin_phase(f"installing {harness.name}")
         await harness.install()

@@ -100,13 +100,13 @@ def _split(command: str) -> list[str]:
     return [] if not words or words[0] in _SHELL_WORDS or "$" in words[0] else words
 
 
-def _list_paths(words: Sequence[str]) -> Iterator[str]:
+def _list_paths(argv: Sequence[str]) -> Iterator[str]:
     """Yield the program, if it is a path, and the script of an interpreter."""
-    if "/" in words[0]:
-        yield words[0]
-    if not _INTERPRETER.fullmatch(PurePosixPath(words[0]).name) or len(words) == 1:
+    if "/" in argv[0]:
+        yield argv[0]
+    if not _INTERPRETER.fullmatch(PurePosixPath(argv[0]).name) or len(argv) == 1:
         return
-    script = words[1]
+    script = argv[1]
     if _SCRIPT.fullmatch(PurePosixPath(script).suffix) and "$" not in script:
         yield script
 

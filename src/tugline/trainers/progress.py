@@ -39,7 +39,7 @@ class RunProgress:
         """Set how many updates of the run are done, of a run without sessions."""
 
 
-class ShownProgress(RunProgress):
+class VisibleProgress(RunProgress):
     """Shows a run on a console; `line` is the context manager that does it."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
