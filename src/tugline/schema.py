@@ -166,8 +166,8 @@ def _find_unknown_keys(value: Any, kind: Any, path: Location) -> Iterator[Config
     for name in value:
         if name not in known:
             other = OTHER_NAMES.get(str(name))
-            close = [other] if other in known else difflib.get_close_matches(str(name), known, n=1)
-            close = close or _find_inside(structs, str(name), other)
+            close = [other] if other in known else _find_inside(structs, str(name), other)
+            close = close or difflib.get_close_matches(str(name), known, n=1)
             meant = " or ".join(map(repr, close))
             hint = f"did you mean {meant}?" if close else f"known: {', '.join(known)}"
             field = dotted((*path, name))

@@ -80,7 +80,10 @@ async def slurm(
     env = dict.fromkeys(VARIABLES, "")
     env |= {"CONFIG": str(config or ""), "TASKS": " ".join(tasks or ()), "RUN": str(run)}
     env |= {"SETTINGS": str(settings or ""), "ENGINES": str(engines), "ENGINE": engine_command}
-    env |= {"TUGLINE": sys.argv[0], **dict(pair.partition("=")[::2] for pair in variables or ())}
+    env |= {
+        "TUGLINE": _find_program(),
+        **dict(pair.partition("=")[::2] for pair in variables or ()),
+    }
     _check(env, nodes, engines)
     argv = ["sbatch", "--parsable", f"--nodes={nodes}", f"--time={time}"]
     argv += [f"--output={run}/slurm-%j.log", *shlex.split(sbatch), str(SCRIPT)]
@@ -90,6 +93,11 @@ async def slurm(
         text = f"job {job}\ntugline launch slurm --run {run} --status\ntail {run}/slurm-{job}.log"
     print_report({"env": env, "argv": argv, "job": job}, lambda: print(text), as_json=as_json)
     return None
+
+
+def _find_program() -> str:
+    """Return the program of this command; with ``python -m`` the one on the PATH."""
+    return sys.argv[0] if os.access(sys.argv[0], os.X_OK) else "tugline"
 
 
 def _check(env: dict[str, str], nodes: int, engines: int) -> None:

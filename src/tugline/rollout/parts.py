@@ -95,19 +95,22 @@ class Parts:
             if reason is not None:
                 raise UsageError(f"runtime {name!r} cannot be used here: {reason}")
 
+    def describe_weaknesses(self, spec: PluginSpec) -> str:
+        """Return the gaps of a runtime's isolation on this machine as one line. May block."""
+        return "; ".join(self.runtime(spec).list_weaknesses())
+
     async def report_weaknesses(self, spec: PluginSpec) -> None:
         """Log once, as one line, the gaps of a runtime's isolation on this machine."""
         async with self._reporting:
             if spec.name in self._reported:
                 return
             try:
-                weaknesses = await asyncio.to_thread(self.runtime(spec).list_weaknesses)
+                gaps = await asyncio.to_thread(self.describe_weaknesses, spec)
             except TuglineError as error:  # opening a sandbox will raise it again
                 _log.info("runtime cannot be inspected", runtime=spec.name, error=str(error))
                 return
             self._reported.add(spec.name)
-            if weaknesses:  # they are those of the machine: the line names no session
-                gaps = "; ".join(weaknesses)
+            if gaps:  # they are those of the machine: the line names no session
                 about = {"runtime": spec.name, "weaknesses": gaps}
                 Context().run(_log.warning, "agents are not fully isolated", **about)
 

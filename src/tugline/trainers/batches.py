@@ -77,6 +77,21 @@ class TaskBatches:
         if self._is_local:
             Parts().check_available(tasks)
 
+    def list_weaknesses(self) -> list[str]:
+        """Return a line for each runtime of the tasks that does not fully isolate agents here.
+
+        None if nodes of another server run the sessions.
+        """
+        parts = Parts()
+        tasks = [*self.trained, *self.held_out] if self._is_local else []
+        specs = {task.runtime.name: task.runtime for task in tasks}
+        gaps = {name: parts.describe_weaknesses(spec) for name, spec in specs.items()}
+        return [
+            f"runtime {name!r} does not fully isolate agents: {text}"
+            for name, text in gaps.items()
+            if text
+        ]
+
     def store(self, folder: Path) -> None:
         """Store the digests of the tasks. Raises `UsageError` if an earlier start had others.
 

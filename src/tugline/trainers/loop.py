@@ -101,6 +101,8 @@ async def train(
         shutil.rmtree(published, ignore_errors=True)  # of a run that was killed
         batches.store(folder)
         batches.run = make_prefix(folder) if config.server is not None else ""
+        for line in await asyncio.to_thread(batches.list_weaknesses):
+            progress.report(line)
         progress.begin_phase("loading the model")
         models = stack.enter_context(open_models(config))
         progress.report(f"packing: {models.trainer.packing}")

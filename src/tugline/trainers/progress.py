@@ -106,6 +106,6 @@ class TerminalProgress(RunProgress):
         left_s = self.estimate_s()
         if self._steps:
             others.append(f"run: {self._done} of {self._steps} steps")
-        if left_s is not None and self._done < self._steps:
+        if left_s and self._done < self._steps:
             others.append(f"{format_seconds(left_s)} left")
         self.line.summary = ", ".join(others)
