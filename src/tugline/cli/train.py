@@ -3,8 +3,11 @@
 Progress goes to stderr, so stdout has only the output of ``--json``.
 """
 
+from __future__ import annotations
+
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 from rich.console import Console
@@ -22,6 +25,9 @@ from tugline.cli.training_run import (
     name_missing_extra,
 )
 from tugline.launch.prices import describe_cost, make_cost
+
+if TYPE_CHECKING:
+    from tugline.trainers.metrics import TrainSummary
 
 
 def train(
@@ -49,7 +55,7 @@ def train(
     console = Console(stderr=True, highlight=False)
     with name_missing_extra("train"):
         from tugline.inference.load import check_model_folder  # noqa: PLC0415 - needs the extra
-        from tugline.trainers import batches, evaluation, loop, models, progress, sinks, supervised  # noqa: PLC0415 - needs the extra
+        from tugline.trainers import batches, loop, models, progress, sinks, supervised  # noqa: PLC0415 - needs the extra
         from tugline.trainers.config import CONFIG, read_config  # noqa: PLC0415 - the same
 
         settings = read_config(
@@ -80,6 +86,13 @@ def train(
             training = loop.train(settings, tasks, folder, figures, shown, console=served)
             summary = uvloop.run(training)
     save_report(folder / SUMMARY, summary, as_json=as_json)
+    _print_end(console, folder, summary)
+
+
+def _print_end(console: Console, folder: Path, summary: TrainSummary) -> None:
+    """Print what the training changed, its cost, and where it is."""
+    from tugline.trainers import evaluation  # noqa: PLC0415 - needs the extra
+
     state = summary.state
     cost = describe_cost(make_cost(state.cost, state.solved) if state.cost else None)
     for name, value in (*evaluation.summarize_change(summary.change), *cost):
