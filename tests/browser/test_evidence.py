@@ -20,6 +20,7 @@ from browser.conftest import (
     Evidence,
     check_accessibility,
     open_page,
+    set_size,
 )
 from recording.view.synthetic import (
     HOSTILE,
@@ -154,10 +155,14 @@ async def test_turns_are_found_by_their_text(tab: Tab, evidence: Evidence) -> No
     await tab.until(f"{TURNS}.length === 6")
 
 
+@pytest.mark.parametrize("width", [1440, 800])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-async def test_every_page_is_accessible(tab: Tab, evidence: Evidence, theme: str) -> None:
-    """Each page follows every rule of axe, in either theme."""
+async def test_every_page_is_accessible(
+    tab: Tab, evidence: Evidence, theme: str, width: int
+) -> None:
+    """Each page follows every rule of axe and fits, in either theme and width."""
     await commit_group(evidence)
+    await set_size(tab, width)
     await tab.js(f"localStorage.setItem('theme', '{theme}')")
     for path in (
         "/sessions/mend-0?turn=1",

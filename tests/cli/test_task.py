@@ -245,5 +245,8 @@ def test_a_command_of_the_shell_or_of_the_workspace_is_accepted(tmp_path: Path) 
         task |= {"files": {"own.py": ""}, "runtime": "local"}
         task["harness"] = {"name": "shell", "options": {"command": command}}
         (tmp_path / f"{number}.json").write_text(json.dumps(task))
+    prepared = {"command": "./agent", "setup": "make agent"}
+    task |= {"id": "setup", "harness": {"name": "shell", "options": prepared}}
+    (tmp_path / "setup.json").write_text(json.dumps(task))
     done = tugline("check", ".", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr

@@ -49,11 +49,19 @@ def test_runs_of_a_folder_are_served_together(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     name = name_run(folder)
     asyncio.run(register(folder, name))
+    blob = tmp_path / "blobs" / "aa" / "of-another-server"
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(b"data")
+    os.utime(blob, (0, 0))
+    (tmp_path / "settings.yaml").write_text("server: {blobs: blobs, keep_tasks_days: 0.001}\n")
     before = sorted(path.name for path in folder.iterdir())
     log = tmp_path / "log"
     with log.open("wb") as out:
         server = subprocess.Popen(
-            [TUGLINE, "up", "--dir", "runs", "--port", "0"], cwd=tmp_path, stdout=out, stderr=out
+            [TUGLINE, "up", "--dir", "runs", "--port", "0", "--config", "settings.yaml"],
+            cwd=tmp_path,
+            stdout=out,
+            stderr=out,
         )
     try:
         until(lambda: b"the console is at" in log.read_bytes() or server.poll() is not None, "it")
@@ -68,6 +76,10 @@ def test_runs_of_a_folder_are_served_together(tmp_path: Path) -> None:
         assert server.wait(30) == 0
     assert sorted(path.name for path in folder.iterdir()) == before
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["first"]
+    assert blob.exists()
+    done = run_command("up", "--dir", "runs", "--nodes", "2", "--port", "0", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "runs has runs, whose console is served without nodes: omit --nodes" in done.stderr
 
 
 async def register(folder: Path, name: str) -> None:

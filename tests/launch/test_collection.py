@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from tugline.node.settings import NodeSettings
 from tugline.protocol import ResultQuery, RunKind, RunStep, StepQuery
 from tugline.recording.folder import file_name
 from tugline.recording.trajectories import unpack
+from tugline.server.control import ControlPlane
 from tugline.server.settings import ServerSettings
 from tugline.server.store import results, runs, sessions, tasks
 from tugline.web.serve import serve
@@ -52,7 +55,7 @@ async def test_runs_with_the_same_ids_are_kept_apart(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in home.glob("*/recordings/*.rec")}
     data = tmp_path / "data"
     data.mkdir()
-    collect(folders, data)
+    assert collect(folders, data) == []
     async with open_control_plane(ServerSettings(), data) as control:
         database = control.database
         for folder, samples in zip(folders, (2, 3), strict=True):
@@ -78,11 +81,16 @@ async def test_runs_with_the_same_ids_are_kept_apart(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in before} == before
 
 
+def open_run(folder: Path) -> ControlPlane:
+    """The server of a new run."""
+    folder.mkdir(parents=True)
+    return open_control_plane(ServerSettings(), folder)
+
+
 async def test_a_run_that_goes_on_is_read_as_it_is_now(tmp_path: Path) -> None:
     """Its store is copied while its server uses it."""
     folder = tmp_path / "runs" / "live"
-    folder.mkdir(parents=True)
-    async with open_control_plane(ServerSettings(), folder) as control:
+    async with open_run(folder) as control:
         await control.database.write(runs.report_step, name_run(folder), STEP)
         data = tmp_path / "data"
         data.mkdir()
@@ -90,3 +98,23 @@ async def test_a_run_that_goes_on_is_read_as_it_is_now(tmp_path: Path) -> None:
         await control.database.write(runs.end, name_run(folder))
     async with open_control_plane(ServerSettings(), data) as copy:
         assert (await copy.database.read(runs.get, name_run(folder))).ended is None
+
+
+async def test_a_copy_or_a_broken_run_is_left_out(tmp_path: Path) -> None:
+    """The others can be read, and a line says why it is missing."""
+    home = tmp_path / "runs"
+    for name in ("a", "c"):
+        async with open_run(home / name) as control:
+            await control.database.write(runs.report_step, name_run(home / name), STEP)
+    await asyncio.to_thread(shutil.copytree, home / "a", home / "b")
+    (home / "c" / "server.db").write_bytes(b"not a database, but long" * 199)
+    data = tmp_path / "data"
+    data.mkdir()
+    lines = collect(list_runs(home), data)
+    assert lines[0] == f"{home / 'b'} is left out: it is a copy of {home / 'a'}"
+    assert lines[1].startswith(f"{home / 'c'} is left out: its store cannot be read: ")
+    assert len(lines) == 2
+    async with open_control_plane(ServerSettings(), data) as control:
+        assert [view.name for view in await control.database.read(runs.list_views)] == [
+            name_run(home / "a")
+        ]

@@ -16,7 +16,7 @@ from tugline.cli.options import Count, Json
 from tugline.cli.output import make_table, print_text, save_report
 from tugline.cli.task import Paths
 from tugline.datasets.files import load_tasks
-from tugline.launch.prices import describe_cost, measure_cost
+from tugline.launch.prices import describe_cost
 from tugline.protocol import RunKind
 from tugline.recording.trajectories import read_results
 from tugline.trainers import evaluation
@@ -39,18 +39,17 @@ def eval(  # noqa: A001 - the name of the command
     """
     tasks = [replace(task, samples=k) for task in load_tasks(paths, local.task_changes)]
     before = read_results(earlier) if earlier else None
-    prices = local.load(task_sets=True).prices
     console = Console(stderr=True, highlight=False)
-    views = run_with_progress(tasks, local, out, console, RunKind.EVAL, more_samples=True)
+    done = run_with_progress(tasks, local, out, console, RunKind.EVAL, more_samples=True)
+    views = done.views
     scores = evaluation.evaluate(views, k=k, tags=read_tags(tasks))
     change = evaluation.compare(views, before) if before is not None else None
-    cost = measure_cost(views, prices)
-    report = {"evaluation": scores, "change": change, "cost": cost}
+    report = {"evaluation": scores, "change": change, "cost": done.cost}
     save_report(out / "evaluation.json", report, as_json=as_json)
     if as_json:
         return
     rows = [*evaluation.summarize(scores), *evaluation.summarize_change(change)]
-    rows += describe_cost(cost)
+    rows += describe_cost(done.cost)
     table = make_table(("", ""), rows)
     table.show_header = False
     print_text(table)

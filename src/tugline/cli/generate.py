@@ -74,16 +74,13 @@ def generate(
         replace(task, samples=samples or task.samples)
         for task in load_tasks(paths, local.task_changes)
     ]
-    prices = local.load(task_sets=True).prices
-    if price_in is not None:
-        prices = replace(prices, prompt_tokens=price_in)
-    if price_out is not None:
-        prices = replace(prices, sampled_tokens=price_out)
+    given = {"prompt_tokens": price_in, "sampled_tokens": price_out}
+    prices = {name: price for name, price in given.items() if price is not None}
     console = Console(stderr=True, highlight=False)
-    views = run_with_progress(tasks, local, out, console, RunKind.GENERATE)
-    totals, accepted = _read_run(out, views, read_tags(tasks), condition)
+    done = run_with_progress(tasks, local, out, console, RunKind.GENERATE, prices=prices)
+    totals, accepted = _read_run(out, done.views, read_tags(tasks), condition)
     for total in totals.values():
-        total.cost = prices.price_tokens(total.prompt_tokens, total.sampled_tokens)
+        total.cost = done.prices.price_tokens(total.prompt_tokens, total.sampled_tokens)
     rows = _write_set(out, accepted)
     save_report(out / "generation.json", {"tags": totals, "files": rows}, as_json=as_json)
     if not as_json:

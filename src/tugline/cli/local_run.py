@@ -3,17 +3,33 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from msgspec.structs import replace
 from rich.console import Console
 
 from tugline.aio import handle_signals
 from tugline.cli.node_options import NodeOptions, add_default_engine
 from tugline.cli.process import keep_running
+from tugline.config import NO_CHANGES
 from tugline.datasets.base import SPLIT, TASKSET
+from tugline.launch.prices import Cost, Prices, measure_cost
 from tugline.launch.progress import SessionProgress
 from tugline.launch.run import run_in_folder
 from tugline.protocol import ResultView, RunKind
 from tugline.types import INSTANCE, Task
+
+
+class LocalRun(NamedTuple):
+    """Results of a run, and its prices."""
+
+    views: list[ResultView]
+    prices: Prices
+
+    @property
+    def cost(self) -> Cost | None:
+        """Its cost; None without prices."""
+        return measure_cost(self.views, self.prices)
 
 
 def run_with_progress(
@@ -24,9 +40,14 @@ def run_with_progress(
     kind: RunKind,
     *,
     more_samples: bool = False,
-) -> list[ResultView]:
-    """Run sessions without a result in `out`, with progress. Raises `SystemExit` if stopped."""
+    prices: Mapping[str, float] = NO_CHANGES,
+) -> LocalRun:
+    """Run sessions without a result in `out`, with progress. Raises `SystemExit` if stopped.
+
+    `prices` replace those of the settings.
+    """
     settings = add_default_engine(local.load(task_sets=True))
+    settings = replace(settings, prices=replace(settings.prices, **prices))
     progress = SessionProgress(console, sum(task.samples for task in tasks))
     views: list[ResultView] = []
 
@@ -45,7 +66,7 @@ def run_with_progress(
     except SystemExit:
         console.print(f"stopped; the same command resumes in {out}")
         raise
-    return views
+    return LocalRun(views, settings.prices)
 
 
 def read_tags(tasks: list[Task]) -> Mapping[str, Mapping[str, str]]:

@@ -17,7 +17,7 @@ from tugline.cli.options import Json
 from tugline.cli.output import print_report
 from tugline.cli.task import Paths
 from tugline.datasets.files import load_tasks
-from tugline.launch.prices import describe_cost, measure_cost
+from tugline.launch.prices import describe_cost
 from tugline.protocol import ResultView, RunKind
 from tugline.types import Boundary
 
@@ -32,12 +32,11 @@ def run(*paths: Paths, out: Path, local: NodeOptions = DEFAULT_NODE, as_json: Js
     """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     tasks = load_tasks(paths, local.task_changes)
-    prices = local.load(task_sets=True).prices
-    views = run_with_progress(tasks, local, out, console, RunKind.RUN)
+    done = run_with_progress(tasks, local, out, console, RunKind.RUN)
+    views = done.views
     console.print(f"results: {out}/results.jsonl")
     failures = _print_failures(console, views)
-    cost = measure_cost(views, prices)
-    for name, text in describe_cost(cost):
+    for name, text in describe_cost(done.cost):
         console.print(f"{name}: {text}")
     rewards = [view.reward for view in views if view.reward is not None]
     report = {
@@ -47,7 +46,7 @@ def run(*paths: Paths, out: Path, local: NodeOptions = DEFAULT_NODE, as_json: Js
         "sampled": sum(view.sampled for view in views),
         "trained": sum(view.trained for view in views),
         "failures": failures,
-        "cost": cost,
+        "cost": done.cost,
         "folder": str(out),
     }
     failed = not _INFRASTRUCTURE.isdisjoint(failures) or failures.total() == len(views)

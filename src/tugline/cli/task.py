@@ -33,7 +33,7 @@ from tugline.datasets.files import SelectedTasks, gather, load_tasks
 from tugline.errors import ConfigError, Invalid, TuglineError, UsageError
 from tugline.launch.progress import WorkProgress
 from tugline.rollout.parts import Parts
-from tugline.rollout.task_checks import find_mistakes, find_notes
+from tugline.rollout.task_checks import Reasons, find_mistakes, find_notes
 from tugline.rollout.task_validation import TaskValidation, fingerprint, validate_task
 from tugline.server.validation import check_task
 from tugline.task_files import make_template
@@ -73,6 +73,7 @@ def check(*paths: Paths) -> None:
         tasks = load_tasks(paths)
     parts = Parts()
     notes: Counter[str] = Counter()
+    reasons: Reasons = {}
 
     def check_one(task: Task) -> None:
         problems = [*find_mistakes(task)]
@@ -83,7 +84,7 @@ def check(*paths: Paths) -> None:
                 problems.append(error)
         if problems:
             raise Invalid.combine(problems)
-        notes.update(find_notes(task, parts))
+        notes.update(find_notes(task, parts, reasons))
 
     one_file = len(paths) == 1 and Path(paths[0]).is_file()
     _check_each(tasks, check_one, f"{paths[0]}: " if one_file else "")

@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from msgspec.structs import replace
+
 from tugline.cli.node_options import DEFAULT_NODE, NodeOptions, Processes, add_default_engine
 from tugline.cli.options import DATA, Folder
 from tugline.cli.output import echo
@@ -48,9 +50,17 @@ def up(
             f"the API will listen on {settings.server.host} without TLS: tokens and results can be"
             " read in transit; give server.tls_cert and server.tls_key"
         )
-    if not cluster and _serve_runs(settings, folder, local.log_file):
-        return
     is_of_run = is_run(folder) and not cluster
+    runs = [] if is_of_run or cluster else _find_runs(settings, folder)
+    if is_of_run or runs:
+        given = {"--nodes": nodes, "--no-node": no_node or None, "--name": name}
+        ignored = [flag for flag, value in given.items() if value is not None]
+        if ignored:
+            msg = f"{folder} has runs, whose console is served without nodes: omit {ignored[0]}"
+            raise UsageError(f"{msg}, or choose another --dir")
+    if runs:
+        _serve_runs(settings, runs, folder, local.log_file)
+        return
     if is_of_run:
         echo(f"{folder} is the folder of a run: its console is served, and nothing is run")
     if cluster:
@@ -72,19 +82,25 @@ def up(
     keep_running(main, local.log_file)
 
 
-def _serve_runs(settings: Settings, folder: Path, log_file: Path | None) -> bool:
-    """Serve the console of the runs below a folder that has no data of its own, if it has any."""
-    if is_run(folder) or (folder / STORE).exists() or settings.server.store is not None:
-        return False
+def _find_runs(settings: Settings, folder: Path) -> list[Path]:
+    """Return the runs below a folder that has no data of its own."""
+    if (folder / STORE).exists() or settings.server.store is not None:
+        return []
     from tugline.launch import collection  # noqa: PLC0415 - takes a second
 
-    runs = collection.list_runs(folder)
-    if not runs:
-        return False
+    return collection.list_runs(folder)
+
+
+def _serve_runs(settings: Settings, runs: list[Path], folder: Path, log_file: Path | None) -> None:
+    """Serve the console of several runs."""
+    from tugline.launch import collection  # noqa: PLC0415 - takes a second
+
+    # A server deletes blobs that its store does not know, and the copies know none but their own.
+    settings = replace(settings, server=replace(settings.server, blobs=None, keep_tasks_days=None))
+    count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     with tempfile.TemporaryDirectory(prefix="tugline-") as temporary:
-        count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
         echo(f"reading {count} of {folder}; nothing is run")
-        collection.collect(runs, Path(temporary))
+        for left_out in collection.collect(runs, Path(temporary)):
+            echo(left_out)
         main = partial(run_server, settings, Path(temporary), echo, page="runs")
         keep_running(main, log_file)
-    return True

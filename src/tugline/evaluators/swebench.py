@@ -127,7 +127,6 @@ class SweBenchEvaluator(Evaluator):
             scripts=(self.eval_script,),
         )
         self.sandboxes = 1 + self.isolate
-
         self._proven = False
         """Whether the script has given a result on this machine."""
 

@@ -3,10 +3,12 @@
 Stores are copied, so that runs may go on; recordings, patches and trajectories are linked.
 """
 
+import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 
-from tugline.launch.naming import is_run, name_run
+from tugline.errors import TuglineError, first_line
+from tugline.launch.naming import is_run, make_prefix, name_run
 from tugline.launch.node import RECORDINGS
 from tugline.launch.processes import NODES
 from tugline.launch.server import BLOBS, STORE
@@ -24,19 +26,34 @@ def list_runs(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.iterdir()) if is_run(path) and (path / STORE).exists()]
 
 
-def collect(runs: Sequence[Path], into: Path) -> None:
-    """Make the data of a server in the new folder `into`; ids begin with the name of the run."""
+def collect(runs: Sequence[Path], into: Path) -> list[str]:
+    """Make the data of a server in the new folder `into`; ids begin with the name of the run.
+
+    Return a line about each run that is left out: a copy of another one, or of another release.
+    """
+    left_out = []
+    known: dict[str, Path] = {}
     store = into / STORE
     driver = Sqlite(store)
     driver.prepare()
     driver.release()
     copy = into / _COPY
     for run in runs:
-        prefix = f"{name_run(run)}."
-        snapshot(run / STORE, copy)
-        merge(store, copy, prefix)
-        copy.unlink()
-        _link(run, prefix, into)
+        unique = make_prefix(run)
+        if unique in known:
+            left_out.append(f"{run} is left out: it is a copy of {known[unique]}")
+            continue
+        try:
+            snapshot(run / STORE, copy)
+            merge(store, copy, f"{name_run(run)}.")
+        except (TuglineError, sqlite3.Error) as error:
+            left_out.append(f"{run} is left out: its store cannot be read: {first_line(error)}")
+            continue
+        finally:
+            copy.unlink(missing_ok=True)
+        known[unique] = run
+        _link(run, f"{name_run(run)}.", into)
+    return left_out
 
 
 def _link(run: Path, prefix: str, into: Path) -> None:

@@ -32,7 +32,7 @@ from tugline.server.control import ControlPlane
 from tugline.server.store import nodes, results, runs, sessions
 from tugline.server.store.base import Tx
 from tugline.server.store.sessions import SessionRow
-from tugline.types import Call, Status, Task, Trajectory
+from tugline.types import Call, Task, Trajectory
 
 _STOP_S = 30.0
 """Seconds that sessions may take to end when the run is stopped."""
@@ -154,8 +154,7 @@ class LocalServer:
                 await self.watch.check(self.control.database)
             cursor = page.cursor
             for view in page.items:
-                if view.status is Status.COMPLETED:
-                    self.watch.worked = True
+                self.watch.note_result(view)
                 if view.session in missing:
                     missing.remove(view.session)
                     yield view

@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 from tugline import log
 from tugline.errors import ServerError
-from tugline.protocol import NodeState
+from tugline.protocol import NodeState, ResultView
 from tugline.server.store import nodes
 from tugline.server.store.database import Database
+from tugline.types import Boundary
 
 _log = log.get("launch")
 
@@ -17,12 +18,18 @@ class NodeWatch:
 
     def __init__(self) -> None:
         self.patience_s = 600.0
-        """Seconds for which no node may be able to, once a session was completed."""
+        """Seconds for which no node may be able to, once one was."""
         self.report: Callable[[str], object] = _log.warning
         """Prints the reason at the start of that time."""
-        self.worked = False
-        """Whether a session was completed."""
+        self._worked = False
         self._unable_since: float | None = None
+
+    def note_result(self, view: ResultView) -> None:
+        """Take notice of a result; one that is the agent's shows that a node is able to."""
+        failure = view.failure
+        if view.reward is not None or (failure and failure.boundary is Boundary.AGENT):
+            self._worked = True
+            self._unable_since = None
 
     async def check(self, database: Database) -> None:
         """Raise `ServerError` if no node is able to, and none ever was or for too long."""
@@ -35,7 +42,7 @@ class NodeWatch:
         now = asyncio.get_running_loop().time()
         if self._unable_since is None:
             self._unable_since = now
-            if self.worked:
+            if self._worked:
                 self.report(f"{problem}; waiting up to {self.patience_s / 60:.0f} minutes for it")
-        if not self.worked or now - self._unable_since > self.patience_s:
+        if not self._worked or now - self._unable_since > self.patience_s:
             raise ServerError(problem)

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from tugline.errors import Invalid
 from tugline.rollout.parts import Parts
+from tugline.sandbox.base import Runtime
 from tugline.sandbox.view import search_path
 from tugline.task_files import SHELL
 from tugline.types import Task
@@ -47,10 +48,17 @@ def find_mistakes(task: Task) -> Iterator[Invalid]:
                 yield Invalid(f"{field} names {word!r}, {reason}", field=field)
 
 
-def find_notes(task: Task, parts: Parts) -> Iterator[str]:
+Reasons = dict[Runtime, str | None]
+"""Why runtimes cannot be used here, so that each is tried once."""
+
+
+def find_notes(task: Task, parts: Parts, reasons: Reasons) -> Iterator[str]:
     """Yield what would not work on this machine, and limits that cut others short. May block."""
     runtime = task.runtime.name
-    if reason := parts.runtime(task.runtime).check_available():
+    used = parts.runtime(task.runtime)
+    if used not in reasons:
+        reasons[used] = used.check_available()
+    if reason := reasons[used]:
         yield f"runtime {runtime!r} cannot be used here: {reason}"
     if reason := parts.evaluator(task.evaluator).check_available():
         yield f"evaluator {task.evaluator.name!r} cannot be used here: {reason}"
@@ -63,6 +71,11 @@ def find_notes(task: Task, parts: Parts) -> Iterator[str]:
         source = getattr(task.workspace, name)
         if source is not None and Path(source).is_absolute() and not Path(source).exists():
             yield f"workspace.{name} is {source!r}, which does not exist here"
+    yield from _find_limits(task)
+
+
+def _find_limits(task: Task) -> Iterator[str]:
+    """Yield limits that cut others short."""
     limits = task.limits
     if limits.total_s is not None and limits.total_s <= limits.agent_s:
         yield (
@@ -121,8 +134,8 @@ def _refuse_path(word: str, task: Task) -> str:
                 f"which cannot be executed; run chmod +x {word}, or put its interpreter before it"
             )
         return ""
-    known = os.path.normpath(word) in task.files or task.workspace.has_base or path.is_file()
-    if known:
+    made = bool(task.harness.options.get("setup")) or task.workspace.has_base
+    if made or os.path.normpath(word) in task.files or path.is_file():
         return ""
     return (
         "which is neither beside the task file nor among the files of the task; must be a path"

@@ -1,4 +1,4 @@
-"""Cost of a training so far: the GPUs' time from its first start on, and tokens of its sessions."""
+"""Cost of a training so far: the GPUs' time, without loading, and the tokens of its sessions."""
 
 import time
 from collections.abc import Callable, Sequence

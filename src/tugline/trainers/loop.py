@@ -131,9 +131,8 @@ async def train(
                 )
                 return await loop.run()
             finally:
-                await asyncio.to_thread(
-                    sinks.close
-                )  # waits for reports, which this event loop sends
+                # It waits for reports, which this event loop sends.
+                await asyncio.to_thread(sinks.close)
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ _STEPS = 5
 class RunProgress:
     """Observer of a run; this one passes on messages and shows nothing else."""
 
-    def __init__(self, report: Callable[[str], object] = str) -> None:
+    def __init__(self, report: Callable[[str], object] = lambda _text: None) -> None:
         self.report = report
         """Function that gets messages for people, each of one line."""
 

@@ -28,6 +28,7 @@ _TABLES = {
         "released": _POSITION,
         "body": "rename_task({0}, :prefix)",
         "callback": "NULL",
+        "deadline": "NULL",
     },
     "sessions": {"id": _NAME, "task": _NAME, "judges": _NAME, "place": _PLACE, "node": "NULL"},
     "results": {
