@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,11 +65,12 @@ def test_runs_of_a_folder_are_served_together(tmp_path: Path) -> None:
             stderr=out,
         )
     try:
-        until(lambda: b"the console is at" in log.read_bytes() or server.poll() is not None, "it")
+        link = re.compile(r"the console is at (\S+)/runs#token=(\S+)\n")
+        until(lambda: link.search(log.read_text()) or server.poll() is not None, "the console")
         text = log.read_text()
         assert "reading 1 run of runs" in text
         assert "join a node" not in text
-        url, _, token = text.partition("the console is at ")[2].split()[0].partition("/runs#token=")
+        url, token = link.findall(text)[0]
         listed = run_command("runs", "--server", url, "--json", env={"TUGLINE_TOKEN": token})
         assert [run["name"] for run in json.loads(listed.stdout)] == [name]
     finally:
