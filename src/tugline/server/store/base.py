@@ -252,11 +252,16 @@ class Driver(ABC):
             )
             raise UsageError(msg)
         for step in range(layout, len(STEPS)):
-            terms = {"sqlite": "--", "postgresql": "--", self.name: "", "blob": self.blob}
-            for statement in _statements(STEPS[step], terms):
-                tx.run(statement)
+            self._run_all(tx, STEPS[step])
             if step + 1 == _FILLED:
                 _fill_sessions(tx)
+                self._run_all(tx, read_sql("layout_8_indexes"))
+
+    def _run_all(self, tx: Tx, text: str) -> None:
+        """Run the statements of a migration."""
+        terms = {"sqlite": "--", "postgresql": "--", self.name: "", "blob": self.blob}
+        for statement in _statements(text, terms):
+            tx.run(statement)
 
     @abstractmethod
     def connect(self, *, reading: bool = False) -> Connection:
@@ -297,29 +302,36 @@ STEPS = tuple(read_sql(f"layout_{n}") for n in range(1, 9))
 
 _FILLED = 8
 """Layout from which on sessions have the columns of `_fill_sessions`."""
+_FILL_BATCH = 1000
 
 
 def _fill_sessions(tx: Tx) -> None:
-    """Write problem, reward and seconds of sessions from their tasks and results."""
-    for task, tags in tx.all("SELECT id, tags FROM tasks"):
-        known = msgspec.json.decode(tags)
-        tx.run(
-            "UPDATE sessions SET problem = :problem, held_out = :held_out WHERE task = :task",
-            task=task,
-            problem=name_problem(task, known),
-            held_out=int(is_held_out(task, known)),
-        )
-    after = 0
-    while rows := tx.read_after("position, session, view FROM results", "position", after, 1000):
-        results = [(session, msgspec.msgpack.decode(view)) for _, session, view in rows]
+    """Write problem, reward and seconds of sessions from their tasks and results, in batches."""
+    rows = (
+        "s.place, s.task, t.tags, r.view FROM sessions s JOIN tasks t ON t.id = s.task"
+        " LEFT JOIN results r ON r.session = s.id"
+    )
+    after = -1
+    while batch := tx.read_after(rows, "s.place", after, _FILL_BATCH):
         tx.many(
-            "UPDATE sessions SET reward = :reward, seconds = :seconds WHERE id = :id",
-            [
-                {"id": session, "reward": view["reward"], "seconds": sum_seconds(view["seconds"])}
-                for session, view in results
-            ],
+            "UPDATE sessions SET problem = :problem, held_out = :held_out, reward = :reward,"
+            " seconds = :seconds WHERE place = :place",
+            [_describe(*row) for row in batch],
         )
-        after = rows[-1][0]
+        after = batch[-1][0]
+
+
+def _describe(place: int, task: str, tags: str, view: bytes | None) -> dict[str, object]:
+    """Return the columns of a session that `_fill_sessions` writes."""
+    known = msgspec.json.decode(tags)
+    result = {} if view is None else msgspec.msgpack.decode(view)
+    return {
+        "place": place,
+        "problem": name_problem(task, known),
+        "held_out": int(is_held_out(task, known)),
+        "reward": result.get("reward"),
+        "seconds": sum_seconds(result.get("seconds", {})),
+    }
 
 
 def sum_seconds(stages: Mapping[str, float]) -> float | None:
