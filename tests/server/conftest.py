@@ -125,8 +125,12 @@ def open_earlier(store_url: str, monkeypatch: pytest.MonkeyPatch) -> Earlier:
         with monkeypatch.context() as earlier:
             for module in (base, sqlite, postgres):
                 earlier.setattr(module, "STEPS", STEPS[:steps])
+            columns = sessions._COLUMNS
+            if steps < 9:
+                columns = columns.replace(", other_s, leased_at", ", 0, 0")
+                earlier.setattr(sessions, "_COLUMNS", columns)
             if steps < 8:
-                columns = sessions._COLUMNS.replace(", queued_s", ", 0")
+                columns = columns.replace(", queued_s", ", 0")
                 earlier.setattr(sessions, "_COLUMNS", columns)
                 earlier.setattr(time_spent, "add", lambda *_args: None)
             if steps < 7:

@@ -66,6 +66,8 @@ class Tx:
 
     now: float = 0.0
     """Start of the transaction in Unix seconds; operations use no other clock."""
+    opened: float = 0.0
+    """Time at which this server opened the database."""
 
     matching: str
     """``FROM`` and ``WHERE`` for texts with all `:words`; a word that ends in ``*`` is a prefix.
@@ -78,6 +80,10 @@ class Tx:
         self._db = db
         self.topics: set[str] = set()
         """Topics to notify after the commit."""
+
+    def count_since(self, time: float) -> float:
+        """Return the seconds since `time` in which this server was running."""
+        return max(0.0, self.now - max(time, self.opened))
 
     def translate(self, sql: str) -> Any:
         """Convert the parameters of a statement to the driver's syntax."""
@@ -296,7 +302,7 @@ def read_sql(name: str) -> str:
     return Path(__file__).with_name(f"{name}.sql").read_text(encoding="utf-8")
 
 
-STEPS = tuple(read_sql(f"layout_{n}") for n in range(1, 9))
+STEPS = tuple(read_sql(f"layout_{n}") for n in range(1, 10))
 """Migrations; step n leads from layout n to layout n + 1."""
 
 

@@ -58,6 +58,8 @@ class SessionRow(NamedTuple):
     run: str | None
     judges: str | None
     queued_s: float
+    other_s: float
+    leased_at: float
 
     @property
     def leased(self) -> bool:
@@ -233,6 +235,7 @@ def requeue(
             "failing_since": tx.now if first else entry.failing_since,
             "retry_at": tx.now + pause_s if outage and entry.outages else None,
             "avoid": entry.node if elsewhere else None,
+            **_count_time(tx, entry),
             **{name: getattr(entry, name) + 1 for name in counters},
         }
         rows.append(row | {"id": entry.id, "now": tx.now})
@@ -244,6 +247,13 @@ def requeue(
     tx.many(f"UPDATE sessions SET {changes}, stop_at = NULL WHERE id = :id", rows)  # noqa: S608 - constants
     events.add(tx, protocol.EventKind.REQUEUED, *notes)
     tx.notify("work", "timers")
+
+
+def _count_time(tx: Tx, entry: SessionRow) -> dict[str, float]:
+    """Return the seconds before the next attempt: in the queue, and in earlier attempts."""
+    waited_s = tx.count_since(entry.updated) if entry.status == Status.QUEUED else 0.0
+    lost_s = tx.count_since(entry.leased_at) if entry.leased else 0.0
+    return {"queued_s": entry.queued_s + waited_s, "other_s": entry.other_s + lost_s}
 
 
 def write_note(tx: Tx, session: str, text: str) -> None:

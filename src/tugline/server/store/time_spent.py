@@ -3,6 +3,7 @@
 Reading them costs as much as there are versions and minutes, not sessions.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from tugline.protocol import ResultView, TimeAxis, TimeParts, TimePoint, TimeQuery, TimeSpent
@@ -15,33 +16,41 @@ _UNMEASURED = -1
 """Version of the sums that only count results of older releases."""
 
 
-def split(result: ResultView, created: float) -> TimeParts:
-    """Split the time of a session, submitted at `created`, until its result."""
+_STAGES = (Status.INIT, Status.READY, Status.RUN, Status.EVAL)
+"""Stages that have a part of their own."""
+
+
+def count_other(seconds: Mapping[str, float], attempt_s: float) -> float:
+    """Return the seconds of an attempt in none of the stages that have a part of their own."""
+    return max(0.0, attempt_s - sum(seconds.get(stage.value, 0.0) for stage in _STAGES))
+
+
+def split(result: ResultView) -> TimeParts:
+    """Split the time of a session, without that in which no server was running.
+
+    It depends on the result alone, so that what was added to the sums can be subtracted.
+    """
     of = result.seconds.get
     run_s = of(Status.RUN.value, 0.0)
     engine_s = None if result.engine_s is None else min(result.engine_s, run_s)
-    waiting_s = (result.queued_s or 0.0) + of(Status.READY.value, 0.0)
-    sandbox_s = of(Status.INIT.value, 0.0)
-    evaluation_s = of(Status.EVAL.value, 0.0)
-    known_s = waiting_s + sandbox_s + run_s + evaluation_s
     return TimeParts(
         sessions=1,
-        waiting_s=waiting_s,
-        sandbox_s=sandbox_s,
+        waiting_s=(result.queued_s or 0.0) + of(Status.READY.value, 0.0),
+        sandbox_s=of(Status.INIT.value, 0.0),
         engine_s=engine_s or 0.0,
         agent_s=0.0 if engine_s is None else run_s - engine_s,
         unsplit_s=run_s if engine_s is None else 0.0,
-        evaluation_s=evaluation_s,
-        other_s=max(0.0, result.created - created - known_s),
+        evaluation_s=of(Status.EVAL.value, 0.0),
+        other_s=result.other_s or 0.0,
     )
 
 
-def add(tx: Tx, result: ResultView, created: float, *, sign: int = 1) -> None:
+def add(tx: Tx, result: ResultView, *, sign: int = 1) -> None:
     """Add a result to the sums, or with `sign` -1 subtract it; one without a node is left out."""
     if not result.seconds:
         return
     known = result.queued_s is not None
-    parts = split(result, created) if known else TimeParts(sessions=1)
+    parts = split(result) if known else TimeParts(sessions=1)
     changes = ", ".join(f"{name} = time_spent.{name} + excluded.{name}" for name in _NAMES)
     values = ", ".join(f":{name}" for name in _NAMES)
     tx.run(
