@@ -188,7 +188,7 @@ async def test_results_of_older_releases_are_unknown(
         assert (spent.total.sessions, spent.unmeasured) == (1, 2)
         view = await control.database.read(results.get, "early-0")
         old = replace(view, queued_s=None, seconds=STAGES)
-        await control.database.write(time_spent.add, old, sign=-1)
+        await control.database.write(time_spent.subtract, old)
         assert (await read(control)).unmeasured == 1
 
 
@@ -203,6 +203,32 @@ async def test_sums_of_deleted_runs_are_deleted(open_control: Open) -> None:
         await control.database.write(tasks.delete_finished, time.time() + 1e9)
         await control.delete_old(control.database.clock() + 2 * 86_400)
         assert (await read(control)).total.sessions == 0
+
+
+async def test_sums_of_kept_results_are_kept(open_control: Open) -> None:
+    """A consumer keeps an old task without a run: its result can still be subtracted."""
+    async with open_control(keep_tasks_days=1.0) as control:
+        await control.database.write(results.ack, "trainer", 0)
+        await run_one(control, "t", failure=Cause.EVALUATOR)
+        await control.delete_old(control.database.clock() + 5 * 86_400)
+        assert (await read(control)).total.sessions == 1
+        await run_one(control, "u")
+        assert await control.database.write(results.run_again, "t", "a test") == ("t-0",)
+        spent = await read(control)
+        assert (spent.total.sessions, [point.sessions for point in spent.points]) == (1, [1])
+
+
+async def test_sums_that_do_not_exist_stay_at_zero(control: ControlPlane) -> None:
+    """A result whose sums were deleted is not subtracted from those of other results."""
+    await run_one(control, "t")
+    view = await control.database.read(results.get, "t-0")
+    await control.database.write(lambda tx: tx.run("DELETE FROM time_spent"))
+    for old in (view, replace(view, queued_s=None)):
+        await control.database.write(time_spent.subtract, old)
+    spent = await read(control)
+    assert (spent.total, spent.points, spent.unmeasured) == (TimeParts(), (), 0)
+    await control.database.write(time_spent.add, view)
+    assert (await read(control)).total.sessions == 1
 
 
 def fill(tx: Tx) -> None:

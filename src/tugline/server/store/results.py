@@ -157,7 +157,7 @@ def run_again(tx: Tx, task: str, by: str) -> tuple[str, ...]:
     )
     ended = sessions.select(tx, "id IN :ids ORDER BY sample", ids=ids)
     for each in failed:
-        time_spent.add(tx, each, sign=-1)
+        time_spent.subtract(tx, each)
     fresh = [entry._replace(failing_since=None) for entry in ended]
     sessions.requeue(tx, fresh, f"run again by {by}", ())
     for each in failed:
