@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from support.control_plane import Earlier, IdleNode, Open, finish, read_pages
 from support.server import TOKENS, RunningServer
 from support.tasks import make_task
 from tugline.client.api import Client
-from tugline.errors import Missing
+from tugline.errors import Invalid, Missing
 from tugline.protocol import (
     ChangeQuery,
     Changes,
@@ -233,6 +234,47 @@ async def test_sessions_are_listed_by_reward_and_seconds(control: ControlPlane) 
         sessions.page, SessionQuery(min_reward=1.0, recent=True, run="a")
     )
     assert [one.id for one in page.sessions] == ["t5-0"]
+
+
+@pytest.mark.parametrize("order", [SessionOrder.HIGHEST, SessionOrder.SHORTEST, None])
+async def test_pages_go_on_if_their_last_session_changes(
+    control: ControlPlane, order: SessionOrder | None
+) -> None:
+    """It runs again or is judged again between two pages: nothing is skipped or listed twice."""
+
+    def fill(tx: Tx) -> None:
+        for n in range(4):
+            tx.now += 10.0
+            tasks.submit(tx, [tasks.pack(make_task(f"t{n}"))])
+            finish(tx, f"t{n}-0", n / 3, seconds={"run": 10.0 - n})
+
+    await control.database.write(fill)
+    for change in (
+        {"reward": None, "seconds": None},
+        {"reward": 0.9, "seconds": 7.5, "updated": control.database.clock() + 3600},
+    ):
+        query = SessionQuery(order=order, recent=order is None, limit=2)
+        page = await control.database.read(sessions.page, query)
+        first = [one.id for one in page.sessions]
+        await control.database.write(
+            lambda tx, at, to: tx.update("sessions", at, **to), first[1], change
+        )
+        rest = await read_pages(control, sessions.page, replace(query, after=page.next))
+        assert [*first, *rest] == ["t3-0", "t2-0", "t1-0", "t0-0"]
+        await control.database.write(
+            lambda tx: tx.update("sessions", "t2-0", reward=2 / 3, seconds=8.0, updated=tx.now + 30)
+        )
+
+
+@pytest.mark.parametrize(
+    "cursor", ["", "7", "x", "1.0,", ",3", "1.0,-3", "nan,3", "1e999,3", "1..0,3", "1.0,3,4"]
+)
+async def test_a_wrong_cursor_of_an_order_is_refused(control: ControlPlane, cursor: str) -> None:
+    """The message names the field and what it must be."""
+    query = SessionQuery(order=SessionOrder.HIGHEST, after=cursor)
+    with pytest.raises(Invalid, match="must be the `next` of an earlier page") as caught:
+        await control.database.read(sessions.page, query)
+    assert caught.value.field == "after"
 
 
 async def test_a_repeated_session_has_no_reward_meanwhile(control: ControlPlane) -> None:

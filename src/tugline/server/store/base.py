@@ -4,10 +4,11 @@ SQLite and PostgreSQL share the SQL: parameters are ``:name``, rows are tuples, 
 ``RETURNING`` and ``ON CONFLICT``. Where they differ, the driver supplies the keyword.
 """
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,17 +35,40 @@ def match_columns(**columns: str | Sequence[str] | None) -> tuple[str, dict[str,
     return where, {n: str(value) if isinstance(value, str) else value for n, value in given.items()}
 
 
+_PLACE = re.compile(r"[0-9]{1,18}", re.ASCII)
+_VALUE_AND_PLACE = re.compile(r"(-?[0-9.]{1,25}(?:e[+-]?[0-9]{1,3})?),([0-9]{1,18})", re.ASCII)
+
+
 def parse_cursor(cursor: str) -> int:
     """Return the place of a cursor of `cut_page`. Raises `Invalid`."""
-    if not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
-        msg = f"after is {cursor!r}, must be the `next` of an earlier page"
+    if not _PLACE.fullmatch(cursor):
+        msg = f"after is {cursor!r}, must be the `next` of an earlier page of the same order"
         raise Invalid(msg, field="after")
     return int(cursor)
+
+
+def parse_ordered_cursor(cursor: str) -> tuple[float, int]:
+    """Return value and place of a cursor, ``VALUE,PLACE``, of `cut_ordered`. Raises `Invalid`."""
+    found = _VALUE_AND_PLACE.fullmatch(cursor)
+    with suppress(ValueError):
+        if found and math.isfinite(value := float(found[1])):
+            return value, int(found[2])
+    msg = f"after is {cursor!r}, must be the `next` of an earlier page of the same order"
+    raise Invalid(msg, field="after")
 
 
 def cut_page(rows: Sequence[Row], limit: int) -> tuple[Sequence[Row], str | None]:
     """Return the rows of a page, and the cursor of the next page."""
     return rows[:limit], str(rows[limit - 1][1]) if len(rows) > limit else None
+
+
+def cut_ordered(rows: Sequence[Row], limit: int) -> tuple[Sequence[Row], str | None]:
+    """Return the rows of a page in order of their last column, without it, and the next cursor.
+
+    The cursor has the value as well as the place, since a value may change between the pages.
+    """
+    last = f"{float(rows[limit - 1][-1])!r},{rows[limit - 1][1]}" if len(rows) > limit else None
+    return [row[:-1] for row in rows[:limit]], last
 
 
 def expand_lists(sql: str, values: Mapping[str, object]) -> tuple[str, dict[str, object]]:
