@@ -129,6 +129,33 @@ async def test_other_runs_are_compared_as_a_whole(control: ControlPlane) -> None
         await read(changes.find, "third", ChangeQuery(before="fourth"))
 
 
+async def test_versions_before_are_enough(control: ControlPlane) -> None:
+    """A run is compared with its own earlier versions; a part with itself is refused."""
+
+    def fill(tx: Tx) -> None:
+        start(tx, "a")
+        for step, reward in enumerate((0.0, 1.0, 1.0)):
+            add(tx, "a", f"g{step:07}-mend", (reward,), version=step)
+
+    await control.database.write(fill)
+    read = control.database.read
+    for query in (ChangeQuery(before_last=0), ChangeQuery(before_first=0, before_last=0)):
+        found = await read(changes.find, "a", query)
+        assert (found.before.sessions, found.now.sessions) == (1, 3)
+        check([("mend", 0.0, pytest.approx(2 / 3))], found)
+    assert (await read(changes.find, "a", ChangeQuery(before_first=1))).before.sessions == 2
+    for query in (
+        ChangeQuery(),
+        ChangeQuery(before="a"),
+        ChangeQuery(held_out=False),
+        ChangeQuery(before_first=0),
+        ChangeQuery(first=1, last=2, before_first=1, before_last=2),
+    ):
+        with pytest.raises(Invalid, match="before_first and before_last to other") as caught:
+            await read(changes.find, "a", query)
+        assert caught.value.field == "before"
+
+
 async def test_a_broken_family_of_tasks_is_the_first_tag(control: ControlPlane) -> None:
     """Tags are compared even if other tasks were tried; held-out ones are left out."""
 
