@@ -16,7 +16,7 @@ import pytest
 from support.control_plane import Clock, Earlier, Open
 from support.server import RunningServer, make_control, serve
 from tugline.server.control import ControlPlane
-from tugline.server.store import base, postgres, sessions, sqlite
+from tugline.server.store import base, postgres, sessions, sqlite, time_spent
 from tugline.server.store.base import STEPS
 from tugline.server.store.database import Database, open_database
 
@@ -125,9 +125,14 @@ def open_earlier(store_url: str, monkeypatch: pytest.MonkeyPatch) -> Earlier:
         with monkeypatch.context() as earlier:
             for module in (base, sqlite, postgres):
                 earlier.setattr(module, "STEPS", STEPS[:steps])
-            if steps < 8:
-                columns = sessions._COLUMNS.replace(", queued_s", ", 0")
+            columns = sessions._COLUMNS
+            if steps < 9:
+                columns = columns.replace(", other_s, leased_at", ", 0, 0")
                 earlier.setattr(sessions, "_COLUMNS", columns)
+            if steps < 8:
+                columns = columns.replace(", queued_s", ", 0")
+                earlier.setattr(sessions, "_COLUMNS", columns)
+                earlier.setattr(time_spent, "add", lambda *_args: None)
             if steps < 7:
                 columns = columns.replace(", run, judges", ", NULL, NULL")
                 earlier.setattr(sessions, "_COLUMNS", columns)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from support.control_plane import Earlier, IdleNode, Open, finish, read_pages
 from support.server import TOKENS, RunningServer
 from support.tasks import make_task
 from tugline.client.api import Client
-from tugline.errors import Missing
+from tugline.errors import Invalid, Missing
 from tugline.protocol import (
     ChangeQuery,
     Changes,
@@ -128,6 +129,33 @@ async def test_other_runs_are_compared_as_a_whole(control: ControlPlane) -> None
         await read(changes.find, "third", ChangeQuery(before="fourth"))
 
 
+async def test_versions_before_are_enough(control: ControlPlane) -> None:
+    """A run is compared with its own earlier versions; a part with itself is refused."""
+
+    def fill(tx: Tx) -> None:
+        start(tx, "a")
+        for step, reward in enumerate((0.0, 1.0, 1.0)):
+            add(tx, "a", f"g{step:07}-mend", (reward,), version=step)
+
+    await control.database.write(fill)
+    read = control.database.read
+    for query in (ChangeQuery(before_last=0), ChangeQuery(before_first=0, before_last=0)):
+        found = await read(changes.find, "a", query)
+        assert (found.before.sessions, found.now.sessions) == (1, 3)
+        check([("mend", 0.0, pytest.approx(2 / 3))], found)
+    assert (await read(changes.find, "a", ChangeQuery(before_first=1))).before.sessions == 2
+    for query in (
+        ChangeQuery(),
+        ChangeQuery(before="a"),
+        ChangeQuery(held_out=False),
+        ChangeQuery(before_first=0),
+        ChangeQuery(first=1, last=2, before_first=1, before_last=2),
+    ):
+        with pytest.raises(Invalid, match="before_first and before_last to other") as caught:
+            await read(changes.find, "a", query)
+        assert caught.value.field == "before"
+
+
 async def test_a_broken_family_of_tasks_is_the_first_tag(control: ControlPlane) -> None:
     """Tags are compared even if other tasks were tried; held-out ones are left out."""
 
@@ -233,6 +261,47 @@ async def test_sessions_are_listed_by_reward_and_seconds(control: ControlPlane) 
         sessions.page, SessionQuery(min_reward=1.0, recent=True, run="a")
     )
     assert [one.id for one in page.sessions] == ["t5-0"]
+
+
+@pytest.mark.parametrize("order", [SessionOrder.HIGHEST, SessionOrder.SHORTEST, None])
+async def test_pages_go_on_if_their_last_session_changes(
+    control: ControlPlane, order: SessionOrder | None
+) -> None:
+    """It runs again or is judged again between two pages: nothing is skipped or listed twice."""
+
+    def fill(tx: Tx) -> None:
+        for n in range(4):
+            tx.now += 10.0
+            tasks.submit(tx, [tasks.pack(make_task(f"t{n}"))])
+            finish(tx, f"t{n}-0", n / 3, seconds={"run": 10.0 - n})
+
+    await control.database.write(fill)
+    for change in (
+        {"reward": None, "seconds": None},
+        {"reward": 0.9, "seconds": 7.5, "updated": control.database.clock() + 3600},
+    ):
+        query = SessionQuery(order=order, recent=order is None, limit=2)
+        page = await control.database.read(sessions.page, query)
+        first = [one.id for one in page.sessions]
+        await control.database.write(
+            lambda tx, at, to: tx.update("sessions", at, **to), first[1], change
+        )
+        rest = await read_pages(control, sessions.page, replace(query, after=page.next))
+        assert [*first, *rest] == ["t3-0", "t2-0", "t1-0", "t0-0"]
+        await control.database.write(
+            lambda tx: tx.update("sessions", "t2-0", reward=2 / 3, seconds=8.0, updated=tx.now + 30)
+        )
+
+
+@pytest.mark.parametrize(
+    "cursor", ["", "7", "x", "1.0,", ",3", "1.0,-3", "nan,3", "1e999,3", "1..0,3", "1.0,3,4"]
+)
+async def test_a_wrong_cursor_of_an_order_is_refused(control: ControlPlane, cursor: str) -> None:
+    """The message names the field and what it must be."""
+    query = SessionQuery(order=SessionOrder.HIGHEST, after=cursor)
+    with pytest.raises(Invalid, match="must be the `next` of an earlier page") as caught:
+        await control.database.read(sessions.page, query)
+    assert caught.value.field == "after"
 
 
 async def test_a_repeated_session_has_no_reward_meanwhile(control: ControlPlane) -> None:

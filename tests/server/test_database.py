@@ -12,8 +12,10 @@ from typing import Any
 import psycopg
 import pytest
 
-from support.control_plane import Earlier, limited_files
+from support.control_plane import Earlier, limited_files, submit
+from support.tasks import make_task
 from tugline.errors import Missing, StoreError, UsageError
+from tugline.server.store import base
 from tugline.server.store.base import STEPS, Tx
 from tugline.server.store.database import Database, open_database
 from tugline.server.store.sqlite import Sqlite
@@ -205,6 +207,61 @@ async def test_a_store_of_an_earlier_version_is_migrated(
         async with open_database(store_url) as database:
             [row] = await database.read(lambda tx: tx.all("SELECT id, body, retry_s FROM tasks"))
             assert (row[0], bytes(row[1]), row[2]) == ("t", b"old", 3600)
+
+
+async def test_sessions_of_an_earlier_version_are_filled_in_batches(
+    store_url: str, open_earlier: Earlier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New columns are written a batch at a time, before they have an index."""
+    async with open_earlier(7) as database:
+        for task in ("a", "b", "c"):
+            await database.write(submit, make_task(task, samples=3))
+    monkeypatch.setattr(base, "_FILL_BATCH", 4)
+    seen: list[str] = []
+    batches: list[int] = []
+    execute, many = Tx.execute, Tx.many
+
+    def execute_noted(tx: Tx, sql: str, values: dict[str, object]) -> Any:
+        seen.append(sql)
+        return execute(tx, sql, values)
+
+    def many_noted(tx: Tx, sql: str, rows: list[dict[str, object]]) -> None:
+        seen.append(sql)
+        batches.append(len(rows))
+        many(tx, sql, rows)
+
+    monkeypatch.setattr(Tx, "execute", execute_noted)
+    monkeypatch.setattr(Tx, "many", many_noted)
+    async with open_database(store_url) as database:
+        filled = await database.read(lambda tx: tx.all("SELECT problem FROM sessions ORDER BY id"))
+    assert filled == [(name,) for name in "aaabbbccc"]
+    assert batches == [4, 4, 1]
+    last = max(at for at, sql in enumerate(seen) if sql.startswith("UPDATE sessions"))
+    indexes = [at for at, sql in enumerate(seen) if sql.startswith("CREATE INDEX sessions_")]
+    assert len(indexes) == 6
+    assert last < min(indexes)
+
+
+async def test_a_migration_has_no_time_limit_on_postgres(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large store takes longer than a statement of a server may; afterwards the limit is back."""
+    names = ("statement_timeout", "enable_seqscan", "enable_bitmapscan", "enable_hashjoin")
+
+    def read(tx: Tx) -> list[str]:
+        return [tx.fetch_value(f"SHOW {name}") for name in names]
+
+    seen: list[list[str]] = []
+    migrate = base.Driver.migrate
+
+    def noted(driver: base.Driver, tx: Tx, layout: int) -> None:
+        seen.append(read(tx))
+        migrate(driver, tx, layout)
+
+    monkeypatch.setattr(base.Driver, "migrate", noted)
+    async with open_database(postgres_url) as database:
+        assert await database.write(read) == ["1min", "off", "off", "off"]
+    assert seen == [["0", "on", "on", "on"]]
 
 
 async def test_a_store_of_a_later_version_is_refused(store_url: str, open_earlier: Earlier) -> None:

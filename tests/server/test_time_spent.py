@@ -12,7 +12,7 @@ from support.control_plane import Earlier, IdleNode, Open, finish, pass_time, su
 from support.tasks import make_task
 from tugline.protocol import Control, RunKind, RunStart, TimeAxis, TimeParts, TimeQuery, TimeSpent
 from tugline.server.control import ControlPlane
-from tugline.server.store import leases, nodes, results, runs, tasks, time_spent
+from tugline.server.store import leases, nodes, results, runs, sessions, tasks, time_spent
 from tugline.server.store.base import Tx
 from tugline.types import Cause
 
@@ -126,6 +126,53 @@ async def test_waits_of_all_attempts_are_summed(control: ControlPlane) -> None:
     assert (total["waiting_s"], total["other_s"]) == (7.0, 50.0)
 
 
+async def test_time_without_a_server_is_in_no_sum(open_control: Open) -> None:
+    """A killed run that is resumed days later has neither waited nor worked in between."""
+    days = 4 * 86_400.0
+    async with open_control() as control:
+        await control.submit([make_task("a")])
+        await IdleNode.at_work(control, name="first")
+        await control.submit([make_task("b")])
+        await pass_time(control, 5.0)
+    async with open_control(ahead_s=days) as control:
+        await pass_time(control, 40.0)  # the lease of the first node expires
+        second = await IdleNode.join(control, "second")
+        await second.ask()
+        await pass_time(control, 3.0)
+        for session in ("a-0", "b-0"):
+            await second.commit(session, seconds={"run": 2.0}, engine_s=1.0)
+        total = rounded((await read(control)).total)
+        assert total["sessions"] == 2
+        assert total["other_s"] == pytest.approx(42.0, abs=1.0), "the lost attempt, and 1 s each"
+        assert total["waiting_s"] == pytest.approx(40.0, abs=1.0), "since the restart"
+
+
+async def test_a_session_that_runs_again_starts_at_zero(control: ControlPlane) -> None:
+    """Neither its first result nor the days until it was run again count."""
+    await run_one(control, "t", waits=8.0, failure=Cause.EVALUATOR)
+    await pass_time(control, 86_400.0)
+    assert await control.database.write(results.run_again, "t", "a test") == ("t-0",)
+    await pass_time(control, 3.0)
+    node = await IdleNode.join(control, "other")
+    await node.ask()
+    await work_for(node, 8.0)
+    await node.commit("t-0", seconds={"run": 6.0}, engine_s=6.0)
+    total = rounded((await read(control)).total)
+    assert (total["sessions"], total["waiting_s"], total["other_s"]) == (1, 3.0, 2.0)
+
+
+async def test_the_wait_for_a_node_that_is_away_is_queue(control: ControlPlane) -> None:
+    """A queued session that is queued again keeps the seconds that it has waited."""
+    await control.submit([make_task("t")])
+    await pass_time(control, 5.0)
+
+    def requeue(tx: Tx) -> float:
+        sessions.requeue(tx, [sessions.get(tx, "t-0")], "a test", ())
+        return sessions.get(tx, "t-0").queued_s
+
+    assert await control.database.write(requeue) == pytest.approx(5.0, abs=0.5)
+
+
 async def test_results_of_older_releases_are_unknown(
     open_earlier: Earlier, open_control: Open
 ) -> None:
@@ -141,7 +188,7 @@ async def test_results_of_older_releases_are_unknown(
         assert (spent.total.sessions, spent.unmeasured) == (1, 2)
         view = await control.database.read(results.get, "early-0")
         old = replace(view, queued_s=None, seconds=STAGES)
-        await control.database.write(time_spent.add, old, 0.0, sign=-1)
+        await control.database.write(time_spent.subtract, old)
         assert (await read(control)).unmeasured == 1
 
 
@@ -156,6 +203,32 @@ async def test_sums_of_deleted_runs_are_deleted(open_control: Open) -> None:
         await control.database.write(tasks.delete_finished, time.time() + 1e9)
         await control.delete_old(control.database.clock() + 2 * 86_400)
         assert (await read(control)).total.sessions == 0
+
+
+async def test_sums_of_kept_results_are_kept(open_control: Open) -> None:
+    """A consumer keeps an old task without a run: its result can still be subtracted."""
+    async with open_control(keep_tasks_days=1.0) as control:
+        await control.database.write(results.ack, "trainer", 0)
+        await run_one(control, "t", failure=Cause.EVALUATOR)
+        await control.delete_old(control.database.clock() + 5 * 86_400)
+        assert (await read(control)).total.sessions == 1
+        await run_one(control, "u")
+        assert await control.database.write(results.run_again, "t", "a test") == ("t-0",)
+        spent = await read(control)
+        assert (spent.total.sessions, [point.sessions for point in spent.points]) == (1, [1])
+
+
+async def test_sums_that_do_not_exist_stay_at_zero(control: ControlPlane) -> None:
+    """A result whose sums were deleted is not subtracted from those of other results."""
+    await run_one(control, "t")
+    view = await control.database.read(results.get, "t-0")
+    await control.database.write(lambda tx: tx.run("DELETE FROM time_spent"))
+    for old in (view, replace(view, queued_s=None)):
+        await control.database.write(time_spent.subtract, old)
+    spent = await read(control)
+    assert (spent.total, spent.points, spent.unmeasured) == (TimeParts(), (), 0)
+    await control.database.write(time_spent.add, view)
+    assert (await read(control)).total.sessions == 1
 
 
 def fill(tx: Tx) -> None:

@@ -62,8 +62,9 @@ class Measure(StrEnum):
 class ChangeQuery(ProblemQuery, frozen=True, kw_only=True):
     """Two parts of the sessions of runs: before, and now.
 
-    Without versions and `held_out`, a part is that of a run's evaluation: of a training, the
-    held-out tasks at the last version that they were tried with; of another run, everything.
+    Without any version and `held_out`, the parts are those of the runs' evaluations: of a training,
+    the held-out tasks at the last version that they were tried with; of another run, everything.
+    The two parts must differ.
     """
 
     before: Name | None = None

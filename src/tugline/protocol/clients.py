@@ -119,6 +119,9 @@ class ResultView(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the prompts of its model calls; None in results of older releases."""
     queued_s: float | None = None
     """Seconds in the queue, before all attempts; None in results of older releases."""
+    other_s: float | None = None
+    """Seconds of earlier attempts, and of the last one outside INIT, READY, RUN and EVAL; None in
+    results of older releases."""
     node: str | None = None
     """Node that ran it last; None if it never ran."""
     patch: str = ""

@@ -18,7 +18,8 @@ VersionNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 class TimeParts(msgspec.Struct, frozen=True, kw_only=True):
     """Sums over sessions with a result of a node, in seconds from submission to result.
 
-    The times in stages are those of the last attempt.
+    The times in stages are those of the last attempt. Time without a server is in no sum; a session
+    that runs again starts at 0.
     """
 
     sessions: int = 0

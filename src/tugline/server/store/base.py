@@ -4,10 +4,11 @@ SQLite and PostgreSQL share the SQL: parameters are ``:name``, rows are tuples, 
 ``RETURNING`` and ``ON CONFLICT``. Where they differ, the driver supplies the keyword.
 """
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,17 +35,40 @@ def match_columns(**columns: str | Sequence[str] | None) -> tuple[str, dict[str,
     return where, {n: str(value) if isinstance(value, str) else value for n, value in given.items()}
 
 
+_PLACE = re.compile(r"[0-9]{1,18}", re.ASCII)
+_VALUE_AND_PLACE = re.compile(r"(-?[0-9.]{1,25}(?:e[+-]?[0-9]{1,3})?),([0-9]{1,18})", re.ASCII)
+
+
 def parse_cursor(cursor: str) -> int:
     """Return the place of a cursor of `cut_page`. Raises `Invalid`."""
-    if not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
-        msg = f"after is {cursor!r}, must be the `next` of an earlier page"
+    if not _PLACE.fullmatch(cursor):
+        msg = f"after is {cursor!r}, must be the `next` of an earlier page of the same order"
         raise Invalid(msg, field="after")
     return int(cursor)
+
+
+def parse_ordered_cursor(cursor: str) -> tuple[float, int]:
+    """Return value and place of a cursor, ``VALUE,PLACE``, of `cut_ordered`. Raises `Invalid`."""
+    found = _VALUE_AND_PLACE.fullmatch(cursor)
+    with suppress(ValueError):
+        if found and math.isfinite(value := float(found[1])):
+            return value, int(found[2])
+    msg = f"after is {cursor!r}, must be the `next` of an earlier page of the same order"
+    raise Invalid(msg, field="after")
 
 
 def cut_page(rows: Sequence[Row], limit: int) -> tuple[Sequence[Row], str | None]:
     """Return the rows of a page, and the cursor of the next page."""
     return rows[:limit], str(rows[limit - 1][1]) if len(rows) > limit else None
+
+
+def cut_ordered(rows: Sequence[Row], limit: int) -> tuple[Sequence[Row], str | None]:
+    """Return the rows of a page in order of their last column, without it, and the next cursor.
+
+    The cursor has the value as well as the place, since a value may change between the pages.
+    """
+    last = f"{float(rows[limit - 1][-1])!r},{rows[limit - 1][1]}" if len(rows) > limit else None
+    return [row[:-1] for row in rows[:limit]], last
 
 
 def expand_lists(sql: str, values: Mapping[str, object]) -> tuple[str, dict[str, object]]:
@@ -66,6 +90,8 @@ class Tx:
 
     now: float = 0.0
     """Start of the transaction in Unix seconds; operations use no other clock."""
+    opened: float = 0.0
+    """Time at which this server opened the database."""
 
     matching: str
     """``FROM`` and ``WHERE`` for texts with all `:words`; a word that ends in ``*`` is a prefix.
@@ -78,6 +104,10 @@ class Tx:
         self._db = db
         self.topics: set[str] = set()
         """Topics to notify after the commit."""
+
+    def count_since(self, time: float) -> float:
+        """Return the seconds since `time` in which this server was running."""
+        return max(0.0, self.now - max(time, self.opened))
 
     def translate(self, sql: str) -> Any:
         """Convert the parameters of a statement to the driver's syntax."""
@@ -252,11 +282,16 @@ class Driver(ABC):
             )
             raise UsageError(msg)
         for step in range(layout, len(STEPS)):
-            terms = {"sqlite": "--", "postgresql": "--", self.name: "", "blob": self.blob}
-            for statement in _statements(STEPS[step], terms):
-                tx.run(statement)
+            self._run_all(tx, STEPS[step])
             if step + 1 == _FILLED:
                 _fill_sessions(tx)
+                self._run_all(tx, read_sql("layout_8_indexes"))
+
+    def _run_all(self, tx: Tx, text: str) -> None:
+        """Run the statements of a migration."""
+        terms = {"sqlite": "--", "postgresql": "--", self.name: "", "blob": self.blob}
+        for statement in _statements(text, terms):
+            tx.run(statement)
 
     @abstractmethod
     def connect(self, *, reading: bool = False) -> Connection:
@@ -291,35 +326,42 @@ def read_sql(name: str) -> str:
     return Path(__file__).with_name(f"{name}.sql").read_text(encoding="utf-8")
 
 
-STEPS = tuple(read_sql(f"layout_{n}") for n in range(1, 9))
+STEPS = tuple(read_sql(f"layout_{n}") for n in range(1, 10))
 """Migrations; step n leads from layout n to layout n + 1."""
 
 
 _FILLED = 8
 """Layout from which on sessions have the columns of `_fill_sessions`."""
+_FILL_BATCH = 1000
 
 
 def _fill_sessions(tx: Tx) -> None:
-    """Write problem, reward and seconds of sessions from their tasks and results."""
-    for task, tags in tx.all("SELECT id, tags FROM tasks"):
-        known = msgspec.json.decode(tags)
-        tx.run(
-            "UPDATE sessions SET problem = :problem, held_out = :held_out WHERE task = :task",
-            task=task,
-            problem=name_problem(task, known),
-            held_out=int(is_held_out(task, known)),
-        )
-    after = 0
-    while rows := tx.read_after("position, session, view FROM results", "position", after, 1000):
-        results = [(session, msgspec.msgpack.decode(view)) for _, session, view in rows]
+    """Write problem, reward and seconds of sessions from their tasks and results, in batches."""
+    rows = (
+        "s.place, s.task, t.tags, r.view FROM sessions s JOIN tasks t ON t.id = s.task"
+        " LEFT JOIN results r ON r.session = s.id"
+    )
+    after = -1
+    while batch := tx.read_after(rows, "s.place", after, _FILL_BATCH):
         tx.many(
-            "UPDATE sessions SET reward = :reward, seconds = :seconds WHERE id = :id",
-            [
-                {"id": session, "reward": view["reward"], "seconds": sum_seconds(view["seconds"])}
-                for session, view in results
-            ],
+            "UPDATE sessions SET problem = :problem, held_out = :held_out, reward = :reward,"
+            " seconds = :seconds WHERE place = :place",
+            [_describe(*row) for row in batch],
         )
-        after = rows[-1][0]
+        after = batch[-1][0]
+
+
+def _describe(place: int, task: str, tags: str, view: bytes | None) -> dict[str, object]:
+    """Return the columns of a session that `_fill_sessions` writes."""
+    known = msgspec.json.decode(tags)
+    result = {} if view is None else msgspec.msgpack.decode(view)
+    return {
+        "place": place,
+        "problem": name_problem(task, known),
+        "held_out": int(is_held_out(task, known)),
+        "reward": result.get("reward"),
+        "seconds": sum_seconds(result.get("seconds", {})),
+    }
 
 
 def sum_seconds(stages: Mapping[str, float]) -> float | None:

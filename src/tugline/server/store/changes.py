@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
+from tugline.errors import Invalid
 from tugline.estimates import compare_rates, estimate_difference
 from tugline.protocol import Change, ChangeQuery, Changes, Estimate, Measure, ProblemScore, RunPart
 from tugline.server.store import problems
@@ -48,14 +49,22 @@ class _Comparison(NamedTuple):
 
 
 def find(tx: Tx, run: str, query: ChangeQuery) -> Changes:
-    """Compare two parts of runs. Raises `Missing`."""
-    if (query.first, query.last, query.held_out) == (None, None, None):
+    """Compare two parts of runs. Raises `Missing`, and `Invalid` if both parts are the same."""
+    other = query.before or run
+    part = (query.first, query.last, query.before_first, query.before_last, query.held_out)
+    if all(each is None for each in part):
         now = problems.find_evaluation(tx, run)
-        before = problems.find_evaluation(tx, query.before or run)
+        before = problems.find_evaluation(tx, other)
     else:
         now = Scope(run, query.first, query.last, query.held_out)
-        other = query.before or run
         before = Scope(other, query.before_first, query.before_last, query.held_out)
+    if now._replace(first=now.first or 0) == before._replace(first=before.first or 0):
+        msg = (
+            f"before is {other!r}, and its versions are those of the part that it is compared with;"
+            " set before to another run, or before_first and before_last to other versions than"
+            " first and last"
+        )
+        raise Invalid(msg, field="before")
     sides = (_read(tx, before, query.measure), _read(tx, now, query.measure))
     found = _compare(sides, query)
     listed = _add_pairs(tx, sides, found.drafts)

@@ -146,6 +146,8 @@ class Database:
         self.hub = Hub()
         self._began = 0.0
         """Unix time at which `uptime` was 0."""
+        self._opened = 0.0
+        """`Tx.opened` of transactions."""
         self.clock = clock or (lambda: self._began + uptime())
         self.on_commit: Callable[[int, float], None] = lambda _ops, _seconds: None
         """Callback in the writer's thread after each commit: number of operations, seconds."""
@@ -169,6 +171,7 @@ class Database:
         self._open = True
         now = await self.read(Tx.fetch_value, f"SELECT {self._driver.now}")
         self._began = now - uptime()
+        self._opened = self.clock()
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
@@ -274,6 +277,7 @@ class Database:
         connection = slot.open(self._driver, reading=True)
         connection.begin_reading()
         connection.now = self.clock()
+        connection.opened = self._opened
         try:
             return op(connection)
         finally:
@@ -308,6 +312,7 @@ class Database:
         connection.topics = set()
         connection.begin(durable=any(job.durable for job in jobs))
         connection.now = self.clock()
+        connection.opened = self._opened
         outcomes = [self._run_job(connection, job) for job in jobs]
         connection.commit()
         return outcomes, connection.topics

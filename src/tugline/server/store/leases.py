@@ -145,14 +145,14 @@ def _record_leases(tx: Tx, leased: Sequence[tuple[QueuedRow, str]]) -> Granted:
             status=Status.INIT,
         )
         granted.setdefault(node, []).append(new)
-        waited_s = max(0.0, tx.now - row.updated)
+        waited_s = tx.count_since(row.updated)
         change = {"id": row.id, "epoch": epoch, "node": node, "version": version, "now": tx.now}
         changes.append({**change, "waited": waited_s})
         detail = {"attempt": row.attempt, "epoch": epoch, "waited": waited_s}
         notes.append(events.Note(row.task, row.id, node, detail))
     tx.many(
         "UPDATE sessions SET status = 'init', epoch = :epoch, node = :node, version = :version,"
-        " updated = :now, queued_s = queued_s + :waited WHERE id = :id",
+        " updated = :now, leased_at = :now, queued_s = queued_s + :waited WHERE id = :id",
         changes,
     )
     events.add(tx, protocol.EventKind.LEASED, *notes)

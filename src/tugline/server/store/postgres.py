@@ -28,6 +28,7 @@ _LOCK_POSITIONS = "SELECT at FROM positions WHERE name = 'events' FOR UPDATE"
 _MIGRATING = 0x7467_6C6E
 """Key of the advisory lock for migrations."""
 _SESSION = read_sql("postgres_session").encode()
+_MIGRATION = read_sql("postgres_migration").encode()
 _log = log.get("store")
 
 
@@ -121,8 +122,13 @@ class PostgresConnection(Connection):
         self._db.execute(f"BEGIN; {settings}{_LOCK_POSITIONS}")
 
     def begin_migration(self, key: int) -> None:
-        """Start a transaction under an advisory lock; it needs no tables."""
+        """Start a transaction under an advisory lock; it needs no tables.
+
+        It may read and write whole tables: its statements have no time limit and the settings of
+        the database's own planner.
+        """
         self._db.execute("BEGIN")
+        self._db.execute(_MIGRATION)
         self._db.execute("SELECT pg_advisory_xact_lock(%s)", (key,))
 
     def begin_reading(self) -> None:

@@ -92,12 +92,14 @@ def _insert(tx: Tx, entry: SessionRow, end: End) -> int:
     if end.reward is not None:
         detail["reward"] = end.reward
     position = events.add(tx, EventKind.RESULT, events.Note(entry.task, entry.id, detail=detail))
-    own = {"position": position, "session": entry.id, "created": tx.now}
+    attempt_s = tx.count_since(entry.leased_at) if entry.leased else 0.0
+    other_s = entry.other_s + time_spent.count_other(end.seconds, attempt_s)
+    own = {"position": position, "session": entry.id, "created": tx.now, "other_s": other_s}
     listed = copy_fields(ResultView, entry, end, **own)
     row = {"position": position, "session": entry.id, "task": entry.task, "digest": end.digest}
     row |= {"blob": end.blob, "run": entry.run, "judges": entry.judges}
     tx.insert("results", {**row, "view": msgspec.msgpack.encode(listed)})
-    time_spent.add(tx, listed, entry.created)
+    time_spent.add(tx, listed)
     return position
 
 
@@ -149,14 +151,13 @@ def run_again(tx: Tx, task: str, by: str) -> tuple[str, ...]:
     tx.run("DELETE FROM results WHERE session IN :ids", ids=ids)
     tx.run("DELETE FROM verdicts WHERE session IN :ids", ids=ids)
     tx.run(
-        "UPDATE sessions SET attempt = 0, faults = 0, outages = 0, reward = NULL, seconds = NULL"
-        " WHERE id IN :ids",
+        "UPDATE sessions SET attempt = 0, faults = 0, outages = 0, reward = NULL, seconds = NULL,"
+        " queued_s = 0, other_s = 0 WHERE id IN :ids",
         ids=ids,
     )
     ended = sessions.select(tx, "id IN :ids ORDER BY sample", ids=ids)
-    created = {entry.id: entry.created for entry in ended}
     for each in failed:
-        time_spent.add(tx, each, created[each.session], sign=-1)
+        time_spent.subtract(tx, each)
     fresh = [entry._replace(failing_since=None) for entry in ended]
     sessions.requeue(tx, fresh, f"run again by {by}", ())
     for each in failed:

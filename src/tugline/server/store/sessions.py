@@ -24,7 +24,14 @@ from tugline.errors import FencedError, Missing
 from tugline.protocol import SessionOrder
 from tugline.server.settings import ServerSettings
 from tugline.server.store import events, texts
-from tugline.server.store.base import Row, Tx, cut_page, match_columns, parse_cursor
+from tugline.server.store.base import (
+    Row,
+    Tx,
+    cut_ordered,
+    cut_page,
+    match_columns,
+    parse_ordered_cursor,
+)
 from tugline.types import STAGES, Session, Status
 
 _FEW_TASKS = 100
@@ -58,6 +65,8 @@ class SessionRow(NamedTuple):
     run: str | None
     judges: str | None
     queued_s: float
+    other_s: float
+    leased_at: float
 
     @property
     def leased(self) -> bool:
@@ -125,7 +134,10 @@ def select(tx: Tx, where: str, **values: object) -> list[SessionRow]:
 
 def page(tx: Tx, query: protocol.SessionQuery) -> protocol.Page:
     """Return sessions in order of submission, or newest first, and their results."""
-    rows, more = cut_page(_read(tx, query), query.limit)
+    if query.order is not None or query.recent:
+        rows, more = cut_ordered(_read_ordered(tx, query), query.limit)
+    else:
+        rows, more = cut_page(_read(tx, query), query.limit)
     ids = [row[0] for row in rows]
     ended = map(decode_view, tx.column("SELECT view FROM results WHERE session IN :ids", ids=ids))
     listed = tuple(SessionRow(*row).view() for row in rows)
@@ -134,15 +146,7 @@ def page(tx: Tx, query: protocol.SessionQuery) -> protocol.Page:
 
 def _read(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
     """Return the rows of a page, and the next row."""
-    where, values = match_columns(
-        task=query.task, status=query.status, node=query.node, run=query.run
-    )
-    for name, sign, reward in (("min", ">=", query.min_reward), ("max", "<=", query.max_reward)):
-        if reward is not None:
-            where += f" AND reward {sign} :{name}"
-            values[name] = reward
-    if query.order is not None or query.recent:
-        return _read_ordered(tx, query, where, values)
+    where, values = _match(query)
 
     def read(having: str, **named: object) -> list[Row]:
         return tx.read_page(f"{_COLUMNS} FROM sessions", where + having, query, **values, **named)
@@ -162,6 +166,18 @@ def _read(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
     return [row for _, row in sorted({row[1]: row for row in found}.items(), reverse=query.newest)]
 
 
+def _match(query: protocol.SessionQuery) -> tuple[str, dict[str, object]]:
+    """Return the condition of a query without its words, and its values."""
+    where, values = match_columns(
+        task=query.task, status=query.status, node=query.node, run=query.run
+    )
+    for name, sign, reward in (("min", ">=", query.min_reward), ("max", "<=", query.max_reward)):
+        if reward is not None:
+            where += f" AND reward {sign} :{name}"
+            values[name] = reward
+    return where, values
+
+
 _ORDERS = {
     SessionOrder.HIGHEST: ("reward", "DESC"),
     SessionOrder.LOWEST: ("reward", "ASC"),
@@ -172,21 +188,26 @@ _ORDERS = {
 """Columns and directions of orders; None: the last changed first, without the queue."""
 
 
-def _read_ordered(
-    tx: Tx, query: protocol.SessionQuery, where: str, values: dict[str, object]
-) -> list[Row]:
-    """Return the rows of a page in another order than that of submission, and the next row."""
+def _read_ordered(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
+    """Return the rows of a page in another order than that of submission, and the next row.
+
+    The value that they are ordered by is the last column, for `cut_ordered`.
+    """
     by, direction = _ORDERS[query.order]
+    where, values = _match(query)
     if query.after is not None:
-        place = parse_cursor(query.after)
-        row = f"SELECT {by} FROM sessions WHERE place = :place"  # noqa: S608 - constants
+        last, place = parse_ordered_cursor(query.after)
         where += f" AND ({by}, place) {'<' if direction == 'DESC' else '>'} (:last, :place)"
-        values |= {"last": tx.fetch_value(row, place=place), "place": place}
+        values |= {"last": last, "place": place}
     if query.status is Status.COMPLETED:  # most of them: their index would have to be sorted
         where = where.replace("status =", "COALESCE(status, '') =")
     known = f"{by} IS NOT NULL" if query.order else "status <> 'queued'"
-    where = f"{known}{where} ORDER BY {by} {direction}, place {direction} LIMIT :limit"
-    return [*select(tx, where, limit=query.limit + 1, **values)]
+    return tx.all(
+        f"SELECT {_COLUMNS}, {by} FROM sessions WHERE {known}{where}"  # noqa: S608 - constants
+        f" ORDER BY {by} {direction}, place {direction} LIMIT :limit",
+        limit=query.limit + 1,
+        **values,
+    )
 
 
 def _match_part(tx: Tx, part: str) -> tuple[str, dict[str, object]]:
@@ -233,6 +254,7 @@ def requeue(
             "failing_since": tx.now if first else entry.failing_since,
             "retry_at": tx.now + pause_s if outage and entry.outages else None,
             "avoid": entry.node if elsewhere else None,
+            **_count_time(tx, entry),
             **{name: getattr(entry, name) + 1 for name in counters},
         }
         rows.append(row | {"id": entry.id, "now": tx.now})
@@ -244,6 +266,13 @@ def requeue(
     tx.many(f"UPDATE sessions SET {changes}, stop_at = NULL WHERE id = :id", rows)  # noqa: S608 - constants
     events.add(tx, protocol.EventKind.REQUEUED, *notes)
     tx.notify("work", "timers")
+
+
+def _count_time(tx: Tx, entry: SessionRow) -> dict[str, float]:
+    """Return the seconds before the next attempt: in the queue, and in earlier attempts."""
+    waited_s = tx.count_since(entry.updated) if entry.status == Status.QUEUED else 0.0
+    lost_s = tx.count_since(entry.leased_at) if entry.leased else 0.0
+    return {"queued_s": entry.queued_s + waited_s, "other_s": entry.other_s + lost_s}
 
 
 def write_note(tx: Tx, session: str, text: str) -> None:

@@ -3,7 +3,10 @@
 Reading them costs as much as there are versions and minutes, not sessions.
 """
 
+from collections.abc import Mapping
 from typing import Any
+
+from msgspec.structs import asdict
 
 from tugline.protocol import ResultView, TimeAxis, TimeParts, TimePoint, TimeQuery, TimeSpent
 from tugline.server.store.base import Row, Tx
@@ -15,44 +18,70 @@ _UNMEASURED = -1
 """Version of the sums that only count results of older releases."""
 
 
-def split(result: ResultView, created: float) -> TimeParts:
-    """Split the time of a session, submitted at `created`, until its result."""
+_STAGES = (Status.INIT, Status.READY, Status.RUN, Status.EVAL)
+"""Stages that have a part of their own."""
+
+
+def count_other(seconds: Mapping[str, float], attempt_s: float) -> float:
+    """Return the seconds of an attempt in none of the stages that have a part of their own."""
+    return max(0.0, attempt_s - sum(seconds.get(stage.value, 0.0) for stage in _STAGES))
+
+
+def split(result: ResultView) -> TimeParts:
+    """Split the time of a session, without that in which no server was running.
+
+    It depends on the result alone, so that what was added to the sums can be subtracted.
+    """
     of = result.seconds.get
     run_s = of(Status.RUN.value, 0.0)
     engine_s = None if result.engine_s is None else min(result.engine_s, run_s)
-    waiting_s = (result.queued_s or 0.0) + of(Status.READY.value, 0.0)
-    sandbox_s = of(Status.INIT.value, 0.0)
-    evaluation_s = of(Status.EVAL.value, 0.0)
-    known_s = waiting_s + sandbox_s + run_s + evaluation_s
     return TimeParts(
         sessions=1,
-        waiting_s=waiting_s,
-        sandbox_s=sandbox_s,
+        waiting_s=(result.queued_s or 0.0) + of(Status.READY.value, 0.0),
+        sandbox_s=of(Status.INIT.value, 0.0),
         engine_s=engine_s or 0.0,
         agent_s=0.0 if engine_s is None else run_s - engine_s,
         unsplit_s=run_s if engine_s is None else 0.0,
-        evaluation_s=evaluation_s,
-        other_s=max(0.0, result.created - created - known_s),
+        evaluation_s=of(Status.EVAL.value, 0.0),
+        other_s=result.other_s or 0.0,
     )
 
 
-def add(tx: Tx, result: ResultView, created: float, *, sign: int = 1) -> None:
-    """Add a result to the sums, or with `sign` -1 subtract it; one without a node is left out."""
+def add(tx: Tx, result: ResultView) -> None:
+    """Add a result to the sums; one without a node is left out."""
     if not result.seconds:
         return
-    known = result.queued_s is not None
-    parts = split(result, created) if known else TimeParts(sessions=1)
     changes = ", ".join(f"{name} = time_spent.{name} + excluded.{name}" for name in _NAMES)
     values = ", ".join(f":{name}" for name in _NAMES)
     tx.run(
         f"INSERT INTO time_spent (run, version, minute, {_COLUMNS})"  # noqa: S608 - constants
         f" VALUES (:run, :version, :minute, {values})"
         f" ON CONFLICT (run, version, minute) DO UPDATE SET {changes}",
-        run=result.run or "",
-        version=(result.version or 0) if known else _UNMEASURED,
-        minute=int(result.created // 60) if known else 0,
-        **{name: sign * getattr(parts, name) for name in _NAMES},
+        **_row(result),
     )
+
+
+def subtract(tx: Tx, result: ResultView) -> None:
+    """Subtract a result from the sums that it was added to, if they still exist."""
+    if not result.seconds:
+        return
+    changes = ", ".join(f"{name} = {name} - :{name}" for name in _NAMES)
+    tx.run(
+        f"UPDATE time_spent SET {changes} WHERE run = :run AND version = :version"  # noqa: S608 - constants
+        " AND minute = :minute AND sessions > 0",
+        **_row(result),
+    )
+
+
+def _row(result: ResultView) -> dict[str, object]:
+    """Return the row of a result alone."""
+    known = result.queued_s is not None
+    return {
+        "run": result.run or "",
+        "version": (result.version or 0) if known else _UNMEASURED,
+        "minute": int(result.created // 60) if known else 0,
+        **asdict(split(result) if known else TimeParts(sessions=1)),
+    }
 
 
 def read(tx: Tx, query: TimeQuery) -> TimeSpent:
@@ -96,22 +125,35 @@ def read(tx: Tx, query: TimeQuery) -> TimeSpent:
 
 def _parts(row: Row) -> dict[str, Any]:
     """Return the sums of a row; differences of sums may leave rounding errors below 0."""
-    sums = dict(zip(_NAMES, map(float, row[1:]), strict=True))
-    sessions = int(sums.pop("sessions"))
-    return {"sessions": sessions} | {name: max(0.0, value) for name, value in sums.items()}
+    sums = {name: max(0.0, float(value)) for name, value in zip(_NAMES, row[1:], strict=True)}
+    return {**sums, "sessions": int(sums["sessions"])}
 
 
 def _count_unmeasured(tx: Tx, run: str | None) -> int:
     where = "" if run is None else " AND run = :run"
     query = f"SELECT SUM(sessions) FROM time_spent WHERE version = :version{where}"  # noqa: S608 - constants
     named = {} if run is None else {"run": run}
-    return int(tx.fetch_value(query, version=_UNMEASURED, **named) or 0)
+    return max(0, int(tx.fetch_value(query, version=_UNMEASURED, **named) or 0))
 
 
 def trim(tx: Tx, before: float) -> None:
-    """Delete sums of results before that time whose run is not registered any more."""
-    tx.run(
-        "DELETE FROM time_spent WHERE minute < :minute"
+    """Delete sums of results before that time whose run is not registered any more.
+
+    Those from the first kept session of the run on stay, so that its result can be subtracted.
+    """
+    names = tx.column(
+        "SELECT DISTINCT run FROM time_spent WHERE minute < :minute"
         " AND NOT EXISTS (SELECT 1 FROM runs WHERE runs.name = time_spent.run)",
         minute=int(before // 60),
     )
+    for name in names:
+        where = "run = :run" if name else "run IS NULL"
+        # A session with a result was last updated when it ended.
+        query = f"SELECT MIN(updated) FROM sessions WHERE {where} AND status <> 'queued'"  # noqa: S608 - constants
+        kept = tx.fetch_value(query, **({"run": name} if name else {}))
+        tx.run(
+            "DELETE FROM time_spent WHERE run = :run AND version >= :version AND minute < :minute",
+            run=name,
+            version=_UNMEASURED if kept is None else 0,
+            minute=int((before if kept is None else min(before, kept)) // 60),
+        )
