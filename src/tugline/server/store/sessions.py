@@ -166,11 +166,20 @@ def _read(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
     return [row for _, row in sorted({row[1]: row for row in found}.items(), reverse=query.newest)]
 
 
-def _match(query: protocol.SessionQuery) -> tuple[str, dict[str, object]]:
-    """Return the condition of a query without its words, and its values."""
+def _match(
+    query: protocol.SessionQuery, *, status_indexed: bool = True
+) -> tuple[str, dict[str, object]]:
+    """Return the condition of a query without its words, and its values.
+
+    Without `status_indexed`, no index is used to find the status.
+    """
+    status = query.status
     where, values = match_columns(
-        task=query.task, status=query.status, node=query.node, run=query.run
+        task=query.task, status=status if status_indexed else None, node=query.node, run=query.run
     )
+    if status is not None and not status_indexed:
+        where += " AND COALESCE(status, '') = :status"
+        values["status"] = status.value
     for name, sign, reward in (("min", ">=", query.min_reward), ("max", "<=", query.max_reward)):
         if reward is not None:
             where += f" AND reward {sign} :{name}"
@@ -194,13 +203,12 @@ def _read_ordered(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
     The value that they are ordered by is the last column, for `cut_ordered`.
     """
     by, direction = _ORDERS[query.order]
-    where, values = _match(query)
+    # Most sessions are completed: from the index of the status, they would have to be sorted.
+    where, values = _match(query, status_indexed=query.status is not Status.COMPLETED)
     if query.after is not None:
         last, place = parse_ordered_cursor(query.after)
         where += f" AND ({by}, place) {'<' if direction == 'DESC' else '>'} (:last, :place)"
         values |= {"last": last, "place": place}
-    if query.status is Status.COMPLETED:  # most of them: their index would have to be sorted
-        where = where.replace("status =", "COALESCE(status, '') =")
     known = f"{by} IS NOT NULL" if query.order else "status <> 'queued'"
     return tx.all(
         f"SELECT {_COLUMNS}, {by} FROM sessions WHERE {known}{where}"  # noqa: S608 - constants
