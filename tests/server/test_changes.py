@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from support.control_plane import Earlier, IdleNode, Open, finish, read_pages
+from support.control_plane import Earlier, IdleNode, Open, finish, read_pages, record_statements
 from support.server import TOKENS, RunningServer
 from support.tasks import make_task
 from tugline.client.api import Client
@@ -261,6 +261,26 @@ async def test_sessions_are_listed_by_reward_and_seconds(control: ControlPlane) 
         sessions.page, SessionQuery(min_reward=1.0, recent=True, run="a")
     )
     assert [one.id for one in page.sessions] == ["t5-0"]
+
+
+@pytest.mark.parametrize(
+    ("status", "condition"),
+    [(Status.COMPLETED, "COALESCE(status, '') = :status"), (Status.FAILED, "AND status = :status")],
+)
+async def test_completed_sessions_are_not_found_by_their_status(
+    control: ControlPlane, status: Status, condition: str
+) -> None:
+    """Most sessions are completed: an index of the status would leave all of them to be sorted."""
+
+    def read(tx: Tx) -> str:
+        with record_statements(tx) as seen:
+            query = SessionQuery(order=SessionOrder.LONGEST, status=status)
+            sessions.page(tx, query)
+        return seen[0]
+
+    sql = await control.database.read(read)
+    assert condition in sql
+    assert sql.count(":status") == 1
 
 
 @pytest.mark.parametrize("order", [SessionOrder.HIGHEST, SessionOrder.SHORTEST, None])

@@ -10,10 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 from tugline import protocol
 from tugline.server.settings import DEFAULTS, ServerSettings
-from tugline.server.store import events, nodes, results, sessions, telemetry
+from tugline.server.store import events, nodes, queues, results, sessions, telemetry
 from tugline.server.store.base import Tx
+from tugline.server.store.queues import QueuedRow
 from tugline.server.store.results import CANCELLED, End, finish
-from tugline.server.store.sessions import QueuedRow, SessionRow
+from tugline.server.store.sessions import SessionRow
 from tugline.types import HANDLING, Cause, Failure, Session, Status
 from tugline.types.session import UNKNOWN_CAUSE
 
@@ -90,13 +91,13 @@ def grant(tx: Tx, capacities: Mapping[str, int], settings: ServerSettings = DEFA
     failure goes to another node if there is one with capacity. A session that is pinned to a node
     waits for it.
     """
-    waiting = sessions.list_waiting(tx)
+    waiting = queues.list_waiting(tx)
     if not waiting:
         return {}
     live = nodes.list_open(tx)
-    pins = {tenant: list(sessions.list_pins(tx, tenant)) for tenant, _ in waiting}
+    pins = {tenant: list(queues.list_pins(tx, tenant)) for tenant, _ in waiting}
     if _retry_homeless(tx, pins, {nodes.name_of(node) for node in live}):
-        waiting = sessions.list_waiting(tx)
+        waiting = queues.list_waiting(tx)
     left = {
         node: 1 if live[node] else capacity
         for node, capacity in capacities.items()
@@ -107,7 +108,7 @@ def grant(tx: Tx, capacities: Mapping[str, int], settings: ServerSettings = DEFA
     named = {nodes.name_of(node): node for node in left}
     free = {name: left[node] for name, node in named.items()}
     count = min(sum(left.values()), _GRANT_BATCH)
-    taken = sessions.take_queued(tx, count, settings, waiting, pins, free)
+    taken = queues.take_queued(tx, count, settings, waiting, pins, free)
     for row in sorted(taken, key=lambda row: not row.pinned):  # the others can go elsewhere
         home = homes.get(row.task, row.home)
         node = named[row.pinned] if row.pinned else _choose_node(left, home, row.avoid)

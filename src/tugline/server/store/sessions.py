@@ -1,20 +1,11 @@
-"""Sessions: the queue, stages, and requeueing.
+"""Sessions: their lists, stages, and requeueing.
 
 `get_leased` is the fence: a node's message about a session is accepted only with the epoch of the
 current lease (I3).
-
-The queue uses stride scheduling over tenants. A tenant's `pass` grows by ``1 / weight`` with each
-leased session, and the tenant with the lowest pass is next, so tenants with queued sessions share
-the nodes by their weights at any load. A tenant with new work after idle time starts at the pass of
-the others: idle time gives no advantage.
 """
 
-import functools
-import heapq
-import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -22,8 +13,7 @@ import msgspec
 from tugline import protocol
 from tugline.errors import FencedError, Missing
 from tugline.protocol import SessionOrder
-from tugline.server.settings import ServerSettings
-from tugline.server.store import events, texts
+from tugline.server.store import events, queues, texts
 from tugline.server.store.base import (
     Row,
     Tx,
@@ -36,7 +26,6 @@ from tugline.types import STAGES, Session, Status
 
 _FEW_TASKS = 100
 """Maximum number of tasks whose sessions are looked up by name."""
-_LEASED = "SELECT tenant, COUNT(*) FROM sessions WHERE node IS NOT NULL GROUP BY tenant"
 MAX_PAUSE_S = 60.0
 """Maximum pause of a session after an outage, in seconds."""
 
@@ -80,23 +69,6 @@ class SessionRow(NamedTuple):
     def session(self) -> Session:
         """Convert the row to the session that a node gets."""
         return msgspec.convert(self._asdict(), Session)
-
-
-class QueuedRow(NamedTuple):
-    """A queued session, in the order of its tenant's queue."""
-
-    turn: float
-    place: int
-    id: str
-    task: str
-    sample: int
-    attempt: int
-    epoch: int
-    avoid: str | None
-    home: str | None
-    updated: float
-    pinned: str
-    """Name of the only node that may run it; empty: any."""
 
 
 _COLUMNS = ", ".join(SessionRow._fields)
@@ -166,11 +138,20 @@ def _read(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
     return [row for _, row in sorted({row[1]: row for row in found}.items(), reverse=query.newest)]
 
 
-def _match(query: protocol.SessionQuery) -> tuple[str, dict[str, object]]:
-    """Return the condition of a query without its words, and its values."""
+def _match(
+    query: protocol.SessionQuery, *, status_indexed: bool = True
+) -> tuple[str, dict[str, object]]:
+    """Return the condition of a query without its words, and its values.
+
+    Without `status_indexed`, no index is used to find the status.
+    """
+    status = query.status
     where, values = match_columns(
-        task=query.task, status=query.status, node=query.node, run=query.run
+        task=query.task, status=status if status_indexed else None, node=query.node, run=query.run
     )
+    if status is not None and not status_indexed:
+        where += " AND COALESCE(status, '') = :status"
+        values["status"] = status.value
     for name, sign, reward in (("min", ">=", query.min_reward), ("max", "<=", query.max_reward)):
         if reward is not None:
             where += f" AND reward {sign} :{name}"
@@ -194,13 +175,12 @@ def _read_ordered(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
     The value that they are ordered by is the last column, for `cut_ordered`.
     """
     by, direction = _ORDERS[query.order]
-    where, values = _match(query)
+    # Most sessions are completed: from the index of the status, they would have to be sorted.
+    where, values = _match(query, status_indexed=query.status is not Status.COMPLETED)
     if query.after is not None:
         last, place = parse_ordered_cursor(query.after)
         where += f" AND ({by}, place) {'<' if direction == 'DESC' else '>'} (:last, :place)"
         values |= {"last": last, "place": place}
-    if query.status is Status.COMPLETED:  # most of them: their index would have to be sorted
-        where = where.replace("status =", "COALESCE(status, '') =")
     known = f"{by} IS NOT NULL" if query.order else "status <> 'queued'"
     return tx.all(
         f"SELECT {_COLUMNS}, {by} FROM sessions WHERE {known}{where}"  # noqa: S608 - constants
@@ -243,7 +223,7 @@ def requeue(
     on, a session is not leased for a pause that doubles each time.
     """
     for tenant in dict.fromkeys(entry.tenant for entry in entries):
-        activate_tenant(tx, tenant)
+        queues.activate_tenant(tx, tenant)
     outage = "outages" in counters
     rows = []
     notes = []
@@ -314,115 +294,3 @@ def advance(tx: Tx, entry: SessionRow, reported: protocol.HeldSession) -> None:
     """Record the stage that a node reports; ignore a stage before the recorded one."""
     if reported.status in STAGES and STAGES.index(reported.status) > STAGES.index(entry.status):
         tx.update("sessions", entry.id, status=reported.status.value, updated=tx.now)
-
-
-# --------------------------------------------------------------------------- the queue
-def list_waiting(tx: Tx) -> list[Row]:
-    """Return the tenants with queued sessions: ``(name, pass)``."""
-    # With EXISTS, PostgreSQL would join, and scan all queued sessions.
-    return tx.all(
-        "SELECT name, pass FROM tenants WHERE (SELECT 1 FROM sessions"
-        " WHERE sessions.tenant = tenants.name AND sessions.status = 'queued' LIMIT 1) = 1"
-    )
-
-
-def activate_tenant(tx: Tx, tenant: str) -> None:
-    """Prepare a tenant for new work; an idle tenant gets the lowest pass of the others."""
-    tx.run(
-        "INSERT INTO tenants (name, weight, pass) VALUES (:name, 1, 0) ON CONFLICT DO NOTHING",
-        name=tenant,
-    )
-    passes: dict[str, float] = dict(list_waiting(tx))
-    if tenant in passes:
-        return
-    # If no tenant has work, use the highest pass.
-    level = min(passes.values(), default=tx.fetch_value("SELECT MAX(pass) FROM tenants"))
-    tx.run(
-        "UPDATE tenants SET pass = :level WHERE name = :name AND pass < :level",
-        name=tenant,
-        level=level,
-    )
-
-
-def list_pins(tx: Tx, tenant: str) -> Iterator[str]:
-    """Yield the names of nodes to which queued sessions of a tenant are pinned."""
-    query = (
-        "SELECT MIN(pinned) FROM sessions WHERE tenant = :tenant AND status = 'queued'"
-        " AND pinned > :last"
-    )
-    last = ""
-    while (name := tx.fetch_value(query, tenant=tenant, last=last)) is not None:
-        yield name
-        last = name
-
-
-def take_queued(
-    tx: Tx,
-    n: int,
-    settings: ServerSettings,
-    waiting: Sequence[Row],
-    pins: Mapping[str, Sequence[str]],
-    free: Mapping[str, int],
-) -> list[QueuedRow]:
-    """Take the next `n` queued sessions of the `waiting` tenants.
-
-    `pins` are the nodes to which sessions of each tenant are pinned, `free` the capacities by node.
-    Of the sessions that are pinned to a node, as many are taken as it has capacity for. A tenant at
-    its limit is skipped, without an advantage afterwards.
-    """
-    room = dict(free)
-    tenants = {}
-    queues = {}
-    heap = []
-    full = []
-    # Counted once, and only if a tenant has a limit.
-    leased = functools.cache(lambda: {name: int(n) for name, n in tx.all(_LEASED)})
-    for name, at in waiting:
-        tenants[name] = tenant = settings.find_tenant(name)
-        left = min(n, tenant.sessions - leased().get(name, 0)) if tenant.sessions else n
-        queues[name] = _read_queue(tx, name, max(0, left), pins[name], free)
-        heap.append((at, name))
-    heapq.heapify(heap)
-    taken: list[QueuedRow] = []
-    passes: dict[str, float] = {}
-    while heap and len(taken) < n:
-        at, name = heapq.heappop(heap)
-        first = next(queues[name], None)
-        if first is not None and first.pinned and not room[first.pinned]:
-            heapq.heappush(heap, (at, name))  # another tenant's session takes the node
-        elif first is not None:
-            if first.pinned:
-                room[first.pinned] -= 1
-            taken.append(first)
-            passes[name] = at + 1 / tenants[name].weight
-            heapq.heappush(heap, (passes[name], name))
-        elif tenants[name].sessions:
-            full.append(name)
-    passes |= dict.fromkeys(full, heap[0][0]) if heap else {}
-    tx.many(
-        "UPDATE tenants SET pass = :at WHERE name = :name",
-        [{"name": name, "at": at} for name, at in passes.items()],
-    )
-    return taken
-
-
-def _read_queue(
-    tx: Tx, tenant: str, n: int, pins: Sequence[str], free: Mapping[str, int]
-) -> Iterator[QueuedRow]:
-    """Return up to `n` queued sessions of a tenant that some node with capacity may run."""
-    sizes = {"": n} | {name: min(n, free.get(name, 0)) for name in pins}
-    rows = (_read_pinned(tx, tenant, name, size) for name, size in sizes.items() if size)
-    return itertools.islice(heapq.merge(*rows, key=itemgetter(slice(2))), n)
-
-
-def _read_pinned(tx: Tx, tenant: str, pinned: str, n: int) -> list[QueuedRow]:
-    rows = tx.all(
-        "SELECT s.turn, s.place, s.id, s.task, s.sample, s.attempt, s.epoch, s.avoid, t.home,"
-        " s.updated, s.pinned FROM sessions s JOIN tasks t ON t.id = s.task"
-        " WHERE s.tenant = :tenant AND s.status = 'queued' AND s.pinned = :pinned"
-        " AND s.retry_at IS NULL ORDER BY s.turn, s.place LIMIT :n",
-        tenant=tenant,
-        pinned=pinned,
-        n=n,
-    )
-    return [QueuedRow(*row) for row in rows]

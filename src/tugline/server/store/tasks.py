@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from tugline.errors import Conflict, Missing, QuotaExceeded
 from tugline.protocol import Accepted, EventKind, Page, TaskQuery, TaskState, TaskView
 from tugline.server.settings import DEFAULTS, ServerSettings
-from tugline.server.store import events, runs, sessions, texts
+from tugline.server.store import events, queues, runs, texts
 from tugline.server.store.base import Row, Tx, cut_page, match_columns, to_struct
 from tugline.types import Status, Task, decode, encode, is_held_out, name_problem
 
@@ -81,7 +81,7 @@ def submit(
         if most := settings.find_tenant(tenant).queued:
             more = (new.task.samples for new in fresh.values() if new.task.tenant == tenant)
             _check_quota(tx, tenant, sum(more), most)
-        sessions.activate_tenant(tx, tenant)
+        queues.activate_tenant(tx, tenant)
     if fresh:
         _insert(tx, list(fresh.values()), run)
     return [
