@@ -1,6 +1,7 @@
 """``tugline up``: rollout server, node and engine; for runs, their console only."""
 
 import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -53,11 +54,7 @@ def up(
     is_of_run = is_run(folder) and not cluster
     runs = [] if is_of_run or cluster else _find_runs(settings, folder)
     if is_of_run or runs:
-        given = {"--nodes": nodes, "--no-node": no_node or None, "--name": name}
-        ignored = [flag for flag, value in given.items() if value is not None]
-        if ignored:
-            msg = f"{folder} has runs, whose console is served without nodes: omit {ignored[0]}"
-            raise UsageError(f"{msg}, or choose another --dir")
+        _refuse_flags(folder, {"--nodes": nodes, "--no-node": no_node or None, "--name": name})
     if runs:
         _serve_runs(settings, runs, folder, local.log_file)
         return
@@ -80,6 +77,14 @@ def up(
 
     main = partial(run_server_and_nodes, add_default_engine(settings), folder, echo)
     keep_running(main, local.log_file)
+
+
+def _refuse_flags(folder: Path, flags: Mapping[str, object]) -> None:
+    """Raise `UsageError` for a flag about nodes; None is one that is not given."""
+    given = [flag for flag, value in flags.items() if value is not None]
+    if given:
+        msg = f"{folder} has runs, whose console is served without nodes: omit {given[0]}"
+        raise UsageError(f"{msg}, or choose another --dir")
 
 
 def _find_runs(settings: Settings, folder: Path) -> list[Path]:
