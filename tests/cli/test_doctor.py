@@ -68,6 +68,18 @@ def test_this_machine_is_checked_where_no_server_is_known(tmp_path: Path) -> Non
     assert "next: " in text.stdout
 
 
+def test_this_machine_is_checked_where_a_server_was_killed(tmp_path: Path) -> None:
+    """Its address is still in the folder; a server that is named is checked itself."""
+    data = tmp_path / "tugline-data"
+    data.mkdir()
+    (data / "server.json").write_text('{"url": "http://127.0.0.1:9"}')
+    report = json.loads(run_command("doctor", "--json", cwd=tmp_path).stdout)
+    assert "sandbox" in {each["component"] for each in report["checks"]}
+    named = run_command("doctor", "--server", "http://127.0.0.1:9", "--json", cwd=tmp_path)
+    assert [each["component"] for each in json.loads(named.stdout)] == ["server"]
+    assert named.returncode == 1
+
+
 def test_a_full_machine_is_unhealthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Little free memory, a full disk and a broken driver are reported with their figures."""
     small = SimpleNamespace(available=1 << 30, total=4 << 30)

@@ -54,9 +54,10 @@ async def doctor(
         _list_runtimes(as_json=as_json)
         return
     if engine is None:
-        if remote.is_known:
-            await _examine(remote, as_json=as_json)
-        else:
+        checks = await _examine(remote) if remote.is_known else []
+        if checks and (remote.is_named or any(check.healthy for check in checks)):
+            _print_checks(checks, as_json=as_json)
+        else:  # none, or one that has ended
             _check_this_machine(as_json=as_json)
         return
     facts = ModelFacts() if tokenizer is None else ModelFacts.read(tokenizer)
@@ -137,9 +138,12 @@ def _show_checks(checks: Sequence[HealthCheck]) -> None:
     print_text(make_table(("component", "", "detail"), rows))
 
 
-async def _examine(remote: Remote, *, as_json: bool) -> None:
+async def _examine(remote: Remote) -> list[HealthCheck]:
     async with remote.connect(LOOK_S) as client:
-        checks = await examine(client)
+        return await examine(client)
+
+
+def _print_checks(checks: Sequence[HealthCheck], *, as_json: bool) -> None:
     print_report(
         [check._asdict() for check in checks],
         lambda: _show_checks(checks),

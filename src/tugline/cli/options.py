@@ -51,10 +51,14 @@ class Remote:
     """Folder of `tugline up` (default: tugline-data)."""
 
     @property
+    def is_named(self) -> bool:
+        """Whether options or the environment name a server."""
+        return bool(self.server or self.folder or os.environ.get(SERVER))
+
+    @property
     def is_known(self) -> bool:
-        """Whether a server is named, or one was started in the folder."""
-        named = self.server or self.folder or os.environ.get(SERVER)
-        return bool(named) or (DATA / "server.json").exists()
+        """Whether a server is named, or one was started in the default folder."""
+        return self.is_named or (DATA / "server.json").exists()
 
     def connect(self, deadline_s: float = _DEADLINE_S) -> Client:
         """Create the client of a command, an async context manager."""
