@@ -57,8 +57,8 @@ async def doctor(
         checks = await _examine(remote) if remote.is_known else []
         if checks and (remote.is_named or any(check.healthy for check in checks)):
             _print_checks(checks, as_json=as_json)
-        else:  # none, or one that has ended
-            _check_this_machine(as_json=as_json)
+        else:
+            _check_this_machine(checks, as_json=as_json)
         return
     facts = ModelFacts() if tokenizer is None else ModelFacts.read(tokenizer)
     report = await probe(_check_address(engine), model, facts=facts)
@@ -120,9 +120,11 @@ def _list_runtimes(*, as_json: bool) -> None:
     print_report(states, lambda: print_text(table), as_json=as_json)
 
 
-def _check_this_machine(*, as_json: bool) -> None:
-    checks = check_machine(Path.cwd())
-    command = suggest_next(checks)
+def _check_this_machine(ended: Sequence[HealthCheck], *, as_json: bool) -> None:
+    """Print the checks of this machine, after those of the folder's server that has ended."""
+    own = check_machine(Path.cwd())
+    command = suggest_next(own)
+    checks = [*ended, *own]
 
     def show() -> None:
         _show_checks(checks)
