@@ -45,8 +45,8 @@ async def run_one(
 
 
 def rounded(parts: TimeParts) -> dict[str, float]:
-    """Sums without the milliseconds that the test itself takes."""
-    return {name: round(value, 1) for name, value in asdict(parts).items()}
+    """Sums to half a second, without the time that the test itself takes on a busy machine."""
+    return {name: round(2 * value) / 2 for name, value in asdict(parts).items()}
 
 
 async def test_the_time_of_a_session_is_split(control: ControlPlane) -> None:

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any, Protocol
 
 import msgspec
@@ -51,6 +52,7 @@ def run(tasks: Task | Sequence[Task], **options: Any) -> list[Result]:
     except RuntimeError:
         return uvloop.run(run_async(tasks, **options))
     started: Future[Callable[[], object]] = Future()
+    ended = Event()
 
     async def work() -> list[Result]:
         event_loop = asyncio.get_running_loop()
@@ -58,12 +60,18 @@ def run(tasks: Task | Sequence[Task], **options: Any) -> list[Result]:
         started.set_result(lambda: event_loop.call_soon_threadsafe(this.cancel) if this else None)
         return await run_async(tasks, **options)
 
+    def run_to_end() -> list[Result]:
+        try:
+            return uvloop.run(work())
+        finally:
+            ended.set()
+
     with ThreadPoolExecutor(1, "tugline-run") as thread:
         try:
-            running = thread.submit(lambda: uvloop.run(work()))
-            return running.result()
+            return thread.submit(run_to_end).result()
         except KeyboardInterrupt:
             started.result()()
+            ended.wait()  # the executor does not if the interrupt came while its thread started
             raise
 
 
