@@ -94,7 +94,7 @@ class TuglineSessions:
     async def _open(self) -> AsyncIterator[tuple[RolloutServer, Publisher]]:
         async with (
             open_replicas(self.config, self.models, self._folder) as replicas,
-            open_rollout_server(self.config, self._folder, replicas.connection) as server,
+            open_rollout_server(self.config, self._folder, replicas.connection, print) as server,
         ):
             yield server, make_publisher(self.config, server.control, replicas)
 

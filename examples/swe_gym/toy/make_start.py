@@ -246,7 +246,12 @@ async def run(
             ),
             node=NodeSettings(slots=SLOTS),
         )
-        return await run_in_folder(tasks, settings, folder, lambda view, _: print(view.session))
+        return await run_in_folder(tasks, settings, folder, print_session)
+
+
+def print_session(view: ResultView, *, new: bool) -> None:  # noqa: ARG001 - a callback's parameter
+    """Print the name of a session that has ended."""
+    print(view.session)
 
 
 def read_patches() -> dict[str, str]:
