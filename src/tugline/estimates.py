@@ -104,8 +104,9 @@ def wilson(passed: int, n: int) -> tuple[float, float]:
     spread = _Z * _Z / n
     centre = rate + spread / 2
     half = _Z * math.sqrt(rate * (1 - rate) / n + spread / (4 * n))
-    low, high = (centre - half) / (1 + spread), (centre + half) / (1 + spread)
-    return (0.0 if passed == 0 else low), (1.0 if passed == n else high)
+    low = 0.0 if passed == 0 else (centre - half) / (1 + spread)
+    high = 1.0 if passed == n else (centre + half) / (1 + spread)
+    return low, high
 
 
 def make_rates(counts: Iterable[Count], k: int) -> Rates:

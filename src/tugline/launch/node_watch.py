@@ -8,7 +8,7 @@ from tugline.errors import ServerError
 from tugline.protocol import NodeState, ResultView
 from tugline.server.store import nodes
 from tugline.server.store.database import Database
-from tugline.types import Boundary
+from tugline.types import is_by_agent
 
 _log = log.get("launch")
 
@@ -25,9 +25,8 @@ class NodeWatch:
         self._unable_since: float | None = None
 
     def note_result(self, view: ResultView) -> None:
-        """Take notice of a result; one that is the agent's shows that a node is able to."""
-        failure = view.failure
-        if view.reward is not None or (failure and failure.boundary is Boundary.AGENT):
+        """Take notice of a result."""
+        if is_by_agent(view.status, view.failure):
             self._worked = True
             self._unable_since = None
 

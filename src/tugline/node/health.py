@@ -23,16 +23,15 @@ from tugline.rollout.rollout import roll_out
 from tugline.sandbox.base import Runtime
 from tugline.sandbox.files import remove
 from tugline.types import (
-    Boundary,
     Cause,
     Failure,
     Limits,
     PluginSpec,
     Sampling,
     Session,
-    Status,
     Task,
     Trajectory,
+    is_by_agent,
 )
 
 SUSPICIOUS = frozenset(
@@ -111,9 +110,7 @@ class Health:
             known = task.runtime.name in self._working
             self._runtime = task.runtime.name if known else DEFAULT_RUNTIME
             self._suspected.set()
-        elif trajectory.status is Status.COMPLETED or (
-            failure is not None and failure.boundary is Boundary.AGENT
-        ):
+        elif is_by_agent(trajectory.status, failure):
             if ":" not in task.runtime.name:  # the class of a task may fail on purpose
                 self._working.add(task.runtime.name)
             if self.problem and began > self._since:

@@ -17,6 +17,6 @@ __all__ = [
     "RecordingRef", "Reward", "Role", "Sample", "Sampling", "Session", "Span", "SpentLimit",
     "Stale", "Status", "Task", "Timings", "Tool", "ToolCall", "ToolKind", "Trace", "TraceKind",
     "Trajectory", "VersionSpan", "Workspace", "count_prompt_tokens", "decode", "encode",
-    "is_held_out", "is_pass", "make_decoder", "measure_engine", "name_problem", "plain_text",
-    "shared_prefix", "union_seconds",
+    "is_by_agent", "is_held_out", "is_pass", "make_decoder", "measure_engine", "name_problem",
+    "plain_text", "shared_prefix", "union_seconds",
 ]  # fmt: skip

@@ -314,6 +314,12 @@ class Failure(msgspec.Struct, frozen=True):
         msgspec.structs.force_setattr(self, "message", plain_text(self.message))
 
 
+def is_by_agent(status: Status, failure: Failure | None) -> bool:
+    """Whether a session ended by what its agent did, which shows that its node works."""
+    by_agent = failure is not None and failure.boundary is Boundary.AGENT
+    return status is Status.COMPLETED or by_agent
+
+
 class SpentLimit(StrEnum):
     """Budget that was spent when a session ended: one of `Limits`, or the recording's size."""
 

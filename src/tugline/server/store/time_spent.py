@@ -16,8 +16,6 @@ _NAMES = TimeParts.__struct_fields__
 _COLUMNS = ", ".join(_NAMES)
 _UNMEASURED = -1
 """Version of the sums that only count results of older releases."""
-
-
 _STAGES = (Status.INIT, Status.READY, Status.RUN, Status.EVAL)
 """Stages that have a part of their own."""
 

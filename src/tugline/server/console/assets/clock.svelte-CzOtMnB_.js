@@ -1,0 +1,1 @@
+import{rt as e}from"./index-BC_iPehy.js";var t=e({now:Date.now()/1e3});setInterval(()=>{document.hidden||(t.now=Date.now()/1e3)},5e3);export{t};

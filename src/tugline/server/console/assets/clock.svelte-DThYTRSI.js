@@ -1,1 +1,0 @@
-import{rt as e}from"./index-BxlOHGVn.js";var t=e({now:Date.now()/1e3});setInterval(()=>{document.hidden||(t.now=Date.now()/1e3)},5e3);export{t};

@@ -1,0 +1,2 @@
+import{p as e}from"./index-BC_iPehy.js";var t=/^([a-z_]+)(?:\{(.*)\})? (\S+)$/gm,n=/(\w+)="((?:[^"\\]|\\.)*)"/g;async function r(r){let a=await(await e(`GET`,`/metrics`,{signal:r},`text/plain`)).text(),o=new Map;for(let[,e,r,s]of a.matchAll(t)){let t=[...(r??``).matchAll(n)].map(([,e,t])=>[e,i(t)]),a=o.get(e)??[];a.push({labels:Object.fromEntries(t),value:Number(s)}),o.set(e,a)}return o}var i=e=>e.replace(/\\(.)/g,(e,t)=>t===`n`?`
+`:t),a=(e=[])=>e.reduce((e,{value:t})=>e+t,0);export{a as n,r as t};
