@@ -66,8 +66,8 @@ async def test_the_server_has_the_figures_of_the_file(tmp_path: Path) -> None:
     folder = tmp_path / "my run"
 
     async def run(client: Client, steps: tuple[int, ...], after: int) -> list[protocol.RunStep]:
-        sinks = make_sinks((), Console(file=io.StringIO()))
-        sinks.add(ServerSink(client.report_step))
+        own = make_sinks((), Console(file=io.StringIO()))
+        sinks = Sinks([own, ServerSink(client.report_step)])
         log_all(sinks, folder, steps, after)
         await asyncio.to_thread(sinks.close)
         (stored,) = await client.runs()
@@ -105,8 +105,7 @@ async def test_figures_that_cannot_be_sent_are_logged(
             raise ServerError("the server is away")
         await asyncio.Event().wait()
 
-    sinks = make_sinks((), Console(file=io.StringIO()))
-    sinks.add(ServerSink(report))
+    sinks = Sinks([make_sinks((), Console(file=io.StringIO())), ServerSink(report)])
     with structlog.testing.capture_logs() as logs:
         sinks.start(tmp_path, {}, 0)
         sinks.log(1, {"rollout/reward": 0.5})

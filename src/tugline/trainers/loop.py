@@ -113,7 +113,7 @@ async def train(
                 config, folder, replicas.connection, progress.report, console=console
             ) as server,
         ):
-            sinks.add(ServerSink(server.report_step))
+            sinks = Sinks([sinks, ServerSink(server.report_step)])
             sinks.start(folder, msgspec.to_builtins(config, enc_hook=str), state.step)
             try:
                 freeze_gc()

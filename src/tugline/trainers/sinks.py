@@ -61,11 +61,7 @@ class Sinks(Sink):
     """A sink that forwards every call to several sinks."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = list(sinks)
-
-    def add(self, sink: Sink) -> None:
-        """Add a sink, before `start`."""
-        self._sinks.append(sink)
+        self._sinks = sinks
 
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
         """Start every sink."""
