@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from support.engine import RENDERING, ids, reply_cut_once, reply_in_turn, reply_with
+from support.garbage import count_cycles
 from support.gateway import ASK, open_session, text_of
 from support.polling import until
 from tugline.errors import EngineError
@@ -403,3 +404,36 @@ async def test_a_greeting_before_the_task_is_a_side_call(tmp_path: Path) -> None
     traces, ledger, _ = PrefixMerging().build(calls)
     assert [(trace.kind, trace.parent) for trace in traces] == [("side", None), ("main", None)]
     assert ledger.masked == {Reason.SIDE_CALL: len(calls[0].sampled_ids)}
+
+
+# --------------------------------------------------------------------------- memory
+@pytest.mark.parametrize("end", ["complete", "client gone", "cancelled", "engine failed"])
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_ended_calls_leave_no_cycles(
+    tmp_path: Path,
+    end: str,
+    stream: bool,  # noqa: FBT001
+) -> None:
+    """Calls are freed without the garbage collector, which hardly looks at a busy gateway."""
+    status = 500 if end == "engine failed" else None
+    play = reply_with(LONG, delay_s=0.0 if end == "complete" else 0.02, status=status)
+    async with open_session(tmp_path, play, tuning=QUICK) as session:
+
+        async def call() -> None:
+            known = len(session.live.running)
+            asking = asyncio.create_task(session.read() if stream else session.ask())
+            if end in {"client gone", "cancelled"}:
+                await until(lambda: session.sampled > 5)
+                if end == "client gone":
+                    asking.cancel()
+                else:
+                    for each in session.live.running:
+                        each.cancel()
+            await asyncio.wait({asking})
+            await until(lambda: not session.running and len(session.live.running) == known)
+            await asyncio.sleep(0.1)
+
+        await call()
+        with count_cycles() as found:
+            await call()
+    assert not found

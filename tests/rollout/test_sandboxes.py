@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from support.garbage import count_cycles
 from support.polling import until
 from tugline.errors import SandboxError
 from tugline.rollout.parts import PrewarmedSandboxes
@@ -113,3 +114,15 @@ async def test_an_unused_sandbox_is_closed(tmp_path: Path) -> None:
     early.prepare(1)
     await early.aclose()
     assert len(sandboxes.opened) - sandboxes.closed == 0
+
+
+@pytest.mark.parametrize("when", ["before it is open", "when it is open"])
+async def test_closed_prewarmed_sandboxes_leave_no_cycles(when: str, tmp_path: Path) -> None:
+    """Also closing one that is still being opened leaves nothing to the garbage collector."""
+    with count_cycles() as found:
+        prewarmed = PrewarmedSandboxes(Sandboxes(tmp_path).open)
+        prewarmed.prepare(1)
+        await asyncio.sleep(0.1 if when == "when it is open" else 0)
+        await prewarmed.aclose()
+        del prewarmed
+    assert not found

@@ -216,9 +216,11 @@ class _Prepared:
     async def aclose(self) -> None:
         """Close the sandbox."""
         self._release.set()
+        holder = self._holder
+        del self._holder  # the frames of a cancelled task refer to this object
         if not self._ready.done():
-            self._holder.cancel()
-        await asyncio.wait({self._holder})
+            holder.cancel()
+        await asyncio.wait({holder})
 
     async def _hold(self) -> None:
         # An asynchronous context manager must be entered and exited by the same task.
