@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from tugline import log
@@ -92,26 +92,54 @@ async def run_beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-    for task in tasks:
-        if not task.cancelled():
-            task.result()
+        await _cancel(tasks)
+    _raise_error(tasks)
 
 
 async def run_until_one_ends(*works: Coroutine[Any, Any, object]) -> None:
     """Run coroutines until the first one ends, cancel the others, raise the first one's error."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
-        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        ended = [task for task in tasks if task.done()]
     finally:
-        for task in tasks:
-            task.cancel()
+        await _cancel(tasks)
+    tasks.clear()
+    _raise_error(ended)
+
+
+async def run_together(*works: Coroutine[Any, Any, T]) -> list[T]:
+    """Run one or more coroutines together; return their results. The first error ends the others.
+
+    It is raised as it is, and unlike those of `asyncio.TaskGroup` it is in no reference cycle.
+    """
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        await _cancel(tasks)
+    _raise_error(tasks)
+    return [task.result() for task in tasks]
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[T]]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
         await asyncio.wait(tasks)
-    for task in ended:
-        task.result()
+
+
+def _raise_error(tasks: list[asyncio.Task[T]]) -> None:
+    """If tasks have failed, raise the error of the first and empty the list.
+
+    A task refers to its error, and an error to the frames that it passes: a frame that refers to
+    the task would be kept until a garbage collection.
+    """
+    failed = [task for task in tasks if not task.cancelled() and task.exception() is not None]
+    if failed:
+        tasks.clear()
+        failed.pop(0).result()
 
 
 @contextlib.contextmanager
@@ -141,10 +169,13 @@ async def finish(work: Awaitable[T]) -> T:
     cancelled = False
     while not task.done():
         try:
-            await asyncio.shield(task)
+            await asyncio.wait({task})
         except asyncio.CancelledError:
             cancelled = True
-    result = task.result()
+    try:
+        result = task.result()
+    finally:
+        del task  # see `_raise_error`
     if cancelled:
         raise asyncio.CancelledError
     return result

@@ -417,23 +417,26 @@ async def test_ended_calls_leave_no_cycles(
     """Calls are freed without the garbage collector, which hardly looks at a busy gateway."""
     status = 500 if end == "engine failed" else None
     play = reply_with(LONG, delay_s=0.0 if end == "complete" else 0.02, status=status)
-    async with open_session(tmp_path, play, tuning=QUICK) as session:
+    tuning = replace(QUICK, recent_calls=1)
+    async with open_session(tmp_path, play, tuning=tuning) as session:
 
-        async def call() -> None:
-            known = len(session.live.running)
-            asking = asyncio.create_task(session.read() if stream else session.ask())
+        async def call(question: str) -> None:
+            sampled = session.sampled
+            ask = [{"role": "user", "content": question}]
+            asking = asyncio.create_task(session.read(ask) if stream else session.ask(ask))
             if end in {"client gone", "cancelled"}:
-                await until(lambda: session.sampled > 5)
+                await until(lambda: session.sampled > sampled + 5)
                 if end == "client gone":
                     asking.cancel()
                 else:
                     for each in session.live.running:
                         each.cancel()
             await asyncio.wait({asking})
-            await until(lambda: not session.running and len(session.live.running) == known)
-            await asyncio.sleep(0.1)
+            await until(lambda: not session.running and not session.live.running)
+            await asyncio.sleep(0.1)  # connections are closed, threads drop their last function
 
-        await call()
-        with count_cycles() as found:
-            await call()
-    assert not found
+        await call("First?")
+        with count_cycles() as cycles:
+            await call("Second?")
+            await call("Third?")
+    assert not cycles

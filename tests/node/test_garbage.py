@@ -77,8 +77,8 @@ async def test_ended_sessions_leave_no_cycles(tmp_path: Path) -> None:
             await asyncio.sleep(0.3)  # threads hold their last function for a moment
 
         await run_all("first")
-        with count_cycles() as found:
+        with count_cycles() as cycles:
             await run_all("second")
         running.cancel()
         await asyncio.wait({running})
-    assert not found
+    assert not cycles

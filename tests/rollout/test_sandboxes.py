@@ -119,10 +119,10 @@ async def test_an_unused_sandbox_is_closed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("when", ["before it is open", "when it is open"])
 async def test_closed_prewarmed_sandboxes_leave_no_cycles(when: str, tmp_path: Path) -> None:
     """Also closing one that is still being opened leaves nothing to the garbage collector."""
-    with count_cycles() as found:
+    with count_cycles() as cycles:
         prewarmed = PrewarmedSandboxes(Sandboxes(tmp_path).open)
         prewarmed.prepare(1)
         await asyncio.sleep(0.1 if when == "when it is open" else 0)
         await prewarmed.aclose()
         del prewarmed
-    assert not found
+    assert not cycles

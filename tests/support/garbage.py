@@ -11,15 +11,15 @@ from contextlib import contextmanager
 @contextmanager
 def count_cycles() -> Iterator[Counter[str]]:
     """Count, by type, Tugline's objects that the block leaves in cycles; filled at its end."""
-    found: Counter[str] = Counter()
+    cycles: Counter[str] = Counter()
     gc.collect()
     gc.disable()
     try:
-        yield found
+        yield cycles
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
         names = (f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.garbage)
-        found.update(name for name in names if name.startswith("tugline."))
+        cycles.update(name for name in names if name.startswith("tugline."))
     finally:
         gc.set_debug(0)
         gc.garbage.clear()

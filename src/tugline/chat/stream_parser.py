@@ -13,6 +13,7 @@ The parser is a state machine: `StreamParser` splits ids at the template's marks
 interprets them and returns the next state, and `AnswerOutput` collects the pieces.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Self
@@ -124,9 +125,14 @@ class StreamParser(Parser):
         if not self._ended:
             self._state.finish()
         self._position -= self.output.unread
-        del self._state  # break the reference cycle with the parser
+        self.close()
         self.output.finish_text()
         return self.output.take_pieces(), self.output.build_message()
+
+    def close(self) -> None:
+        """End the parser without the rest of the answer; a closed parser takes no more ids."""
+        with contextlib.suppress(AttributeError):
+            del self._state  # it refers to the parser
 
     def replay(self, ids: list[int]) -> State:
         """Parse held-back ids, which turned out to be text, and return the resulting state."""

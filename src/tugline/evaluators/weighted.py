@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from tugline.aio import run_together
 from tugline.errors import ConfigError, EvaluatorError, SandboxError, UnknownPlugin
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.verdict import evaluate
@@ -79,15 +80,8 @@ class WeightedEvaluator(Evaluator):
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Combine the verdicts of all parts."""
         alone = asyncio.Lock()
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = {
-                    name: group.create_task(self._evaluate_part(name, outcome, alone))
-                    for name in self._parts
-                }
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        verdicts = {name: task.result() for name, task in tasks.items()}
+        evaluations = (self._evaluate_part(name, outcome, alone) for name in self._parts)
+        verdicts = dict(zip(self._parts, await run_together(*evaluations), strict=True))
         return self._combine(self._discount_models(verdicts))
 
     async def _evaluate_part(

@@ -232,16 +232,19 @@ class Gateway:
             await self._handle(http, dialect, action, incoming, live)
         except errors.ClientGone:
             return
-        except Exception as caught:  # noqa: BLE001 - every error becomes a reply
-            error = explain(caught)
-            if http.started:  # the server closes the connection of an unfinished reply
-                return
-            status, headers, body = dialect.encode_error(error)
-            self._engine.traffic.refused[type(error).__name__] += 1
-            _log.info("refused", status=status, error=type(error).__name__, dialect=dialect.name)
-            if live is not None:
-                live.note_refusal(error, status)
-            await http.reply(status, body, headers)
+        except Exception as error:  # noqa: BLE001 - every error becomes a reply
+            if not http.started:  # the server closes the connection of an unfinished reply
+                await self._refuse(http, dialect, live, explain(error))
+
+    async def _refuse(
+        self, http: Http, dialect: Dialect, live: LiveSession | None, error: errors.TuglineError
+    ) -> None:
+        status, headers, body = dialect.encode_error(error)
+        self._engine.traffic.refused[type(error).__name__] += 1
+        _log.info("refused", status=status, error=type(error).__name__, dialect=dialect.name)
+        if live is not None:
+            live.note_refusal(error, status)
+        await http.reply(status, body, headers)
 
     async def _handle(
         self,
@@ -293,8 +296,7 @@ class Gateway:
     # ----------------------------------------------------------------------- answering
     async def _send_stream(self, http: Http, call: ModelCall, completion: Completion) -> None:
         await completion.wait_until_accepted()
-        if completion.error is not None:
-            raise completion.error
+        completion.check()
         stream = call.dialect.stream(call.request, completion.id, int(completion.received))
         await http.stream(stream.content_type)
         opened = bool(completion.usage.prompt)
@@ -316,8 +318,7 @@ class Gateway:
 
     async def _send_whole(self, http: Http, call: ModelCall, completion: Completion) -> None:
         await completion.wait_done()
-        if completion.error is not None:
-            raise completion.error
+        completion.check()
         await http.reply(200, call.dialect.encode(call.request, completion.responses))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from collections.abc import AsyncIterator, Callable
 
 from tugline.chat.engines.base import Delta
@@ -58,10 +59,15 @@ class Choice:
         """End with an error, unless it has ended; the call that it resumes can be resumed again."""
         if self.state in ENDED:
             return
-        self.error = error
+        self.error = copy.copy(error)  # without the frames that it has passed
         if self._earlier is not None:
             self._earlier.life.enter(AnswerState.BROKEN_OFF)
         self.life.enter(AnswerState.FAILED)
+
+    def close(self) -> None:
+        """Drop references to this object, which would keep it until a garbage collection."""
+        self.life.forget_listener()
+        self.content.close()
 
     # ----------------------------------------------------------------------- sampling
     async def sample(self, on_change: Callable[[], None]) -> None:

@@ -8,9 +8,11 @@ within a grace period.
 
 import asyncio
 import contextlib
+import copy
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
+from tugline.aio import run_together
 from tugline.chat.model_call import Piece, Response, Usage
 from tugline.errors import ClientGone, TuglineError
 from tugline.gateway.answer import ACCEPTED, ENDED, PROGRESS, AnswerState
@@ -59,6 +61,14 @@ class Completion:
             return None
         error = next((c.error for c in self.choices if c.error is not None), None)
         return self._closed if self._closed and isinstance(error, ClientGone) else error
+
+    def check(self) -> None:
+        """Raise the error, if there is one.
+
+        It is a copy: an error refers to the frames that it passes, and so to this object.
+        """
+        if self.error is not None:
+            raise copy.copy(self.error)
 
     @property
     def responses(self) -> Sequence[Response]:
@@ -143,15 +153,13 @@ class Completion:
 
     # ----------------------------------------------------------------------- the task
     async def _sample_several(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            for choice in self.choices:
-                group.create_task(choice.sample(self._notify))
+        await run_together(*(choice.sample(self._notify) for choice in self.choices))
 
     def _end(self, _task: asyncio.Task[None]) -> None:
         """End answers that were never begun, because the task was cancelled before it began."""
         for choice in self.choices:
             choice.fail(ClientGone("the call was cancelled before sampling began"))
-            choice.life.forget_listener()  # else both are kept until a garbage collection
+            choice.close()
         if self._ticker is not None:
             self._ticker.cancel()
         self._notify()

@@ -77,6 +77,11 @@ class SampledAnswer:
             forbidden=self.request.tool_choice.mode is ChoiceMode.NONE,
         )
 
+    def close(self) -> None:
+        """Parse no more ids."""
+        if self._decoder is not None:
+            self._decoder.close()
+
     @property
     def count(self) -> int:
         """Number of tokens sampled so far, with or without ids."""

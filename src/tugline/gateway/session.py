@@ -5,6 +5,7 @@ Budgets are checked before anything is sampled, so a refused call costs nothing.
 
 import asyncio
 import contextlib
+import copy
 import hashlib
 import time
 from collections.abc import Callable
@@ -328,7 +329,7 @@ class LiveSession:
     def note_refusal(self, error: errors.TuglineError, status: int) -> None:
         """Record that a request was answered with an error, without the request's content."""
         if isinstance(error, errors.ContextOverflow):
-            self._overflow = error
+            self._overflow = copy.copy(error)  # without frames, which refer to this object
         if isinstance(error, errors.RequestError | errors.EngineError):
             field = error.param if isinstance(error, errors.RequestError) else None
             detail = f"{status} {type(error).__name__} {field or ''}"

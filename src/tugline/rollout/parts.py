@@ -172,16 +172,16 @@ class PrewarmedSandboxes:
     @contextlib.asynccontextmanager
     async def open(self, files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
         """Open a sandbox with `files`: a prewarmed one that is unchanged, or a new one."""
-        async with contextlib.AsyncExitStack() as stack:
-            sandbox = None
-            if self._prepared:
-                prepared = self._prepared.popleft()
-                stack.push_async_callback(prepared.aclose)
-                sandbox = await prepared.take()
-            if sandbox is None:
-                sandbox = await stack.enter_async_context(self._open_sandbox())
-            await sandbox.put(sandbox.workdir, files)
-            yield sandbox
+        prepared = self._prepared.popleft() if self._prepared else None
+        try:
+            sandbox = await prepared.take() if prepared is not None else None
+            opening = self._open_sandbox() if sandbox is None else contextlib.nullcontext(sandbox)
+            async with opening as opened:
+                await opened.put(opened.workdir, files)
+                yield opened
+        finally:
+            if prepared is not None:
+                await prepared.aclose()
 
     async def aclose(self) -> None:
         """Close the prewarmed sandboxes that were not used."""
@@ -216,11 +216,12 @@ class _Prepared:
     async def aclose(self) -> None:
         """Close the sandbox."""
         self._release.set()
-        holder = self._holder
-        del self._holder  # the frames of a cancelled task refer to this object
         if not self._ready.done():
-            holder.cancel()
-        await asyncio.wait({holder})
+            self._holder.cancel()
+        await asyncio.wait({self._holder})
+        # Both refer to an error, and its frames to this object.
+        del self._holder
+        del self._ready
 
     async def _hold(self) -> None:
         # An asynchronous context manager must be entered and exited by the same task.

@@ -26,7 +26,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from tugline.addresses import Address, is_public
-from tugline.aio import finish
+from tugline.aio import finish, run_together
 from tugline.errors import ConfigError, SandboxNetworkError
 from tugline.sandbox import netns
 
@@ -64,6 +64,10 @@ class _Refused(Exception):
     def __init__(self, reason: str, status: str = "403 Forbidden") -> None:
         super().__init__(reason)
         self.status = status
+
+
+class _Gone(Exception):
+    """One side of a connection is gone."""
 
 
 class PortForwards:
@@ -200,27 +204,28 @@ class Relay:
                 writer.close()
                 aborting.pop_all()
                 return
-            except (OSError, EOFError, asyncio.LimitOverrunError):  # also a timeout
+            except (OSError, EOFError, asyncio.LimitOverrunError) as error:  # also a timeout
+                error.__traceback__ = None  # see `_copy`
                 return
             aborting.callback(target_writer.transport.abort)
-            try:
-                async with asyncio.TaskGroup() as copying:
-                    copying.create_task(_copy(reader, target_writer))
-                    copying.create_task(_copy(target_reader, writer))
-            except* OSError:  # one side is gone: data sent to the other side is still delivered
-                pass
+            with contextlib.suppress(_Gone):  # the other side still gets all data sent to it
+                await run_together(_copy(reader, target_writer), _copy(target_reader, writer))
             target_writer.close()
             writer.close()
             aborting.pop_all()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy data until end-of-file, then close the writing direction."""
-    while (data := await reader.read(_CHUNK)) and not writer.is_closing():
-        writer.write(data)
-        await writer.drain()
-    if not writer.is_closing():
-        writer.write_eof()
+    """Copy data until end-of-file, then close the writing direction. Raises `_Gone`."""
+    try:
+        while (data := await reader.read(_CHUNK)) and not writer.is_closing():
+            writer.write(data)
+            await writer.drain()
+        if not writer.is_closing():
+            writer.write_eof()
+    except OSError as error:
+        error.__traceback__ = None  # streams keep their error, and its frames refer to the streams
+        raise _Gone from None
 
 
 def _write(writer: asyncio.StreamWriter, data: bytes) -> None:

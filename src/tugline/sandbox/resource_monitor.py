@@ -100,16 +100,16 @@ class ResourceMonitor:
             self._initial_bytes = await self._in_thread(self._measure_initial)
         began = time.monotonic()
         kills = self.count_kills()
-        ended = None
         try:
             async with run_beside(self._watch(pid)):
                 end = await program()
-        except SandboxEnded as error:
-            ended = error
+        except SandboxEnded:
             end = Exit(KILLED, timed_out=False, seconds=time.monotonic() - began)
-        cause = await self._find_cause(end, kills)
-        if ended is not None and cause is None:
-            raise ended
+            cause = await self._find_cause(end, kills)
+            if cause is None:
+                raise
+        else:
+            cause = await self._find_cause(end, kills)
         return msgspec.structs.replace(end, cause=cause)
 
     def close(self) -> None:

@@ -127,6 +127,7 @@ class Reply(asyncio.Protocol):
             self.complete = True
         self._fault = self._fault or ConnectionError(str(exc or "it closed the connection"))
         self._wake()
+        del self._parser  # it refers to this object
 
     # ----------------------------------------------------------------------- called by the parser
     def on_message_begin(self) -> None:
