@@ -57,7 +57,7 @@ def _sglang(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
         "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
         "--max-total-tokens", "16384", "--context-length", str(WINDOW),
         "--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3", "--skip-server-warmup",
-        "--sleep-on-idle",
+        "--sleep-on-idle", "--enable-metrics",
     ]  # fmt: skip
     return command, {}
 

@@ -27,6 +27,7 @@ from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
 from tugline.gateway.probe import CheckOutcome
 from tugline.gateway.replicas import Upstream
+from tugline.node.admission import Engines
 from tugline.recording.verify.engine import connect_scorer
 from tugline.recording.verify.session import VerifyVerdict, verify_logprobs, verify_session
 from tugline.recording.verify.text import TextVerifier
@@ -183,6 +184,36 @@ async def test_probe_identifies_each_engine(served: Served) -> None:
         assert report.wire(Mode.OBSERVED).mode is Mode.OBSERVED
     flags = " ".join(report.advice)
     assert ("--logprobs-mode processed_logprobs" in flags) is (served.name == "vllm")
+
+
+async def test_the_load_of_an_engine_is_read(served: Served, tmp_path: Path) -> None:
+    """Requests are counted while they run, and tokens are those of the recorded calls."""
+    route = ROUTE_NAMES[0]
+    async with Engines([served.url]) as engines, open_bench(served, route, tmp_path) as bench:
+        load = engines.loads[served.url]
+
+        async def sampled() -> tuple[float, float]:
+            await engines.poll()
+            return load.prompt_tokens or 0.0, load.sampled_tokens or 0.0
+
+        await until(bench.idle)
+        before = await sampled()
+        most = 0.0
+        async for _ in bench.recite():
+            await engines.poll()
+            most = max(most, load.running)
+        assert most == 1
+        assert load.kv is None if served.name == "embedded" else 0 <= (load.kv or 0) < 1
+        (call,) = bench.calls
+        counts = len(call.prompt_ids), len(call.sampled_ids)
+
+        async def counted() -> bool:
+            now = await sampled()
+            return (now[0] - before[0], now[1] - before[1]) == counts
+
+        await until(counted, 30)
+        assert (load.waiting, load.up) == (0, True)
+        assert load.busy_s > 0
 
 
 # --------------------------------------------------------------------------- sessions

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from support.commands import run_command
@@ -44,6 +44,8 @@ class Stub:
     """Whether a prompt that is too long is an error."""
     owner: str = "vllm"
     lists: bool = True
+    load: bool = True
+    """Whether the load is reported."""
     status: int = 200
     """Of the list of models."""
 
@@ -53,6 +55,7 @@ class Stub:
             routes=[
                 Route("/v1/models", self.models),
                 Route("/version", self.version),
+                Route("/metrics", self.metrics),
                 Route("/inference/v1/generate", self.generate, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
             ]
@@ -67,6 +70,10 @@ class Stub:
     async def version(self, _: Request) -> Response:
         """Some version."""
         return JSONResponse({"version": "9.9"})
+
+    async def metrics(self, _: Request) -> Response:
+        """The metrics of a vLLM that is idle."""
+        return PlainTextResponse("vllm:num_requests_waiting 0.0\n" if self.load else "")
 
     async def generate(self, request: Request) -> Response:
         """Ids in, ids out."""
@@ -202,6 +209,15 @@ async def test_without_a_tool_parser_observed_mode_is_not_sound() -> None:
     assert Mode.OBSERVED not in report.routes.values()
     assert any("--tool-call-parser" in advice for advice in report.advice)
     assert report.mode is Mode.EXACT
+
+
+async def test_a_load_that_is_not_reported_is_a_weakness() -> None:
+    """The engine is sound, and the advice names the setting."""
+    report = await examine(load=False)
+    assert report.sound
+    assert outcomes(report)["load"] is CheckOutcome.WARN
+    assert any("load: start vLLM without" in advice for advice in report.advice)
+    assert outcomes(await examine())["load"] is CheckOutcome.PASS
 
 
 async def test_an_unreported_context_overflow_fails_its_check() -> None:

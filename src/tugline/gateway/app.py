@@ -233,12 +233,14 @@ class Gateway:
         except errors.ClientGone:
             return
         except Exception as error:  # noqa: BLE001 - every error becomes a reply
-            if not http.started:  # the server closes the connection of an unfinished reply
-                await self._refuse(http, dialect, live, explain(error))
+            await self._refuse(http, dialect, live, explain(error))
 
     async def _refuse(
         self, http: Http, dialect: Dialect, live: LiveSession | None, error: errors.TuglineError
     ) -> None:
+        """Reply with an error; the server closes the connection of a reply that has begun."""
+        if http.started:
+            return
         status, headers, body = dialect.encode_error(error)
         self._engine.traffic.refused[type(error).__name__] += 1
         _log.info("refused", status=status, error=type(error).__name__, dialect=dialect.name)

@@ -42,6 +42,11 @@ _MIN_TOKENS = 4
 _SHORTEST = 2
 """Tokens of the shortest prompt: vLLM on CPU dies of one token for a hybrid model."""
 _CONTROL = "pause, reload and resume over HTTP"
+_LOAD = {
+    "vllm": (b"vllm:num_requests_waiting", "start vLLM without --disable-log-stats"),
+    "sglang": (b"sglang:num_queue_reqs", "start SGLang with --enable-metrics"),
+}
+"""A metric of an engine's load, and the setting without which it is missing."""
 
 _log = log.get("gateway.probe")
 
@@ -195,6 +200,7 @@ class _Probe:
             meaning = await self._measure_logprobs(wire)
             shape = await check_reports(self._client, wire, self._model)
         await self._check_control(kind, meaning)
+        await self._check_load(kind)
         return EngineReport(
             url=self._engine.url,
             engine=kind,
@@ -350,3 +356,15 @@ class _Probe:
                     "logprobs: they are computed after temperature, but before top_p, top_k and "
                     "min_p, and no kept sets are reported: leave these off"
                 )
+
+    async def _check_load(self, kind: str) -> None:
+        """Check whether the engine reports its load."""
+        if kind not in _LOAD:
+            return
+        metric, setting = _LOAD[kind]
+        if metric in await self._engine.get("/metrics"):
+            self._client.note("load", True, "requests, KV memory and tokens at /metrics")
+            return
+        msg = "not reported: agents start whatever it is, and the console has no chart of it"
+        self._client.warn("load", msg)
+        self._client.advice.append(f"load: {setting}")

@@ -290,13 +290,19 @@ class EngineHttp:
             msg = f"the engine at {self.url} did not answer {path}: {str(error) or 'too slow'}"
             raise EngineError(msg) from error
 
-    async def get_object(self, path: str) -> dict[str, Any]:
-        """Get a JSON object; empty if there is none."""
-        with contextlib.suppress(OSError, msgspec.DecodeError):
+    async def get(self, path: str) -> bytes:
+        """Get a page; empty if there is none."""
+        with contextlib.suppress(OSError):
             async with asyncio.timeout(ANSWER_TIMEOUT_S), self.request(self.url + path) as reply:
                 if reply.status == 200:
-                    value = msgspec.json.decode(await reply.read())
-                    return value if isinstance(value, dict) else {}
+                    return await reply.read()
+        return b""
+
+    async def get_object(self, path: str) -> dict[str, Any]:
+        """Get a JSON object; empty if there is none."""
+        with contextlib.suppress(msgspec.DecodeError):
+            value = msgspec.json.decode(await self.get(path))
+            return value if isinstance(value, dict) else {}
         return {}
 
 
