@@ -109,10 +109,8 @@ def _run(called: str) -> None:
 
 def _describe(error: CycloptsError) -> str:
     """Return what is wrong with the arguments, and what would be right."""
-    if isinstance(error, MissingArgumentError) and error.argument is not None:
-        parameter = error.argument.parameter
-        other = "".join(f" It may be in the variable {name}." for name in parameter.env_var or ())
-        return f"{error}{other}"
+    if isinstance(error, MissingArgumentError):
+        return f"{error}{_describe_missing(error)}"
     if not isinstance(error, UnknownOptionError):
         return str(error)
     given = (error.token.keyword or error.token.value).partition("=")[0]
@@ -126,6 +124,18 @@ def _describe(error: CycloptsError) -> str:
         return text
     key = given.strip("-").replace("-", "_")
     return f"{text} Keys of the file are changed by --set, such as --set {key}=VALUE."
+
+
+def _describe_missing(error: MissingArgumentError) -> str:
+    """Return what a missing argument is, and the variable that may have it."""
+    if error.argument is None or error.app is None:
+        return ""
+    name = error.argument.name
+    arguments = error.app.assemble_argument_collection(parse_docstring=True)
+    text = next((each.parameter.help or "" for each in arguments if each.name == name), "")
+    what = f" {name}: {text.splitlines()[0].rstrip('.')}." if text else ""
+    variables = error.argument.parameter.env_var or ()
+    return what + "".join(f" It may be in the variable {variable}." for variable in variables)
 
 
 def _exit(*messages: str, code: int) -> None:
