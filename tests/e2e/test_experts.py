@@ -29,7 +29,10 @@ OWN_CHOICE = "update/mismatch/without_replay/max_abs"
 
 
 def write_config(folder: Path, **sampling: Any) -> Path:
-    """Write a run of three small steps on the demo's tasks, with pi, from a mixture of experts."""
+    """Write a run of three small steps on the demo's tasks, with pi, from a mixture of experts.
+
+    Each second session of a task earns 1, whatever it did, so that every step has a signal.
+    """
     save_mixture(folder / "start")
     tasks = {"split": "train", "seed": 0, "count": 2 * STEPS}
     config = {
@@ -38,6 +41,7 @@ def write_config(folder: Path, **sampling: Any) -> Path:
         "template": {
             "harness": {"name": "pi"},
             "runtime": {"name": "local"},
+            "evaluator": {"name": "function", "options": {"target": "support.training:by_sample"}},
             "limits": {"agent_s": 90, "max_turns": 6},
             "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 120}
             | sampling,
@@ -97,7 +101,7 @@ async def test_experts_are_trained_with_real_tools_across_a_crash(
     rows = check_totals(run, state, steps=STEPS, sessions=2 * 3 * STEPS)
     masked = Counter[str](state["ledger"]["masked"])
     assert not masked["unreproducible"] + masked["no_routes"] + masked["routes_changed"]
-    assert state["updates"] > 0
+    assert state["updates"] == STEPS
     mismatch = [row[MISMATCH] for row in rows if MISMATCH in row]
     assert max(mismatch) <= 1e-4
     assert all(OWN_CHOICE in row for row in rows if MISMATCH in row)
