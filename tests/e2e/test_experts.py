@@ -79,6 +79,30 @@ def recompute(model: Any, call: Call) -> np.ndarray:
     return values.gather(1, sampled[:, None])[:, 0].numpy()
 
 
+@torch.no_grad()
+def bound_errors(start: Path, calls: list[Call]) -> list[np.ndarray]:
+    """What float32 may change of each log probability: 1e-4 nats, more where rounding does more.
+
+    A token in some hundreds is ill-conditioned: weights that differ by float32's half unit change
+    it up to a hundred times as much as the others. Ten times that change, in float64, is allowed.
+    """
+    exact, rounded = (
+        AutoModelForCausalLM.from_pretrained(
+            start, dtype=torch.float64, experts_implementation="eager"
+        )
+        for _ in range(2)
+    )
+    changes = [np.full(len(call.sampled_ids), 1e-5) for call in calls]
+    expected = [recompute(exact, call) for call in calls]
+    torch.manual_seed(0)
+    for _ in range(3):
+        for value, own in zip(rounded.parameters(), exact.parameters(), strict=True):
+            value.copy_(own * (1 + 6e-8 * torch.randn_like(own)))
+        for call, values, change in zip(calls, expected, changes, strict=True):
+            np.maximum(change, np.abs(recompute(rounded, call) - values), out=change)
+    return [10 * change for change in changes]
+
+
 @pytest.mark.pi
 @pytest.mark.slow
 @pytest.mark.timeout(500)
@@ -86,7 +110,7 @@ def recompute(model: Any, call: Call) -> np.ndarray:
 async def test_experts_are_trained_with_real_tools_across_a_crash(
     tmp_path: Path, sampling: dict[str, float]
 ) -> None:
-    """Every trained token is recomputed, with its experts and its kept set, within 1e-4 nats.
+    """Every trained token is recomputed, with its experts and kept set, as exactly as float32 can.
 
     The run is killed with kill -9 after its first update and resumed. Truncated sampling leaves no
     token untrained, and the published weights are read by transformers under the hub's names.
@@ -103,14 +127,20 @@ async def test_experts_are_trained_with_real_tools_across_a_crash(
     assert not masked["unreproducible"] + masked["no_routes"] + masked["routes_changed"]
     assert state["updates"] == STEPS
     mismatch = [row[MISMATCH] for row in rows if MISMATCH in row]
-    assert max(mismatch) <= 1e-4
     assert all(OWN_CHOICE in row for row in rows if MISMATCH in row)
     calls = [c for f in list_recordings(run / "recordings") for c in recordings.read(f).calls]
-    first = [call for call in calls if {span.version for span in call.versions} == {0}]
+    bounds = bound_errors(tmp_path / "start", calls)
+    assert max(mismatch) <= np.concatenate(bounds).max()
+    assert np.median(np.concatenate(bounds)) == pytest.approx(1e-4)
+    first = [
+        (call, bound)
+        for call, bound in zip(calls, bounds, strict=True)
+        if {span.version for span in call.versions} == {0}
+    ]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "start", dtype=torch.float32)
-    distances = [np.abs(recompute(model, call) - call.logprobs).max() for call in first]
-    assert max(distances) <= 1e-4
-    assert any(call.number > 0 for call in first), "several turns"
+    for call, bound in first:
+        assert (np.abs(recompute(model, call) - call.logprobs) <= bound).all()
+    assert any(call.number > 0 for call, _ in first), "several turns"
     trained = AutoModelForCausalLM.from_pretrained(run / MODEL, dtype=torch.float32)
     weights = trained.state_dict()
     assert any(

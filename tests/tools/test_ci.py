@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import run_suites
@@ -29,6 +31,7 @@ TABLE = Table(
     ),
     every=("constraints.txt",),
     fast=("src/white",),
+    always_s=1200.0,
     usual_s=900.0,
     limit_s=1800.0,
     stop_s=3600.0,
@@ -330,6 +333,19 @@ def test_a_suite_begins_only_if_it_will_end_in_time(
         line for line in lines if line.startswith("NOT RUN green: it is a test, but its 5 ")
     ]
     assert (passed, ran, len(left_out)) == (True, fits, not fits)
+
+
+def test_a_slow_machine_is_given_more_time(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first suites took one and a half times as long, so will a chosen one."""
+    real = run_suites.run_suite
+
+    def slowly(*arguments: Any) -> run_suites.Result:
+        return dataclasses.replace(real(*arguments), seconds=900.0)
+
+    monkeypatch.setattr(run_suites, "run_suite", slowly)
+    passed, lines = run(checkout, BLUE, spent_s=1400)
+    assert passed
+    assert any(line.startswith("NOT RUN blue: it is a test, but its 8 minutes") for line in lines)
 
 
 def test_a_suite_that_hangs_is_stopped(checkout: Path) -> None:

@@ -29,6 +29,8 @@ class Table(NamedTuple):
     """Files and folders that need all suites."""
     fast: tuple[str, ...]
     """Those that need none: `make test` has all of their tests."""
+    always_s: float
+    """Usual time of the suites that always run."""
     usual_s: float
     limit_s: float
     stop_s: float
@@ -59,6 +61,7 @@ def read_table(path: Path) -> Table:
         ),
         every=tuple(values["every"]),
         fast=tuple(values["fast"]),
+        always_s=values["always_minutes"] * 60,
         usual_s=values["usual_minutes"] * 60,
         limit_s=values["limit_minutes"] * 60,
         stop_s=values["stop_minutes"] * 60,
