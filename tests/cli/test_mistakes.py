@@ -37,8 +37,9 @@ def folder(tmp_path: Path) -> Path:
 def read_error(command: str, folder: Path, run_here: Run, code: int = 2) -> str:
     """Run a command that exits with `code` and prints nothing; its only error."""
     argv = shlex.split(command)
-    # another process would import torch again for the demo
-    done = run_here(*argv) if argv[0] == "demo" else run_command(*argv, cwd=folder)
+    # another process would import torch again
+    imports_torch = argv[0] in ("demo", "train", "eval")
+    done = run_here(*argv) if imports_torch else run_command(*argv, cwd=folder)
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     assert "Traceback" not in done.stderr
     [error] = [line for line in done.stderr.splitlines() if line.startswith("tugline: ")]

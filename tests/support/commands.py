@@ -30,12 +30,16 @@ def run_command(
     env: dict[str, str] | None = None,
     timeout: float = 60,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``tugline`` with arguments in `cwd`, with `env` added to the environment, to its end."""
+    """Run ``tugline`` with arguments, with `env` added to the environment, to its end.
+
+    It runs in `cwd`, by default in an empty folder: a checkout may have runs and data of its user.
+    """
     argv = [str(TUGLINE), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
+        out, err, empty = (Path(folder, name) for name in ("out", "err", "empty"))
+        empty.mkdir()
         variables = {**os.environ, **(env or {})}
-        process = _FORKS.Process(target=_run, args=(argv, cwd or Path.cwd(), variables, out, err))
+        process = _FORKS.Process(target=_run, args=(argv, cwd or empty, variables, out, err))
         process.start()
         process.join(timeout)
         if process.exitcode is None:

@@ -70,9 +70,12 @@ def learners() -> Iterator[set[int]]:
     [
         (0, "wait", {}),
         (1, "abort", {"lora": {"rank": 4}, "grpo": {"lr": 1e-2}}),
-        (1, "keep", {}),
+        pytest.param(1, "keep", {}, marks=pytest.mark.slow),
         (2, "wait", {}),
-        (1, "abort", {"node": {"slots": 4, "processes": 2}, "template": BY_SAMPLE}),
+        pytest.param(
+            *(1, "abort", {"node": {"slots": 4, "processes": 2}, "template": BY_SAMPLE}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 async def test_a_run_trains_every_batch_within_its_staleness(
