@@ -31,9 +31,10 @@ OWN_CHOICE = "update/mismatch/without_replay/max_abs"
 def write_config(folder: Path, **sampling: Any) -> Path:
     """Write a run of three small steps on the demo's tasks, with pi, from a mixture of experts.
 
-    Each second session of a task earns 1, whatever it did, so that every step has a signal.
+    Each second session of a task earns 1, whatever it did, so that every step has a signal. With
+    more noise, float32 changes some tokens by more than 1e-4 nats, whoever computes them.
     """
-    save_mixture(folder / "start")
+    save_mixture(folder / "start", noise=0.02)
     tasks = {"split": "train", "seed": 0, "count": 2 * STEPS}
     config = {
         "model": "start",
@@ -79,30 +80,6 @@ def recompute(model: Any, call: Call) -> np.ndarray:
     return values.gather(1, sampled[:, None])[:, 0].numpy()
 
 
-@torch.no_grad()
-def bound_errors(start: Path, calls: list[Call]) -> list[np.ndarray]:
-    """What float32 may change of each log probability: 1e-4 nats, more where rounding does more.
-
-    A token in some hundreds is ill-conditioned: weights that differ by float32's half unit change
-    it up to a hundred times as much as the others. Ten times that change, in float64, is allowed.
-    """
-    exact, rounded = (
-        AutoModelForCausalLM.from_pretrained(
-            start, dtype=torch.float64, experts_implementation="eager"
-        )
-        for _ in range(2)
-    )
-    changes = [np.full(len(call.sampled_ids), 1e-5) for call in calls]
-    expected = [recompute(exact, call) for call in calls]
-    torch.manual_seed(0)
-    for _ in range(3):
-        for value, own in zip(rounded.parameters(), exact.parameters(), strict=True):
-            value.copy_(own * (1 + 6e-8 * torch.randn_like(own)))
-        for call, values, change in zip(calls, expected, changes, strict=True):
-            np.maximum(change, np.abs(recompute(rounded, call) - values), out=change)
-    return [10 * change for change in changes]
-
-
 @pytest.mark.pi
 @pytest.mark.slow
 @pytest.mark.timeout(500)
@@ -110,7 +87,7 @@ def bound_errors(start: Path, calls: list[Call]) -> list[np.ndarray]:
 async def test_experts_are_trained_with_real_tools_across_a_crash(
     tmp_path: Path, sampling: dict[str, float]
 ) -> None:
-    """Every trained token is recomputed, with its experts and kept set, as exactly as float32 can.
+    """Every trained token is recomputed, with its experts and its kept set, within 1e-4 nats.
 
     The run is killed with kill -9 after its first update and resumed. Truncated sampling leaves no
     token untrained, and the published weights are read by transformers under the hub's names.
@@ -127,24 +104,21 @@ async def test_experts_are_trained_with_real_tools_across_a_crash(
     assert not masked["unreproducible"] + masked["no_routes"] + masked["routes_changed"]
     assert state["updates"] == STEPS
     mismatch = [row[MISMATCH] for row in rows if MISMATCH in row]
+    assert max(mismatch) <= 1e-4
     assert all(OWN_CHOICE in row for row in rows if MISMATCH in row)
     calls = [c for f in list_recordings(run / "recordings") for c in recordings.read(f).calls]
-    bounds = bound_errors(tmp_path / "start", calls)
-    assert max(mismatch) <= np.concatenate(bounds).max()
-    assert np.median(np.concatenate(bounds)) == pytest.approx(1e-4)
-    first = [
-        (call, bound)
-        for call, bound in zip(calls, bounds, strict=True)
-        if {span.version for span in call.versions} == {0}
-    ]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "start", dtype=torch.float32)
-    for call, bound in first:
-        assert (np.abs(recompute(model, call) - call.logprobs) <= bound).all()
-    assert any(call.number > 0 for call, _ in first), "several turns"
+    first = [call for call in calls if {span.version for span in call.versions} == {0}]
+    # in float64, so that the difference is the engine's alone
+    exact = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "start", dtype=torch.float64, experts_implementation="eager"
+    )
+    distances = [np.abs(recompute(exact, call) - call.logprobs).max() for call in first]
+    assert max(distances) <= 1e-4
+    assert any(call.number > 0 for call in first), "several turns"
     trained = AutoModelForCausalLM.from_pretrained(run / MODEL, dtype=torch.float32)
     weights = trained.state_dict()
     assert any(
         not torch.equal(weights[name], value)
-        for name, value in model.state_dict().items()
+        for name, value in exact.float().state_dict().items()
         if name.endswith("mlp.gate.weight")
     ), "the routers are trained"

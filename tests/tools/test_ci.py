@@ -335,7 +335,9 @@ def test_a_suite_begins_only_if_it_will_end_in_time(
     assert (passed, ran, len(left_out)) == (True, fits, not fits)
 
 
-def test_a_slow_machine_is_given_more_time(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_suites_begin_on_a_slow_machine(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the first suites took one and a half times as long, so will a chosen one."""
     real = run_suites.run_suite
 
